@@ -1,0 +1,82 @@
+// Tensors whose storage is a segment: the key they carry and the context of their DataPtr. The only file that does
+// key-set and storage surgery. Layer autograd: may include torch and every layer below.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKey.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "pager/pager.h"
+
+namespace torch_offload {
+
+class Engine;
+struct GradientNorm;
+
+/// The dispatch key that a managed tensor carries. Views and `.data` inherit it, results do not.
+inline constexpr c10::DispatchKey kPagedKey = c10::DispatchKey::DeferredInit;
+
+/// Context of every DataPtr made here: a range of addresses and, once managed, its segment.
+/// Members are destroyed from the last to the first, so the engine outlives the segment.
+struct Block {
+    std::shared_ptr<Engine> engine;
+    std::span<std::byte> range;
+    std::shared_ptr<Segment> segment;  // empty: a temporary in ordinary private memory
+
+    /// Writes through the dispatcher, recorded ones included. Tells whether something computed from the bytes holds.
+    std::atomic<std::uint64_t> write_count{0};
+    /// Somebody got the bare address by a pin or a lease: from then on writes may happen that are not counted.
+    std::atomic<bool> is_raw_exposed{false};
+    std::atomic<std::shared_ptr<const GradientNorm>> norm;
+};
+
+/// What a segment is called and where it stands in the recorded order of pins.
+struct SegmentRole {
+    SegmentKind kind = SegmentKind::other;
+    std::string label;
+    TraceId trace_id = kNoTrace;
+    TraceId anchor_id = kNoTrace;
+};
+SegmentRole role_of(const Segment& segment);
+
+/// The block behind a tensor's storage, or nullptr if the storage is not ours.
+Block* block_of(const at::Tensor& tensor) noexcept;
+Block* block_of(const c10::StorageImpl& storage) noexcept;
+
+/// The block behind a tensor's storage if it is managed, else nullptr.
+Block* managed_block_of(const at::Tensor& tensor) noexcept;
+
+/// The segment behind a tensor's storage, or an empty pointer.
+const std::shared_ptr<Segment>& segment_of(const at::Tensor& tensor) noexcept;
+
+bool has_paged_key(const at::Tensor& tensor) noexcept;
+void add_paged_key(const at::Tensor& tensor);
+void remove_paged_key(const at::Tensor& tensor);
+
+/// True for what may become a segment: a strided CPU tensor over ordinary memory of its own process, with elements.
+bool is_manageable(const at::Tensor& tensor);
+
+/// True if the tensor's elements are the whole storage, each once: nothing of the storage lies outside of it.
+bool covers_storage(const at::Tensor& tensor);
+
+/// A DataPtr over a committed range of temporaries that goes back to the engine's pager when it dies.
+/// Throws: OutOfTierMemory, TierIoError.
+c10::DataPtr make_temporary(std::shared_ptr<Engine> engine, std::size_t size_bytes);
+
+/// Makes the tensor's storage a segment and keys the tensor. A storage that is a temporary of this engine is adopted
+/// where it lies; any other is copied once into a new segment and its old memory freed. A storage that is managed
+/// already keeps its segment, which is returned: tied tensors share it.
+/// Pre: is_manageable(tensor). The whole storage becomes the segment; its address never changes again.
+std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role);
+
+/// A tensor of zeros shaped like `like`, keyed, over a new segment that owns no bytes yet. Pre: `like` has elements.
+at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Tensor& like, c10::ScalarType dtype,
+                            c10::MemoryFormat memory_format, SegmentRole role);
+
+/// Makes the storage ordinary memory again and removes the key from `tensor`. Throws what a pin throws.
+void unmanage(const at::Tensor& tensor);
+
+}  // namespace torch_offload

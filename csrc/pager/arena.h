@@ -1,0 +1,75 @@
+// One budget for everything in compute memory: frames of pages and ranges of temporaries.
+// Layer pager: includes base, device, storage.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "pager/page_table.h"
+
+namespace torch_offload {
+
+/// What the budget is spent on, in bytes of memory. The sum never exceeds the limit.
+struct ArenaUsage {
+    std::size_t limit_bytes = 0;
+    std::size_t frame_bytes = 0;       // frames that hold pages
+    std::size_t free_frame_bytes = 0;  // frames kept for the next page
+    std::size_t range_bytes = 0;       // live temporaries
+    std::size_t idle_range_bytes = 0;  // freed temporaries kept for reuse
+    std::size_t small_bytes = 0;       // small allocations, counted only
+    std::size_t peak_bytes = 0;
+
+    std::size_t used_bytes() const noexcept {
+        return frame_bytes + free_frame_bytes + range_bytes + idle_range_bytes + small_bytes;
+    }
+    /// What could be had at once, without evicting a page.
+    std::size_t available_bytes() const noexcept {
+        const std::size_t fixed = frame_bytes + range_bytes + small_bytes;
+        return fixed >= limit_bytes ? 0 : limit_bytes - fixed;
+    }
+};
+
+/// Hands out memory under a hard limit. Memory is reused by exact size first; free memory of other sizes is given
+/// back to the system when a new size needs room. Nothing here waits or evicts.
+/// Threads: none; the pager's lock covers it.
+class Arena {
+public:
+    explicit Arena(std::size_t limit_bytes);
+    ~Arena();
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+
+    /// A frame of `size_bytes` (whole sectors) with unspecified contents, or nothing when the budget is full.
+    std::optional<Frame> try_take_frame(std::size_t size_bytes);
+    void give_frame(const Frame& frame);
+
+    /// A committed range of `size_bytes` with unspecified contents that a fork shares, or nothing.
+    std::optional<std::span<std::byte>> try_take_range(std::size_t size_bytes);
+    void give_range(std::span<std::byte> range);
+
+    /// Turns `size_bytes` of a live range into a frame of that size whose memory stays where it is.
+    Frame adopt_into_frame(std::size_t size_bytes);
+    /// Gives the frame's memory back to the system at once. Pre: it is not registered with the I/O engine.
+    void release_frame(const Frame& frame);
+
+    /// Counts bytes that live outside; may exceed the limit only by what was there before the engine.
+    void count_small(std::ptrdiff_t delta_bytes) noexcept;
+
+    /// Free frames that the I/O engine has registered: only its owner may take them, to unregister and release them.
+    std::vector<Frame> take_registered_free_frames(std::size_t at_least_bytes);
+
+    ArenaUsage usage() const noexcept { return usage_; }
+
+private:
+    bool make_room(std::size_t size_bytes);
+    void charge(std::size_t& account, std::size_t size_bytes) noexcept;
+
+    ArenaUsage usage_;
+    std::multimap<std::size_t, Frame> free_frames_;
+    std::multimap<std::size_t, std::span<std::byte>> idle_ranges_;
+};
+
+}  // namespace torch_offload

@@ -1,0 +1,181 @@
+#include "pager/mover.h"
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/check.h"
+#include "base/log.h"
+#include "base/units.h"
+
+namespace torch_offload {
+namespace {
+
+constexpr std::chrono::milliseconds kIdleWait{200};
+constexpr std::size_t kReapBatch = 32;
+
+}  // namespace
+
+Mover::Mover(MoverClient& client, std::unique_ptr<IoEngine> engine, int file_descriptor)
+    : client_(client), engine_(std::move(engine)), file_descriptor_(file_descriptor) {}
+
+Mover::~Mover() { stop(); }
+
+void Mover::start() {
+    thread_ = std::thread([this] { run(); });
+}
+
+void Mover::stop() {
+    if (!thread_.joinable()) return;
+    stopping_.store(true, std::memory_order_release);
+    engine_->wake();
+    thread_.join();
+}
+
+void Mover::read(std::shared_ptr<Segment> segment, Page& page) {
+    auto transfer = std::make_unique<Transfer>();
+    transfer->request.direction = IoDirection::read;
+    transfer->segment = std::move(segment);
+    transfer->page = &page;
+    enqueue(std::move(transfer));
+}
+
+void Mover::write(std::shared_ptr<Segment> segment, Page& page) {
+    auto transfer = std::make_unique<Transfer>();
+    transfer->request.direction = IoDirection::write;
+    transfer->segment = std::move(segment);
+    transfer->page = &page;
+    enqueue(std::move(transfer));
+}
+
+void Mover::enqueue(std::unique_ptr<Transfer> transfer) {
+    in_flight_.fetch_add(1, std::memory_order_relaxed);
+    {
+        const std::lock_guard lock(queue_mutex_);
+        queue_.push_back(std::move(transfer));
+    }
+    engine_->wake();
+}
+
+void Mover::kick() noexcept {
+    if (!kicked_.exchange(true, std::memory_order_acq_rel)) engine_->wake();
+}
+
+void Mover::run() {
+    std::array<IoRequest*, kReapBatch> finished{};
+    while (true) {
+        take_queue();
+        submit_ready();
+        if (stopping_.load(std::memory_order_acquire)) {
+            if (in_flight() == 0) return;
+        } else if (kicked_.exchange(false, std::memory_order_acq_rel)) {
+            give_back_registered();
+            client_.look_ahead();
+            take_queue();
+            submit_ready();
+        }
+        const std::size_t count = engine_->reap(finished, kIdleWait);
+        for (std::size_t i = 0; i < count; ++i) {
+            settle_finished(std::unique_ptr<Transfer>(static_cast<Transfer*>(finished[i]->context)));
+        }
+        if (count > 0) kicked_.store(true, std::memory_order_release);
+    }
+}
+
+void Mover::take_queue() {
+    std::vector<std::unique_ptr<Transfer>> taken;
+    {
+        const std::lock_guard lock(queue_mutex_);
+        taken.swap(queue_);
+    }
+    for (std::unique_ptr<Transfer>& transfer : taken) {
+        const bool is_read = transfer->request.direction == IoDirection::read;
+        (is_read ? ready_reads_ : ready_writes_).push_back(std::move(transfer));
+    }
+}
+
+/// Reads go before writes: somebody may be waiting for them, and writes only make room.
+void Mover::submit_ready() {
+    for (auto* ready : {&ready_reads_, &ready_writes_}) {
+        while (!ready->empty()) {
+            Transfer& transfer = *ready->front();
+            if (transfer.request.context == nullptr && !prepare(transfer)) {
+                ready->pop_front();
+                in_flight_.fetch_sub(1, std::memory_order_relaxed);
+                continue;
+            }
+            IoRequest* request = &transfer.request;
+            if (engine_->submit({&request, 1}) == 0) return;  // full: the rest waits for completions
+            static_cast<void>(ready->front().release());      // the engine's until reaped; context leads back to it
+            ready->pop_front();
+        }
+    }
+}
+
+/// Fills the request; false if the transfer ended in an error that was already reported.
+bool Mover::prepare(Transfer& transfer) {
+    Page& page = *transfer.page;
+    IoRequest& request = transfer.request;
+    if (page.frame.fixed_index == kUnregistered && client_.may_register(page.frame.slot.size())) {
+        page.frame.fixed_index = engine_->register_buffer(page.frame.slot);
+    }
+    if (request.direction == IoDirection::write) {
+        try {
+            client_.prepare_write(page);
+        } catch (const TierIoError& error) {
+            client_.fail_write(page, error.what(), error.error_number());
+            return false;
+        }
+    }
+    request.file_descriptor = file_descriptor_;
+    request.offset_bytes = page.extent->offset_bytes;
+    request.buffer = page.frame.slot;
+    request.fixed_index = page.frame.fixed_index;
+    request.fixed_address = page.frame.slot.data();
+    request.context = &transfer;
+    return true;
+}
+
+void Mover::settle_finished(std::unique_ptr<Transfer> transfer) {
+    if (transfer->request.direction == IoDirection::read) {
+        settle_read(std::move(transfer));
+        return;
+    }
+    in_flight_.fetch_sub(1, std::memory_order_relaxed);
+    const int error = transfer->request.error;
+    if (error == 0) {
+        client_.finish_write(*transfer->page);
+    } else {
+        client_.fail_write(*transfer->page, std::strerror(error), error);
+    }
+}
+
+void Mover::settle_read(std::unique_ptr<Transfer> transfer) {
+    Page& page = *transfer->page;
+    const int error = transfer->request.error;
+    if (error == 0 && !client_.frame_matches(page) && !transfer->is_second_read) {
+        OFFLOAD_LOG(warning, "checksum mismatch at offset ", transfer->request.offset_bytes, ", reading again");
+        transfer->is_second_read = true;
+        transfer->request = IoRequest{};
+        ready_reads_.push_front(std::move(transfer));
+        return;
+    }
+    in_flight_.fetch_sub(1, std::memory_order_relaxed);
+    if (error != 0) {
+        client_.fail_read(page, std::strerror(error), error, transfer->request.offset_bytes);
+    } else if (transfer->is_second_read && !client_.frame_matches(page)) {
+        client_.fail_read(page, "checksum mismatch", 0, transfer->request.offset_bytes);
+    } else {
+        client_.finish_read(transfer->segment, page);
+    }
+}
+
+void Mover::give_back_registered() {
+    for (const Frame& frame : client_.frames_to_unregister()) {
+        engine_->unregister_buffer(frame.fixed_index);
+        client_.release_frame(Frame{frame.slot});
+    }
+}
+
+}  // namespace torch_offload

@@ -1,0 +1,61 @@
+#include "pager/page_table.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/units.h"
+#include "pager/pager_impl.h"
+
+namespace torch_offload {
+
+bool Page::change(PageWord& expected, PageWord desired) noexcept {
+    const bool changed = word.compare_exchange_strong(expected.bits, desired.bits, std::memory_order_acq_rel,
+                                                      std::memory_order_acquire);
+    if (changed) word.notify_all();
+    return changed;
+}
+
+void Page::enter(PageState state, std::uint32_t set_flags, std::uint32_t clear_flags) noexcept {
+    PageWord seen = load();
+    while (!change(seen, seen.with(state).without_flag(clear_flags).with_flag(set_flags))) {
+    }
+}
+
+void Page::set_flag(std::uint32_t flag) noexcept {
+    word.fetch_or(flag, std::memory_order_acq_rel);
+    word.notify_all();
+}
+
+void Page::clear_flag(std::uint32_t flag) noexcept {
+    word.fetch_and(~flag, std::memory_order_acq_rel);
+    word.notify_all();
+}
+
+Segment::Segment(Pager& pager, std::span<std::byte> range, std::size_t page_bytes, SegmentKind kind, std::uint64_t id)
+    : pager_(pager),
+      range_(range),
+      page_bytes_(page_bytes),
+      kind_(kind),
+      id_(id),
+      pages_(divide_up(range.size(), page_bytes)) {
+    OFFLOAD_CHECK(page_bytes % kSectorBytes == 0 && page_bytes > 0, LogicError, "page of ", page_bytes, " bytes");
+    for (Page& page : pages_) page.segment = this;
+}
+
+Segment::~Segment() { pager_.impl_->forget(*this); }
+
+std::span<std::byte> Segment::page_range(std::size_t index) const noexcept {
+    const std::size_t first = index * page_bytes_;
+    return range_.subspan(first, std::min(page_bytes_, range_.size() - first));
+}
+
+std::size_t Segment::frame_bytes(std::size_t index) const noexcept {
+    return round_up(page_range(index).size(), kSectorBytes);
+}
+
+void Segment::resolve_fault(std::byte* address, bool is_write) noexcept {
+    const std::size_t index = static_cast<std::size_t>(address - range_.data()) / page_bytes_;
+    if (index < pages_.size()) pager_.impl_->answer_fault(pages_[index], is_write);
+}
+
+}  // namespace torch_offload

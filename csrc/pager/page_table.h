@@ -1,0 +1,149 @@
+// Pages and segments: what each page's bytes are doing, as one atomic word with named transitions.
+// Layer pager: includes base, device, storage.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "device/address_space.h"
+#include "storage/extent_map.h"
+#include "storage/io_engine.h"
+
+namespace torch_offload {
+
+class Pager;
+class Segment;
+
+/// Where the latest bytes of a page are.
+enum class PageState : std::uint32_t {
+    zero,     // nowhere: all zeros, no memory and no extent
+    stored,   // on SSD only
+    loading,  // a frame waits for its read
+    loaded,   // in a frame, not mapped: invisible to the program
+    busy,     // one thread maps, unmaps, protects or updates it
+    mapped,   // in a frame, at the segment's address
+    leaving,  // unmapped, a write to SSD under way
+    failed,   // lost to a read error; every access raises it
+};
+inline constexpr std::size_t kPageStateCount = 8;
+
+/// A value of the page's word: state, flags and pins, changed only together.
+struct PageWord {
+    static constexpr std::uint32_t kStateMask = 0xF;
+    static constexpr std::uint32_t kDirty = 1u << 4;     // the frame is newer than the extent
+    static constexpr std::uint32_t kWritable = 1u << 5;  // mapped for writing
+    static constexpr std::uint32_t kPending = 1u << 6;   // deferred operations not yet applied; never mapped
+    static constexpr std::uint32_t kFaulted = 1u << 7;   // in the queue of faults
+    static constexpr std::uint32_t kFaultedWrite = 1u << 8;
+    static constexpr std::uint32_t kPoisoned = 1u << 9;  // 0xFF lies at its address after an access that had to end
+    static constexpr std::uint32_t kUpdateQueued = 1u << 10;  // its deferred work waits for the service thread
+    static constexpr std::uint32_t kPinUnit = 1u << 12;
+
+    std::uint32_t bits = 0;
+
+    PageState state() const noexcept { return static_cast<PageState>(bits & kStateMask); }
+    bool has(std::uint32_t flag) const noexcept { return (bits & flag) != 0; }
+    std::uint32_t pin_count() const noexcept { return bits / kPinUnit; }
+    bool in_memory() const noexcept { return state() == PageState::mapped || state() == PageState::loaded; }
+    bool is_absent() const noexcept { return state() == PageState::zero || state() == PageState::stored; }
+
+    PageWord with(PageState state) const noexcept { return {(bits & ~kStateMask) | static_cast<std::uint32_t>(state)}; }
+    PageWord with_flag(std::uint32_t flag) const noexcept { return {bits | flag}; }
+    PageWord without_flag(std::uint32_t flag) const noexcept { return {bits & ~flag}; }
+    PageWord pinned() const noexcept { return {bits + kPinUnit}; }
+    PageWord unpinned() const noexcept { return {bits - kPinUnit}; }
+};
+
+/// Room for one page in memory. The memory lies at `slot` or, while mapped, at the page's own address.
+struct Frame {
+    std::span<std::byte> slot;  // empty: no frame
+    BufferIndex fixed_index = kUnregistered;
+
+    explicit operator bool() const noexcept { return !slot.empty(); }
+};
+
+/// One page. The word is atomic; the rest belongs to whoever holds the page in a state that excludes others
+/// (loading, busy, leaving), or, while nobody does, to the pager's lock.
+struct Page {
+    std::atomic<std::uint32_t> word{static_cast<std::uint32_t>(PageState::zero)};
+    Frame frame;
+    std::optional<Extent> extent;
+    std::uint64_t checksum = 0;
+    std::uint64_t version = 0;  // of the bytes in the extent
+    Segment* segment = nullptr;
+    std::atomic<Page*> next_fault{nullptr};
+
+    PageWord load() const noexcept { return {word.load(std::memory_order_acquire)}; }
+    /// Replaces `expected` by `desired` and wakes waiters; on failure `expected` becomes the current word.
+    bool change(PageWord& expected, PageWord desired) noexcept;
+    /// Moves to `state` whatever the flags are; only for the holder of a state that excludes others.
+    void enter(PageState state, std::uint32_t set_flags = 0, std::uint32_t clear_flags = 0) noexcept;
+    void set_flag(std::uint32_t flag) noexcept;
+    void clear_flag(std::uint32_t flag) noexcept;
+    /// A pin keeps a page from being evicted; in a state other than mapped it says that the page is wanted.
+    void add_pin() noexcept { word.fetch_add(PageWord::kPinUnit, std::memory_order_acq_rel); }
+    void drop_pin() noexcept { word.fetch_sub(PageWord::kPinUnit, std::memory_order_acq_rel); }
+    void wait_change(PageWord seen) const noexcept { word.wait(seen.bits, std::memory_order_acquire); }
+};
+
+/// What the bytes of a segment are to training.
+enum class SegmentKind : std::uint8_t { parameter, gradient, state, other };
+inline constexpr std::size_t kSegmentKindCount = 4;
+
+/// Number of a segment's role in the recorded order of pins; the same role has the same number in every step.
+using TraceId = std::uint32_t;
+inline constexpr TraceId kNoTrace = UINT32_MAX;
+
+/// The bytes of one storage, at one virtual address for life, as pages of equal size (the last may be shorter).
+/// Threads: word transitions are atomic; the pager's lock covers the rest.
+class Segment final : public FaultTarget {
+public:
+    Segment(Pager& pager, std::span<std::byte> range, std::size_t page_bytes, SegmentKind kind, std::uint64_t id);
+    ~Segment() override;
+    Segment(const Segment&) = delete;
+    Segment& operator=(const Segment&) = delete;
+
+    std::uint64_t id() const noexcept { return id_; }
+    SegmentKind kind() const noexcept { return kind_; }
+    std::size_t size_bytes() const noexcept { return range_.size(); }
+    std::size_t page_bytes() const noexcept { return page_bytes_; }
+    std::size_t page_count() const noexcept { return pages_.size(); }
+    std::span<std::byte> range() const noexcept { return range_; }
+    Page& page(std::size_t index) noexcept { return pages_[index]; }
+    const Page& page(std::size_t index) const noexcept { return pages_[index]; }
+    std::size_t index_of(const Page& page) const noexcept { return static_cast<std::size_t>(&page - pages_.data()); }
+
+    /// The page's bytes at the segment's address; the memory behind them spans whole sectors.
+    std::span<std::byte> page_range(std::size_t index) const noexcept;
+    std::size_t frame_bytes(std::size_t index) const noexcept;
+
+    Pager& pager() const noexcept { return pager_; }
+
+    void resolve_fault(std::byte* address, bool is_write) noexcept override;
+
+    /// For messages: "parameter model.layers.3.mlp.up_proj.weight". Set before the segment is shared.
+    std::string label;
+    /// The segment's own role in the trace, and the role whose use triggers its deferred work (a parameter's).
+    TraceId trace_id = kNoTrace;
+    TraceId anchor_id = kNoTrace;
+    /// Deferred operations, owned by the layer above; nullptr: none. Guarded by that layer.
+    std::shared_ptr<void> deferred;
+    /// When it was last pinned, on the pager's clock.
+    std::atomic<std::uint64_t> last_use{0};
+
+private:
+    Pager& pager_;
+    std::span<std::byte> range_;
+    std::size_t page_bytes_;
+    SegmentKind kind_;
+    std::uint64_t id_;
+    std::vector<Page> pages_;
+};
+
+}  // namespace torch_offload

@@ -1,0 +1,226 @@
+#include "pager/pager.h"
+
+#include <atomic>
+#include <utility>
+
+#include "base/units.h"
+#include "device/address_space.h"
+#include "pager/pager_impl.h"
+
+namespace torch_offload {
+namespace {
+
+/// Distinguishes the scratch files of one process, so that a page of one is never taken for a page of another.
+std::uint64_t next_store_id() {
+    static std::atomic<std::uint64_t> last{0};
+    return ++last;
+}
+
+}  // namespace
+
+Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options)
+    : owner(pager),
+      options(pager_options),
+      file(pager_options.directory),
+      store_id(next_store_id()),
+      arena(pager_options.budget_bytes) {
+    OFFLOAD_CHECK(options.budget_bytes > 0, InvalidArgument, "the RAM budget is 0 bytes");
+    OFFLOAD_CHECK(options.page_elements > 0 && options.page_elements % kSectorBytes == 0, InvalidArgument,
+                  "page_elements must be a positive multiple of ", kSectorBytes, ", got ", options.page_elements);
+    service = std::make_unique<ServiceThread>(*this);
+    mover = std::make_unique<Mover>(*this, make_io_engine(options.engine, options.queue_depth), file.file_descriptor());
+    service->start();
+    mover->start();
+}
+
+Pager::Impl::~Impl() {
+    service->stop();
+    mover->stop();
+}
+
+Pager::Pager(const PagerOptions& options) : options_(options), impl_(std::make_unique<Impl>(*this, options_)) {}
+
+Pager::~Pager() = default;
+
+void Pager::set_pending_work(ResolvePending resolve, PendingMembers members) {
+    const std::unique_lock lock(impl_->pending_mutex);
+    impl_->resolve = std::move(resolve);
+    impl_->members = std::move(members);
+}
+
+void Pager::clear_pending_work() { set_pending_work(nullptr, nullptr); }
+
+// --- Segments -----------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Segment> Pager::Impl::make_segment(std::span<std::byte> range, std::size_t element_bytes,
+                                                   SegmentKind kind) {
+    std::uint64_t id = 0;
+    {
+        const std::lock_guard lock(mutex);
+        id = next_segment_id++;
+    }
+    auto segment = std::make_shared<Segment>(owner, range, options.page_elements * element_bytes, kind, id);
+    AddressSpace::process().set_target(whole_sectors(range), segment.get());
+    const std::lock_guard lock(mutex);
+    segments.emplace(segment.get(), segment);
+    return segment;
+}
+
+std::shared_ptr<Segment> Pager::create_segment(std::size_t size_bytes, std::size_t element_bytes, SegmentKind kind) {
+    OFFLOAD_CHECK(size_bytes > 0 && element_bytes > 0, InvalidArgument, "a segment needs at least one byte");
+    AddressSpace& space = AddressSpace::process();
+    const std::span<std::byte> range = space.reserve(round_up(size_bytes, kSectorBytes), nullptr);
+    space.hide_from_fork(range, true);
+    return impl_->make_segment(range.first(size_bytes), element_bytes, kind);
+}
+
+std::shared_ptr<Segment> Pager::adopt_range(std::span<std::byte> range, std::size_t size_bytes,
+                                            std::size_t element_bytes, SegmentKind kind) {
+    OFFLOAD_CHECK(range.size() == round_up(size_bytes, kSectorBytes), InvalidArgument, "a range of ", range.size(),
+                  " bytes cannot become a segment of ", size_bytes);
+    AddressSpace::process().hide_from_fork(range, true);
+    auto segment = impl_->make_segment(range.first(size_bytes), element_bytes, kind);
+    const std::lock_guard lock(impl_->mutex);
+    for (std::size_t i = 0; i < segment->page_count(); ++i) {
+        Page& page = segment->page(i);
+        page.frame = impl_->arena.adopt_into_frame(segment->frame_bytes(i));
+        page.enter(PageState::mapped, PageWord::kDirty | PageWord::kWritable);
+    }
+    return segment;
+}
+
+/// The last owner of the segment is gone, so nothing of it is in flight or pinned.
+void Pager::Impl::forget(Segment& segment) {
+    AddressSpace& space = AddressSpace::process();
+    const std::span<std::byte> range = whole_sectors(segment.range());
+    space.set_target(range, nullptr);
+    for (std::size_t i = 0; i < segment.page_count(); ++i) {
+        Page& page = segment.page(i);
+        if (page.load().state() == PageState::mapped) unmap_page(page);
+        if (page.extent) file.free(*page.extent);
+        const std::lock_guard lock(mutex);
+        if (page.frame) arena.give_frame(page.frame);
+        page_errors.erase(&page);
+    }
+    space.release(range);
+    {
+        const std::lock_guard lock(mutex);
+        segments.erase(&segment);
+    }
+    announce_progress();
+}
+
+// --- Hints and waits ----------------------------------------------------------------------------------------------
+
+void Pager::prefetch(const std::shared_ptr<Segment>& segment) { impl_->read_ahead(segment, 0); }
+
+std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
+    std::size_t pinned_bytes = 0;
+    for (std::size_t i = 0; i < segment->page_count(); ++i) {
+        Page& page = segment->page(i);
+        PageWord seen = page.load();
+        while (seen.state() == PageState::loading || seen.state() == PageState::busy) {
+            page.wait_change(seen);
+            seen = page.load();
+        }
+        if (!impl_->evict_page(page, segment) && page.load().in_memory()) pinned_bytes += segment->frame_bytes(i);
+    }
+    for (std::size_t i = 0; i < segment->page_count(); ++i) {
+        Page& page = segment->page(i);
+        for (PageWord seen = page.load(); seen.state() == PageState::leaving; seen = page.load()) {
+            page.wait_change(seen);
+        }
+    }
+    impl_->raise_kept_error();
+    return pinned_bytes;
+}
+
+void Pager::flush() {
+    while (impl_->moving_pages.load(std::memory_order_acquire) != 0) {
+        const std::uint32_t seen = impl_->progress.load(std::memory_order_acquire);
+        if (impl_->moving_pages.load(std::memory_order_acquire) == 0) break;
+        impl_->progress.wait(seen, std::memory_order_acquire);
+    }
+    impl_->raise_kept_error();
+}
+
+bool Pager::is_resident(const Segment& segment) const noexcept {
+    for (std::size_t i = 0; i < segment.page_count(); ++i) {
+        if (!segment.page(i).load().in_memory()) return false;
+    }
+    return true;
+}
+
+// --- Temporaries --------------------------------------------------------------------------------------------------
+
+std::span<std::byte> Pager::allocate_range(std::size_t size_bytes) {
+    return impl_->acquire_range(round_up(size_bytes, kSectorBytes));
+}
+
+void Pager::free_range(std::span<std::byte> range) noexcept {
+    {
+        const std::lock_guard lock(impl_->mutex);
+        impl_->arena.give_range(range);
+    }
+    impl_->announce_progress();
+}
+
+void Pager::count_small(std::ptrdiff_t delta_bytes) noexcept {
+    const std::lock_guard lock(impl_->mutex);
+    impl_->arena.count_small(delta_bytes);
+}
+
+// --- The trace ----------------------------------------------------------------------------------------------------
+
+TraceId Pager::new_trace_id() {
+    const std::lock_guard lock(impl_->mutex);
+    impl_->roles.emplace_back();
+    return static_cast<TraceId>(impl_->roles.size() - 1);
+}
+
+void Pager::touch(const std::shared_ptr<Segment>& segment) {
+    segment->last_use.store(impl_->clock.fetch_add(1, std::memory_order_relaxed), std::memory_order_relaxed);
+    if (segment->trace_id == kNoTrace) return;
+    {
+        const std::lock_guard lock(impl_->mutex);
+        impl_->trace.touch(segment->trace_id);
+        impl_->roles[segment->trace_id] = segment;
+    }
+    impl_->kick_if_due();
+}
+
+void Pager::end_step() {
+    {
+        const std::lock_guard lock(impl_->mutex);
+        impl_->trace.end_step();
+    }
+    AddressSpace::process().ensure_handler_installed();
+    impl_->mover->kick();
+}
+
+PagerStatistics Pager::statistics() const {
+    PagerStatistics result;
+    {
+        const std::lock_guard lock(impl_->mutex);
+        result.memory = impl_->arena.usage();
+    }
+    result.stored_bytes = impl_->file.allocated_bytes();
+    result.file_bytes = impl_->file.size_bytes();
+    for (std::size_t kind = 0; kind < kSegmentKindCount; ++kind) {
+        result.read_bytes[kind] = impl_->read_bytes[kind].get();
+        result.written_bytes[kind] = impl_->written_bytes[kind].get();
+    }
+    for (std::size_t cause = 0; cause < kStallCauseCount; ++cause) {
+        result.stall_ns[cause] = impl_->stalls[cause].get();
+    }
+    result.pins = impl_->pins.get();
+    result.misses = impl_->misses.get();
+    result.faults = impl_->faults.get();
+    result.evictions = impl_->evictions.get();
+    result.clean_drops = impl_->clean_drops.get();
+    result.prefetches = impl_->prefetches.get();
+    result.engine = impl_->mover->engine_name();
+    return result;
+}
+
+}  // namespace torch_offload

@@ -1,0 +1,197 @@
+// The pager: four verbs over segments (pin, prefetch, mark_dirty through write pins, flush), a hard budget, and the
+// threads that move pages. Layer pager: includes base, device, storage.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/counters.h"
+#include "pager/arena.h"
+#include "pager/page_table.h"
+#include "pager/trace.h"
+#include "storage/io_engine.h"
+
+namespace torch_offload {
+
+struct PagerOptions {
+    std::size_t budget_bytes = 0;
+    std::string directory;                             // on a real disk
+    IoEngineKind engine = IoEngineKind::automatic;
+    std::size_t queue_depth = 16;                      // transfers in flight
+    std::size_t page_elements = std::size_t{1} << 20;  // per page, a multiple of kSectorBytes
+};
+
+/// overwrite: every byte will be written, what was there is not read.
+enum class Access : std::uint8_t { read, write, overwrite };
+
+/// Why a thread of the program waited.
+enum class StallCause : std::uint8_t { read, memory, update, fault };
+inline constexpr std::size_t kStallCauseCount = 4;
+
+struct PagerStatistics {
+    ArenaUsage memory;
+    std::uint64_t stored_bytes = 0;         // live extents on SSD
+    std::uint64_t file_bytes = 0;           // preallocated on SSD
+    std::uint64_t read_bytes[kSegmentKindCount] = {};
+    std::uint64_t written_bytes[kSegmentKindCount] = {};
+    std::uint64_t pins = 0;                 // page pins
+    std::uint64_t misses = 0;               // page pins that had to wait for a read
+    std::uint64_t faults = 0;               // accesses behind the dispatcher
+    std::uint64_t evictions = 0;
+    std::uint64_t clean_drops = 0;          // evictions without I/O
+    std::uint64_t prefetches = 0;           // pages read ahead of use
+    std::uint64_t stall_ns[kStallCauseCount] = {};
+    std::string engine;
+};
+
+/// One thing to pin.
+struct PinRequest {
+    std::shared_ptr<Segment> segment;
+    Access access = Access::read;
+};
+
+/// Holds pages of segments mapped. Move-only; an empty guard holds nothing.
+class [[nodiscard]] PinGuard {
+public:
+    PinGuard() noexcept = default;
+    PinGuard(PinGuard&& other) noexcept { swap(other); }
+    PinGuard& operator=(PinGuard other) noexcept {
+        swap(other);
+        return *this;
+    }
+    ~PinGuard();
+    void swap(PinGuard& other) noexcept { held_.swap(other.held_); }
+
+private:
+    friend struct PageAccess;
+    struct Held {
+        std::shared_ptr<Segment> segment;
+        std::size_t first = 0;
+        std::size_t count = 0;
+    };
+    std::vector<Held> held_;
+};
+
+/// Applies what was deferred on page `index` of `segment`, and of the segments that share it, without mapping it.
+/// `may_wait`: false lets it give up (returning false) when memory is short. Called without any lock of the pager;
+/// must not take the GIL. Throws what a pin throws.
+using ResolvePending = std::function<bool(Segment& segment, std::size_t index, bool may_wait)>;
+
+/// The segments updated together with this one by its deferred work, itself included; empty: none.
+using PendingMembers = std::function<std::vector<std::shared_ptr<Segment>>(Segment& segment)>;
+
+/// Pages of equal index of several segments, held for an update wherever their frames lie. Move-only.
+class [[nodiscard]] UpdateClaim {
+public:
+    UpdateClaim() noexcept = default;
+    UpdateClaim(UpdateClaim&& other) noexcept { swap(other); }
+    UpdateClaim& operator=(UpdateClaim other) noexcept {
+        swap(other);
+        return *this;
+    }
+    /// Pages become dirty; those that `finish()` was called for lose their pending mark.
+    ~UpdateClaim();
+    void swap(UpdateClaim& other) noexcept;
+
+    explicit operator bool() const noexcept { return !pages_.empty(); }
+    /// The bytes of page k of the claim (without the padding to a sector).
+    std::span<std::byte> bytes(std::size_t k) const noexcept { return bytes_[k]; }
+    /// The update succeeded: pending marks go when the claim is released.
+    void finish() noexcept { finished_ = true; }
+
+private:
+    friend struct PageAccess;
+    std::vector<Page*> pages_;
+    std::vector<std::shared_ptr<Segment>> segments_;
+    std::vector<std::span<std::byte>> bytes_;
+    std::vector<bool> pinned_;  // held by a pin at the segment's address, not in its slot
+    bool finished_ = false;
+};
+
+/// Lock order, the only one: Pager's lock, then the mover's queue lock. No lock is held across I/O, a copy, mapping,
+/// ResolvePending or a callback; page words are changed without any.
+///
+/// Threads: every public call may come from any thread. Two threads of its own: the mover (owns the I/O engine, reads,
+/// writes, verifies checksums, evicts ahead of need, prefetches) and the service thread (answers faults, applies
+/// deferred work ahead of need). Neither takes the GIL.
+class Pager {
+public:
+    /// Throws: InvalidArgument, TierIoError for the directory; OutOfTierMemory for a budget below a few pages.
+    explicit Pager(const PagerOptions& options);
+    ~Pager();
+    Pager(const Pager&) = delete;
+    Pager& operator=(const Pager&) = delete;
+
+    /// Before the first set_pending(). Both are called without locks and outlive the pager's use of them until
+    /// clear_pending_work(), which waits for calls under way.
+    void set_pending_work(ResolvePending resolve, PendingMembers members);
+    void clear_pending_work();
+
+    // --- Segments -------------------------------------------------------------------------------------------------
+    /// A new segment of zeros that owns no bytes yet. `element_bytes` fixes the page size.
+    std::shared_ptr<Segment> create_segment(std::size_t size_bytes, std::size_t element_bytes, SegmentKind kind);
+    /// Makes a segment of the first `size_bytes` of a live range from allocate_range() without a copy: all pages
+    /// mapped and dirty. The range is the segment's from now on.
+    std::shared_ptr<Segment> adopt_range(std::span<std::byte> range, std::size_t size_bytes, std::size_t element_bytes,
+                                         SegmentKind kind);
+
+    // --- The verbs ------------------------------------------------------------------------------------------------
+    /// Brings all pages of the segments into memory, maps them and keeps them there while the guard lives.
+    /// Throws: OutOfTierMemory before anything is touched if they cannot all fit; TierIoError, CorruptPage for a
+    /// failed read, also an earlier one; a failed write-back is raised once by the next pin.
+    PinGuard pin(std::span<const PinRequest> requests);
+    /// The same for `count` pages of one segment.
+    PinGuard pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count, Access access);
+    /// A hint: reads the segment ahead of use if memory allows.
+    void prefetch(const std::shared_ptr<Segment>& segment);
+    /// Sends every unpinned page of the segment to SSD (clean ones are dropped) and waits for it. Returns the bytes
+    /// that stayed because they are pinned.
+    std::size_t evict(const std::shared_ptr<Segment>& segment);
+    /// Waits until all writes under way have ended; raises a failed one.
+    void flush();
+
+    // --- Deferred work --------------------------------------------------------------------------------------------
+    /// Marks page `index` as having deferred work and unmaps it. Returns false, with nothing changed, while others
+    /// hold it pinned: the work must then be done at once.
+    bool set_pending(Segment& segment, std::size_t index);
+    /// Claims page `index` of every segment for an update, loading what is missing. With `may_wait` false returns an
+    /// empty claim rather than wait for memory.
+    UpdateClaim claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, bool may_wait);
+    /// True if the page's bytes are in memory (mapped, or loaded without pending work elsewhere).
+    static bool in_memory(const Segment& segment, std::size_t index) noexcept;
+
+    // --- Temporaries (the CPU allocator) --------------------------------------------------------------------------
+    /// A committed range that counts against the budget; evicts pages to make room.
+    /// Throws: OutOfTierMemory; TierIoError for a failed write-back.
+    std::span<std::byte> allocate_range(std::size_t size_bytes);
+    void free_range(std::span<std::byte> range) noexcept;
+    void count_small(std::ptrdiff_t delta_bytes) noexcept;
+
+    // --- The trace ------------------------------------------------------------------------------------------------
+    TraceId new_trace_id();
+    void touch(const std::shared_ptr<Segment>& segment);
+    void end_step();
+
+    bool is_resident(const Segment& segment) const noexcept;
+    PagerStatistics statistics() const;
+    const PagerOptions& options() const noexcept { return options_; }
+
+    struct Impl;  // the pager's parts: pager_impl.h
+
+private:
+    friend class Segment;
+    friend class PinGuard;
+    friend class UpdateClaim;
+    PagerOptions options_;
+    std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace torch_offload

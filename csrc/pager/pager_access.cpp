@@ -1,0 +1,395 @@
+// Pins: from wherever a page is to mapped at its address, one named transition after another.
+#include <cstring>
+
+#include "base/log.h"
+#include "base/units.h"
+#include "device/address_space.h"
+#include "pager/pager_impl.h"
+
+namespace torch_offload {
+namespace {
+
+std::span<std::byte> mapped_range(const Page& page) {
+    return whole_sectors(page.segment->page_range(page.segment->index_of(page)));
+}
+
+}  // namespace
+
+void PageAccess::hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count) {
+    for (std::size_t i = first; i < first + count; ++i) segment->page(i).add_pin();
+    guard.held_.push_back({std::move(segment), first, count});
+}
+
+PinGuard::~PinGuard() {
+    for (const Held& held : held_) {
+        for (std::size_t i = held.first; i < held.first + held.count; ++i) held.segment->page(i).drop_pin();
+        held.segment->pager().impl_->announce_progress();
+    }
+}
+
+void PageAccess::add_to_claim(UpdateClaim& claim, std::shared_ptr<Segment> segment, Page& page,
+                              std::span<std::byte> bytes, bool is_pinned) {
+    claim.segments_.push_back(std::move(segment));
+    claim.pages_.push_back(&page);
+    claim.bytes_.push_back(bytes);
+    claim.pinned_.push_back(is_pinned);
+}
+
+void UpdateClaim::swap(UpdateClaim& other) noexcept {
+    segments_.swap(other.segments_);
+    pages_.swap(other.pages_);
+    bytes_.swap(other.bytes_);
+    pinned_.swap(other.pinned_);
+    std::swap(finished_, other.finished_);
+}
+
+UpdateClaim::~UpdateClaim() {
+    for (std::size_t k = 0; k < pages_.size(); ++k) {
+        Page& page = *pages_[k];
+        const std::uint32_t cleared = finished_ ? PageWord::kPending : 0;
+        if (pinned_[k]) {
+            page.clear_flag(cleared);
+        } else {
+            page.enter(PageState::loaded, PageWord::kDirty, cleared);
+        }
+        page.drop_pin();
+    }
+    if (!segments_.empty()) segments_.front()->pager().impl_->announce_progress();
+}
+
+// --- Transitions --------------------------------------------------------------------------------------------------
+
+void Pager::Impl::wait_page(const Page& page, PageWord seen, StallCause cause) {
+    const StallClock stall(stalls[static_cast<std::size_t>(cause)]);
+    page.wait_change(seen);
+}
+
+/// Absent to loading (or at once loaded, where nothing is read). Waits for memory.
+void Pager::Impl::start_load(const std::shared_ptr<Segment>& segment, Page& page, Access access) {
+    if (!page.load().is_absent()) return;
+    const Frame frame = acquire_frame(segment->frame_bytes(segment->index_of(page)));
+    if (load_into(segment, page, access, frame)) return;
+    const std::lock_guard lock(mutex);
+    arena.give_frame(frame);
+}
+
+/// False if somebody else was first; the frame then stays the caller's.
+bool Pager::Impl::load_into(const std::shared_ptr<Segment>& segment, Page& page, Access access, const Frame& frame) {
+    PageWord seen = page.load();
+    do {
+        if (!seen.is_absent()) return false;
+    } while (!page.change(seen, seen.with(PageState::loading)));
+    page.frame = frame;
+    if (access == Access::overwrite) {
+        page.enter(PageState::loaded, PageWord::kDirty);
+    } else if (seen.state() == PageState::zero) {
+        std::memset(frame.slot.data(), 0, frame.slot.size());
+        page.enter(PageState::loaded);
+    } else {
+        moving_pages.fetch_add(1, std::memory_order_acq_rel);
+        mover->read(segment, page);
+    }
+    return true;
+}
+
+/// Loaded to mapped. False if the word was no longer `seen`.
+bool Pager::Impl::map_page(Page& page, PageWord seen, Access access) {
+    if (!page.change(seen, seen.with(PageState::busy))) return false;
+    const bool is_writable = access != Access::read || seen.has(PageWord::kDirty);
+    try {
+        AddressSpace::process().move(page.frame.slot, mapped_range(page).data(),
+                                     is_writable ? Protection::read_write : Protection::read);
+    } catch (...) {
+        page.enter(PageState::loaded);
+        throw;
+    }
+    const std::uint32_t written = access != Access::read ? PageWord::kDirty : 0;
+    page.enter(PageState::mapped, written | (is_writable ? PageWord::kWritable : 0), PageWord::kPoisoned);
+    return true;
+}
+
+/// Pre: the page is busy and was mapped. Its bytes end up in its frame's slot.
+void Pager::Impl::unmap_page(Page& page) {
+    AddressSpace::process().move(mapped_range(page), page.frame.slot.data(), Protection::read_write);
+}
+
+/// Mapped read-only to mapped writable and dirty. False if the word was no longer `seen`.
+bool Pager::Impl::make_writable(Page& page, PageWord seen) {
+    if (!page.change(seen, seen.with(PageState::busy))) return false;
+    AddressSpace::process().protect(mapped_range(page), Protection::read_write);
+    page.enter(PageState::mapped, PageWord::kWritable | PageWord::kDirty);
+    return true;
+}
+
+/// Pre: the caller holds a pin on the page.
+void Pager::Impl::ensure_mapped(const std::shared_ptr<Segment>& segment, std::size_t index, Access access) {
+    Page& page = segment->page(index);
+    bool is_miss = false;
+    while (true) {
+        PageWord seen = page.load();
+        if (seen.has(PageWord::kPending)) {
+            const StallClock stall(stalls[static_cast<std::size_t>(StallCause::update)]);
+            resolve_pending(*segment, index, true);
+            continue;
+        }
+        switch (seen.state()) {
+            case PageState::mapped:
+                if (access == Access::read) return;
+                if (!seen.has(PageWord::kWritable)) {
+                    make_writable(page, seen);
+                } else if (seen.has(PageWord::kDirty) || page.change(seen, seen.with_flag(PageWord::kDirty))) {
+                    return;
+                }
+                break;
+            case PageState::loaded:
+                map_page(page, seen, access);
+                break;
+            case PageState::zero:
+            case PageState::stored:
+                start_load(segment, page, access);
+                break;
+            case PageState::loading:
+                if (!is_miss) misses.increment();
+                is_miss = true;
+                wait_page(page, seen, StallCause::read);
+                break;
+            case PageState::leaving:
+                wait_page(page, seen, StallCause::memory);
+                break;
+            case PageState::busy:
+                wait_page(page, seen, StallCause::update);
+                break;
+            case PageState::failed:
+                raise_page_error(page);
+        }
+    }
+}
+
+// --- Pins ---------------------------------------------------------------------------------------------------------
+
+void Pager::Impl::check_fits(std::span<const PinRequest> requests) {
+    std::size_t wanted_bytes = 0;
+    const PinRequest* largest = nullptr;
+    for (const PinRequest& request : requests) {
+        wanted_bytes += round_up(request.segment->size_bytes(), kSectorBytes);
+        if (!largest || request.segment->size_bytes() > largest->segment->size_bytes()) largest = &request;
+    }
+    const std::size_t limit = options.budget_bytes;
+    if (wanted_bytes <= limit / 4) return;  // the common case needs no lock
+    std::size_t room_bytes = 0;
+    {
+        const std::lock_guard lock(mutex);
+        const ArenaUsage usage = arena.usage();
+        const std::size_t elsewhere = usage.range_bytes + usage.small_bytes;
+        room_bytes = elsewhere >= limit ? 0 : limit - elsewhere;
+    }
+    OFFLOAD_CHECK(wanted_bytes <= room_bytes, OutOfTierMemory, "host memory tier: an operation needs ", wanted_bytes,
+                  " bytes of pages at once (largest: ", largest->segment->label, ", ", largest->segment->size_bytes(),
+                  " bytes), available are ", room_bytes, " of the budget of ", limit,
+                  " bytes; raise `ram`, or lower the batch size");
+}
+
+/// Starts every read that the request needs, so that they are under way together.
+void Pager::Impl::start_missing(const PinRequest& request) {
+    Segment& segment = *request.segment;
+    for (std::size_t i = 0; i < segment.page_count(); ++i) {
+        const PageWord word = segment.page(i).load();
+        if (word.has(PageWord::kPending)) {
+            read_ahead_update(request.segment, i, 0);
+        } else if (word.is_absent()) {
+            start_load(request.segment, segment.page(i), request.access);
+        }
+    }
+}
+
+PinGuard Pager::pin(std::span<const PinRequest> requests) {
+    impl_->raise_kept_error();
+    impl_->check_fits(requests);
+    PinGuard guard;
+    for (const PinRequest& request : requests) {
+        PageAccess::hold(guard, request.segment, 0, request.segment->page_count());
+        impl_->pins.add(request.segment->page_count());
+    }
+    for (const PinRequest& request : requests) impl_->start_missing(request);
+    for (const PinRequest& request : requests) {
+        for (std::size_t i = 0; i < request.segment->page_count(); ++i) {
+            impl_->ensure_mapped(request.segment, i, request.access);
+        }
+    }
+    return guard;
+}
+
+PinGuard Pager::pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count,
+                          Access access) {
+    impl_->raise_kept_error();
+    OFFLOAD_CHECK(first + count <= segment->page_count(), InvalidArgument, "pages ", first, " to ", first + count,
+                  " of a segment of ", segment->page_count());
+    PinGuard guard;
+    PageAccess::hold(guard, segment, first, count);
+    impl_->pins.add(count);
+    for (std::size_t i = first; i < first + count; ++i) impl_->ensure_mapped(segment, i, access);
+    return guard;
+}
+
+// --- Deferred work ------------------------------------------------------------------------------------------------
+
+bool Pager::Impl::resolve_pending(Segment& segment, std::size_t index, bool may_wait) {
+    const std::shared_lock lock(pending_mutex);
+    OFFLOAD_CHECK(resolve, LogicError, "page ", index, " of ", segment.label, " is pending and nobody resolves it");
+    return resolve(segment, index, may_wait);
+}
+
+std::vector<std::shared_ptr<Segment>> Pager::Impl::members_of(Segment& segment) {
+    const std::shared_lock lock(pending_mutex);
+    return members ? members(segment) : std::vector<std::shared_ptr<Segment>>{};
+}
+
+bool Pager::Impl::set_pending(Segment& segment, std::size_t index) {
+    Page& page = segment.page(index);
+    while (true) {
+        PageWord seen = page.load();
+        if (seen.has(PageWord::kPending)) return true;
+        if (seen.pin_count() != 0) return false;
+        if (seen.state() == PageState::busy) {
+            wait_page(page, seen, StallCause::update);
+        } else if (seen.state() == PageState::mapped) {
+            if (!page.change(seen, seen.with(PageState::busy).with_flag(PageWord::kPending))) continue;
+            unmap_page(page);
+            page.enter(PageState::loaded, 0, PageWord::kWritable);
+            return true;
+        } else if (page.change(seen, seen.with_flag(PageWord::kPending))) {
+            return true;
+        }
+    }
+}
+
+/// Brings one wanted page into memory and takes it for an update. Empty: gave up.
+std::span<std::byte> Pager::Impl::claim_page(const std::shared_ptr<Segment>& segment, std::size_t index,
+                                             Patience patience, bool& is_pinned) {
+    Page& page = segment->page(index);
+    const std::size_t size_bytes = segment->page_range(index).size();
+    while (true) {
+        PageWord seen = page.load();
+        switch (seen.state()) {
+            case PageState::loaded:
+                if (!page.change(seen, seen.with(PageState::busy))) break;
+                is_pinned = false;
+                return page.frame.slot.first(size_bytes);
+            case PageState::mapped:
+                if (!seen.has(PageWord::kWritable)) {
+                    make_writable(page, seen);
+                } else if (seen.has(PageWord::kDirty) || page.change(seen, seen.with_flag(PageWord::kDirty))) {
+                    is_pinned = true;
+                    return segment->page_range(index);
+                }
+                break;
+            case PageState::zero:
+            case PageState::stored:
+                if (patience == Patience::give_up) return {};
+                start_load(segment, page, Access::read);
+                break;
+            case PageState::loading:
+                wait_page(page, seen, StallCause::read);
+                break;
+            case PageState::leaving:
+            case PageState::busy:
+                wait_page(page, seen, StallCause::memory);
+                break;
+            case PageState::failed:
+                raise_page_error(page);
+        }
+    }
+}
+
+bool Pager::set_pending(Segment& segment, std::size_t index) { return impl_->set_pending(segment, index); }
+
+UpdateClaim Pager::claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
+                                    bool may_wait) {
+    struct Transient {
+        explicit Transient(Impl& pager, bool counts) : pager_(pager), counts_(counts) {
+            if (counts_) pager_.transients.fetch_add(1, std::memory_order_acq_rel);
+        }
+        ~Transient() {
+            if (!counts_) return;
+            pager_.transients.fetch_sub(1, std::memory_order_acq_rel);
+            pager_.announce_progress();
+        }
+        Impl& pager_;
+        bool counts_;
+    } transient(*impl_, !may_wait);
+
+    PinGuard wanted;
+    for (const std::shared_ptr<Segment>& segment : segments) PageAccess::hold(wanted, segment, index, 1);
+    if (may_wait) {
+        for (const auto& segment : segments) impl_->start_load(segment, segment->page(index), Access::read);
+    }
+    UpdateClaim claim;
+    for (const std::shared_ptr<Segment>& segment : segments) {
+        bool is_pinned = false;
+        const auto bytes =
+            impl_->claim_page(segment, index, may_wait ? Patience::wait : Patience::give_up, is_pinned);
+        if (bytes.empty()) return {};
+        segment->page(index).add_pin();
+        PageAccess::add_to_claim(claim, segment, segment->page(index), bytes, is_pinned);
+    }
+    return claim;
+}
+
+bool Pager::in_memory(const Segment& segment, std::size_t index) noexcept {
+    return segment.page(index).load().in_memory();
+}
+
+// --- Faults -------------------------------------------------------------------------------------------------------
+
+/// Runs in the SIGSEGV handler: atomics, a semaphore and futex waits only.
+void Pager::Impl::answer_fault(Page& page, bool is_write) noexcept {
+    faults.increment();
+    const StallClock stall(stalls[static_cast<std::size_t>(StallCause::fault)]);
+    while (true) {
+        const PageWord seen = page.load();
+        const bool is_mapped = seen.state() == PageState::mapped && (!is_write || seen.has(PageWord::kWritable));
+        if (is_mapped || seen.has(PageWord::kPoisoned)) return;
+        if (service->is_current()) {
+            // The thread that answers faults cannot wait for itself: a defect, ended rather than hung.
+            AddressSpace::process().poison(mapped_range(page));
+            page.set_flag(PageWord::kPoisoned);
+            return;
+        }
+        if (is_write && !seen.has(PageWord::kFaultedWrite)) page.set_flag(PageWord::kFaultedWrite);
+        PageWord current = page.load();
+        if (!current.has(PageWord::kFaulted)) {
+            if (page.change(current, current.with_flag(PageWord::kFaulted))) service->push_fault(page);
+            continue;
+        }
+        if (current.state() != PageState::mapped || (is_write && !current.has(PageWord::kWritable))) {
+            page.wait_change(current);
+        }
+    }
+}
+
+/// Maps the page for a thread that waits in the handler; if that fails, lets the access end on 0xFF bytes and keeps
+/// the error for the next pin.
+void Pager::Impl::serve_fault(Page& page) {
+    std::shared_ptr<Segment> segment;
+    {
+        const std::lock_guard lock(mutex);
+        if (const auto found = segments.find(page.segment); found != segments.end()) segment = found->second.lock();
+    }
+    try {
+        OFFLOAD_CHECK(segment, LogicError, "access to a segment that is going away");
+        PinGuard guard;
+        const std::size_t index = segment->index_of(page);
+        PageAccess::hold(guard, segment, index, 1);
+        const Access access = page.load().has(PageWord::kFaultedWrite) ? Access::write : Access::read;
+        ensure_mapped(segment, index, access);
+        page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
+    } catch (const std::exception& error) {
+        OFFLOAD_LOG(error, "an access behind the dispatcher could not be served: ", error.what());
+        AddressSpace::process().poison(mapped_range(page));
+        keep_error(std::current_exception());
+        page.set_flag(PageWord::kPoisoned);
+        page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
+    }
+}
+
+}  // namespace torch_offload

@@ -1,0 +1,187 @@
+// The pager's parts and how they share state. Included by csrc/pager/*.cpp only.
+#pragma once
+
+#include <semaphore.h>
+
+#include <atomic>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <shared_mutex>
+#include <thread>
+#include <unordered_map>
+
+#include "base/check.h"
+#include "base/units.h"
+#include "pager/eviction.h"
+#include "pager/mover.h"
+#include "pager/pager.h"
+#include "storage/block_file.h"
+
+namespace torch_offload {
+
+/// Whether a call may wait for memory to become free.
+enum class Patience { wait, give_up };
+
+/// Adds the time it lives to a counter.
+class StallClock {
+public:
+    explicit StallClock(Counter& total) noexcept : total_(total), start_(std::chrono::steady_clock::now()) {}
+    ~StallClock() {
+        total_.add(static_cast<std::uint64_t>(
+            std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_).count()));
+    }
+    StallClock(const StallClock&) = delete;
+    StallClock& operator=(const StallClock&) = delete;
+
+private:
+    Counter& total_;
+    std::chrono::steady_clock::time_point start_;
+};
+
+/// Answers faults and applies deferred work ahead of need, on a thread that may wait and never takes the GIL.
+/// Threads: push_fault is async-signal-safe; push_update from any.
+class ServiceThread {
+public:
+    explicit ServiceThread(Pager::Impl& pager);
+    ~ServiceThread();
+    void start();
+    void stop();
+    void push_fault(Page& page) noexcept;
+    void push_update(std::weak_ptr<Segment> segment, std::size_t index);
+    bool is_current() const noexcept { return std::this_thread::get_id() == thread_id_; }
+
+private:
+    void run();
+    void run_one_update();
+
+    Pager::Impl& pager_;
+    sem_t work_;
+    std::atomic<Page*> faults_{nullptr};
+    std::mutex updates_mutex_;
+    std::deque<std::pair<std::weak_ptr<Segment>, std::size_t>> updates_;
+    std::atomic<bool> stopping_{false};
+    std::thread thread_;
+    std::thread::id thread_id_;
+};
+
+struct Pager::Impl final : MoverClient {
+    Impl(Pager& owner, const PagerOptions& options);
+    ~Impl() override;
+
+    // Segments (pager.cpp)
+    std::shared_ptr<Segment> make_segment(std::span<std::byte> range, std::size_t element_bytes, SegmentKind kind);
+    void forget(Segment& segment);
+    std::shared_ptr<Segment> find_role(TraceId id);
+    void keep_error(std::exception_ptr error);
+    void raise_kept_error();
+    [[noreturn]] void raise_page_error(const Page& page);
+
+    // Memory (pager_memory.cpp)
+    Frame acquire_frame(std::size_t size_bytes);
+    std::optional<Frame> try_acquire_frame(std::size_t size_bytes, Distance keep_within);
+    std::span<std::byte> acquire_range(std::size_t size_bytes);
+    template <typename Take>
+    auto acquire(std::size_t size_bytes, Take take);
+    std::size_t evict_for(std::size_t wanted_bytes, Distance keep_within);
+    std::vector<EvictionCandidate> candidates();
+    bool evict_page(Page& page, const std::shared_ptr<Segment>& segment);
+    void drop_or_write(Page& page, const std::shared_ptr<Segment>& segment);
+    void announce_progress() noexcept;
+    [[noreturn]] void raise_out_of_memory(std::size_t wanted_bytes);
+
+    // Access (pager_access.cpp)
+    void start_load(const std::shared_ptr<Segment>& segment, Page& page, Access access);
+    bool load_into(const std::shared_ptr<Segment>& segment, Page& page, Access access, const Frame& frame);
+    void ensure_mapped(const std::shared_ptr<Segment>& segment, std::size_t index, Access access);
+    void wait_page(const Page& page, PageWord seen, StallCause cause);
+    bool make_writable(Page& page, PageWord seen);
+    bool map_page(Page& page, PageWord seen, Access access);
+    void unmap_page(Page& page);
+    void check_fits(std::span<const PinRequest> requests);
+    void start_missing(const PinRequest& request);
+    std::span<std::byte> claim_page(const std::shared_ptr<Segment>& segment, std::size_t index, Patience patience,
+                                    bool& is_pinned);
+    bool set_pending(Segment& segment, std::size_t index);
+    bool resolve_pending(Segment& segment, std::size_t index, bool may_wait);
+    std::vector<std::shared_ptr<Segment>> members_of(Segment& segment);
+    void answer_fault(Page& page, bool is_write) noexcept;
+    void serve_fault(Page& page);
+
+    // Prediction (pager_plan.cpp)
+    Distance next_use(const Segment& segment, bool is_pending) const;
+    struct Ahead {
+        std::shared_ptr<Segment> segment;
+        Distance use = 0;
+    };
+    std::vector<Ahead> upcoming_segments();
+    std::size_t headroom_bytes() const noexcept;
+    void keep_headroom(Distance horizon);
+    bool read_ahead(const std::shared_ptr<Segment>& segment, Distance use);
+    bool read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, Distance use);
+    bool read_ahead_update(const std::shared_ptr<Segment>& segment, std::size_t index, Distance use);
+    void kick_if_due() noexcept;
+
+    // MoverClient (pager_transfer.cpp)
+    void prepare_write(Page& page) override;
+    void finish_read(const std::shared_ptr<Segment>& segment, Page& page) override;
+    void finish_write(Page& page) override;
+    void fail_read(Page& page, const std::string& why, int error_number, std::uint64_t offset_bytes) override;
+    void fail_write(Page& page, const std::string& why, int error_number) override;
+    bool frame_matches(const Page& page) override;
+    std::vector<Frame> frames_to_unregister() override;
+    void release_frame(const Frame& frame) override;
+    bool may_register(std::size_t size_bytes) override;
+    void look_ahead() override;
+
+    Pager& owner;
+    const PagerOptions& options;
+    BlockFile file;
+    std::uint64_t store_id;
+
+    mutable std::mutex mutex;  // the pager's lock: arena, trace, segments, roles, errors
+    Arena arena;
+    Trace trace;
+    std::unordered_map<Segment*, std::weak_ptr<Segment>> segments;
+    std::vector<std::weak_ptr<Segment>> roles;  // by TraceId
+    std::unordered_map<const Page*, std::pair<std::string, int>> page_errors;
+    std::exception_ptr kept_error;  // of a write or a fault, raised by the next pin
+    std::size_t unregister_wanted_bytes = 0;
+    std::size_t registered_bytes = 0;
+    std::uint64_t next_segment_id = 1;
+
+    std::shared_mutex pending_mutex;  // held shared while the callbacks run, so that they can be cleared safely
+    ResolvePending resolve;
+    PendingMembers members;
+
+    std::atomic<std::uint32_t> progress{0};  // grows whenever memory or a page may have become available
+    std::atomic<int> transients{0};          // threads that hold pages for a moment and give up rather than wait
+    std::atomic<bool> has_kept_error{false};
+    std::atomic<std::uint64_t> clock{0};
+    std::atomic<std::size_t> moving_pages{0};   // loading or leaving: each ends with progress
+    std::atomic<std::size_t> leaving_bytes{0};  // memory that writes under way will free
+    std::atomic<std::int64_t> last_kick_ns{0};
+
+    Counter pins, misses, faults, evictions, clean_drops, prefetches;
+    Counter read_bytes[kSegmentKindCount], written_bytes[kSegmentKindCount], stalls[kStallCauseCount];
+
+    std::unique_ptr<Mover> mover;
+    std::unique_ptr<ServiceThread> service;
+};
+
+/// Private doors of the guards, for the pager's own files.
+struct PageAccess {
+    static void hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count);
+    /// The page carries a pin of the claim.
+    static void add_to_claim(UpdateClaim& claim, std::shared_ptr<Segment> segment, Page& page,
+                             std::span<std::byte> bytes, bool is_pinned);
+};
+
+/// The memory behind `bytes`: mapping and direct I/O know whole sectors only.
+inline std::span<std::byte> whole_sectors(std::span<std::byte> bytes) noexcept {
+    return {bytes.data(), round_up(bytes.size(), kSectorBytes)};
+}
+
+inline std::size_t kind_index(const Segment& segment) noexcept { return static_cast<std::size_t>(segment.kind()); }
+
+}  // namespace torch_offload

@@ -1,0 +1,142 @@
+// Getting memory: take it if the budget has it, else evict and wait.
+#include <algorithm>
+
+#include "base/log.h"
+#include "base/units.h"
+#include "device/address_space.h"
+#include "pager/pager_impl.h"
+
+namespace torch_offload {
+
+void Pager::Impl::announce_progress() noexcept {
+    progress.fetch_add(1, std::memory_order_acq_rel);
+    progress.notify_all();
+}
+
+/// Takes memory with `take` (called under the lock), evicting and waiting until it succeeds.
+template <typename Take>
+auto Pager::Impl::acquire(std::size_t size_bytes, Take take) {
+    std::optional<StallClock> stall;
+    while (true) {
+        const std::uint32_t seen = progress.load(std::memory_order_acquire);
+        std::size_t available_bytes = 0;
+        {
+            const std::lock_guard lock(mutex);
+            if (auto taken = take()) return *taken;
+            available_bytes = arena.usage().available_bytes();
+            if (available_bytes >= size_bytes) unregister_wanted_bytes = size_bytes;
+        }
+        raise_kept_error();
+        bool is_coming = available_bytes >= size_bytes;
+        if (is_coming) {
+            mover->kick();
+        } else {
+            const std::size_t coming_bytes = available_bytes + leaving_bytes.load(std::memory_order_acquire);
+            if (coming_bytes < size_bytes) is_coming = evict_for(size_bytes - coming_bytes, 0) > 0;
+        }
+        if (!is_coming && moving_pages.load(std::memory_order_acquire) == 0 &&
+            transients.load(std::memory_order_acquire) == 0 && progress.load(std::memory_order_acquire) == seen) {
+            raise_out_of_memory(size_bytes);
+        }
+        if (!stall) stall.emplace(stalls[static_cast<std::size_t>(StallCause::memory)]);
+        progress.wait(seen, std::memory_order_acquire);
+    }
+}
+
+Frame Pager::Impl::acquire_frame(std::size_t size_bytes) {
+    return acquire(size_bytes, [&] { return arena.try_take_frame(size_bytes); });
+}
+
+std::span<std::byte> Pager::Impl::acquire_range(std::size_t size_bytes) {
+    return acquire(size_bytes, [&] { return arena.try_take_range(size_bytes); });
+}
+
+/// Takes a frame if memory is free or pages used no sooner than `keep_within` can be dropped without a write.
+std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, Distance keep_within) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+        std::size_t available_bytes = 0;
+        {
+            const std::lock_guard lock(mutex);
+            if (std::optional<Frame> frame = arena.try_take_frame(size_bytes)) return frame;
+            available_bytes = arena.usage().available_bytes();
+        }
+        const std::size_t coming_bytes = available_bytes + leaving_bytes.load(std::memory_order_acquire);
+        if (coming_bytes >= size_bytes || evict_for(size_bytes - coming_bytes, keep_within) == 0) break;
+    }
+    return std::nullopt;
+}
+
+/// Pages that could go now, with what is known of their next use. The lock is taken here.
+std::vector<EvictionCandidate> Pager::Impl::candidates() {
+    std::vector<EvictionCandidate> found;
+    std::vector<std::shared_ptr<Segment>> alive;  // outlives the lock: the last owner of a segment takes it
+    {
+        const std::lock_guard lock(mutex);
+        alive.reserve(segments.size());
+        for (const auto& [key, weak] : segments) {
+            if (std::shared_ptr<Segment> segment = weak.lock()) alive.push_back(std::move(segment));
+        }
+        for (const std::shared_ptr<Segment>& segment : alive) {
+            for (std::size_t i = 0; i < segment->page_count(); ++i) {
+                const PageWord word = segment->page(i).load();
+                if (!word.in_memory() || word.pin_count() != 0) continue;
+                found.push_back({segment, &segment->page(i), segment->frame_bytes(i),
+                                 next_use(*segment, word.has(PageWord::kPending)), segment->last_use.load(),
+                                 word.has(PageWord::kDirty)});
+            }
+        }
+    }
+    return found;
+}
+
+/// Starts pages on their way out, at least `wanted_bytes` if there are as many; returns the bytes of those that went.
+std::size_t Pager::Impl::evict_for(std::size_t wanted_bytes, Distance keep_within) {
+    std::size_t evicted_bytes = 0;
+    for (const EvictionCandidate& victim : choose_victims(candidates(), wanted_bytes, keep_within)) {
+        if (evict_page(*victim.page, victim.segment)) evicted_bytes += victim.size_bytes;
+    }
+    return evicted_bytes;
+}
+
+/// False if the page is pinned, on its way already, or not in memory.
+bool Pager::Impl::evict_page(Page& page, const std::shared_ptr<Segment>& segment) {
+    PageWord seen = page.load();
+    do {
+        if (!seen.in_memory() || seen.pin_count() != 0) return false;
+    } while (!page.change(seen, seen.with(PageState::busy)));
+    if (seen.state() == PageState::mapped) unmap_page(page);
+    drop_or_write(page, segment);
+    return true;
+}
+
+/// Pre: the page is busy and its bytes lie in its frame's slot.
+void Pager::Impl::drop_or_write(Page& page, const std::shared_ptr<Segment>& segment) {
+    evictions.increment();
+    if (page.load().has(PageWord::kDirty)) {
+        moving_pages.fetch_add(1, std::memory_order_acq_rel);
+        leaving_bytes.fetch_add(page.frame.slot.size(), std::memory_order_acq_rel);
+        page.enter(PageState::leaving, 0, PageWord::kWritable);
+        mover->write(segment, page);
+        return;
+    }
+    clean_drops.increment();
+    {
+        const std::lock_guard lock(mutex);
+        arena.give_frame(page.frame);
+    }
+    page.frame = Frame{};
+    page.enter(page.extent ? PageState::stored : PageState::zero, 0, PageWord::kWritable);
+    announce_progress();
+}
+
+void Pager::Impl::raise_out_of_memory(std::size_t wanted_bytes) {
+    const std::lock_guard lock(mutex);
+    const ArenaUsage usage = arena.usage();
+    throw OutOfTierMemory(concat("host memory tier: ", wanted_bytes, " more bytes do not fit the budget of ",
+                                 usage.limit_bytes, " bytes: ", usage.frame_bytes, " in pages that are pinned, ",
+                                 usage.range_bytes, " in activations and temporaries, ", usage.small_bytes,
+                                 " in small allocations, ", usage.available_bytes(),
+                                 " available; raise `ram`, or lower the batch size"));
+}
+
+}  // namespace torch_offload

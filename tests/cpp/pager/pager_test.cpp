@@ -1,0 +1,252 @@
+#include "pager/pager.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "base/check.h"
+#include "base/units.h"
+#include "device/address_space.h"
+
+namespace torch_offload {
+namespace {
+
+constexpr std::size_t kPageElements = 4096;
+constexpr std::size_t kPageBytes = kPageElements * 4;
+
+PagerOptions options_with(std::size_t budget_pages, IoEngineKind engine = IoEngineKind::automatic) {
+    PagerOptions options;
+    options.budget_bytes = budget_pages * kPageBytes;
+    options.directory = std::filesystem::current_path().string();
+    options.engine = engine;
+    options.page_elements = kPageElements;
+    return options;
+}
+
+void fill(const Segment& segment, std::uint32_t seed) {
+    auto* words = reinterpret_cast<std::uint32_t*>(segment.range().data());
+    for (std::size_t i = 0; i < segment.size_bytes() / 4; ++i) words[i] = seed * 2654435761u + static_cast<std::uint32_t>(i);
+}
+
+bool holds(const Segment& segment, std::uint32_t seed) {
+    const auto* words = reinterpret_cast<const std::uint32_t*>(segment.range().data());
+    for (std::size_t i = 0; i < segment.size_bytes() / 4; ++i) {
+        if (words[i] != seed * 2654435761u + static_cast<std::uint32_t>(i)) return false;
+    }
+    return true;
+}
+
+PinGuard pin(Pager& pager, const std::shared_ptr<Segment>& segment, Access access) {
+    const PinRequest request{segment, access};
+    return pager.pin({&request, 1});
+}
+
+std::shared_ptr<Segment> filled_segment(Pager& pager, std::size_t pages, std::uint32_t seed) {
+    auto segment = pager.create_segment(pages * kPageBytes, 4, SegmentKind::parameter);
+    segment->label = concat("segment ", seed);
+    const PinGuard guard = pin(pager, segment, Access::overwrite);
+    fill(*segment, seed);
+    return segment;
+}
+
+std::uint64_t total(const std::uint64_t (&by_kind)[kSegmentKindCount]) {
+    return std::accumulate(std::begin(by_kind), std::end(by_kind), std::uint64_t{0});
+}
+
+// A new segment is zeros and owns no memory until it is pinned. Method: create, look at the usage, pin, read.
+TEST(Pager, NewSegmentIsZerosWithoutMemory) {
+    Pager pager(options_with(8));
+    const auto segment = pager.create_segment(2 * kPageBytes + 100, 4, SegmentKind::state);
+    EXPECT_EQ(pager.statistics().memory.used_bytes(), 0u);
+    const PinGuard guard = pin(pager, segment, Access::read);
+    EXPECT_TRUE(std::ranges::all_of(segment->range(), [](std::byte b) { return b == std::byte{0}; }));
+    EXPECT_EQ(total(pager.statistics().read_bytes), 0u);
+}
+
+// Bytes survive leaving memory, and the budget is never exceeded. Method: eight segments through room for three.
+TEST(Pager, BytesComeBackAndBudgetHolds) {
+    Pager pager(options_with(12));
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (std::uint32_t i = 0; i < 8; ++i) segments.push_back(filled_segment(pager, 4, i));
+    for (int round = 0; round < 3; ++round) {
+        for (std::uint32_t i = 0; i < 8; ++i) {
+            const PinGuard guard = pin(pager, segments[i], Access::read);
+            ASSERT_TRUE(holds(*segments[i], i));
+        }
+    }
+    const PagerStatistics statistics = pager.statistics();
+    EXPECT_LE(statistics.memory.peak_bytes, 12 * kPageBytes);
+    EXPECT_GT(total(statistics.read_bytes), 0u);
+    EXPECT_GT(total(statistics.written_bytes), 0u);
+}
+
+// A clean page is dropped without a write. Method: write once, evict twice with only a read between.
+TEST(Pager, CleanPageIsDroppedWithoutWrite) {
+    Pager pager(options_with(8));
+    const auto segment = filled_segment(pager, 2, 7);
+    EXPECT_EQ(pager.evict(segment), 0u);
+    const std::uint64_t written = total(pager.statistics().written_bytes);
+    { const PinGuard guard = pin(pager, segment, Access::read); }
+    EXPECT_EQ(pager.evict(segment), 0u);
+    EXPECT_EQ(total(pager.statistics().written_bytes), written);
+    EXPECT_FALSE(pager.is_resident(*segment));
+}
+
+// A full overwrite reads nothing. Method: evict, pin for overwrite, count reads.
+TEST(Pager, OverwriteReadsNothing) {
+    Pager pager(options_with(8));
+    const auto segment = filled_segment(pager, 2, 7);
+    pager.evict(segment);
+    {
+        const PinGuard guard = pin(pager, segment, Access::overwrite);
+        fill(*segment, 8);
+    }
+    EXPECT_EQ(total(pager.statistics().read_bytes), 0u);
+    pager.evict(segment);
+    const PinGuard guard = pin(pager, segment, Access::read);
+    EXPECT_TRUE(holds(*segment, 8));
+}
+
+// What cannot fit is refused before anything is touched. Method: pin more than the budget, look at counters, go on.
+TEST(Pager, RefusesWhatCannotFitBeforeTouchingAnything) {
+    Pager pager(options_with(4));
+    const auto small = filled_segment(pager, 2, 1);
+    const auto large = pager.create_segment(5 * kPageBytes, 4, SegmentKind::parameter);
+    const std::uint64_t evictions = pager.statistics().evictions;
+    EXPECT_THROW(static_cast<void>(pin(pager, large, Access::read)), OutOfTierMemory);
+    EXPECT_EQ(pager.statistics().evictions, evictions);
+    const PinGuard guard = pin(pager, small, Access::read);
+    EXPECT_TRUE(holds(*small, 1));
+}
+
+// Pinned pages stay, so that memory for others runs out with a typed error. Method: pin half, ask for too much.
+TEST(Pager, PinnedPagesAreNotEvicted) {
+    Pager pager(options_with(4));
+    const auto held = filled_segment(pager, 2, 1);
+    const PinGuard guard = pin(pager, held, Access::read);
+    EXPECT_THROW(static_cast<void>(pager.allocate_range(3 * kPageBytes)), OutOfTierMemory);
+    const auto range = pager.allocate_range(2 * kPageBytes);
+    pager.free_range(range);
+    EXPECT_TRUE(holds(*held, 1));
+}
+
+// Temporaries push pages out and are adopted without a copy. Method: allocate, fill, adopt, evict, read back.
+TEST(Pager, AdoptedRangeKeepsAddressAndBytes) {
+    Pager pager(options_with(8));
+    const auto bystander = filled_segment(pager, 6, 1);
+    const auto range = pager.allocate_range(4 * kPageBytes);
+    const std::byte* address = range.data();
+    auto gradient = pager.adopt_range(range, 4 * kPageBytes, 4, SegmentKind::gradient);
+    fill(*gradient, 9);
+    EXPECT_EQ(gradient->range().data(), address);
+    pager.evict(gradient);
+    { const PinGuard guard = pin(pager, bystander, Access::read); }
+    const PinGuard guard = pin(pager, gradient, Access::read);
+    EXPECT_TRUE(holds(*gradient, 9));
+    EXPECT_LE(pager.statistics().memory.peak_bytes, 8 * kPageBytes);
+}
+
+// An access behind everybody's back pages in, and a raw write is not lost. Method: evict, read and write by pointer.
+TEST(Pager, RawAccessFaultsIn) {
+    Pager pager(options_with(8));
+    const auto segment = filled_segment(pager, 3, 5);
+    pager.evict(segment);
+    EXPECT_TRUE(holds(*segment, 5));
+    EXPECT_GT(pager.statistics().faults, 0u);
+    fill(*segment, 6);
+    pager.evict(segment);
+    const PinGuard guard = pin(pager, segment, Access::read);
+    EXPECT_TRUE(holds(*segment, 6));
+}
+
+// Deferred work runs before a page is seen, by pin or by fault, exactly once. Method: an update that adds one.
+TEST(Pager, PendingPageIsResolvedBeforeItIsSeen) {
+    Pager pager(options_with(8));
+    const auto segment = filled_segment(pager, 2, 3);
+    pager.evict(segment);
+    std::atomic<int> applied{0};
+    pager.set_pending_work(
+        [&](Segment& pending, std::size_t index, bool may_wait) {
+            const std::shared_ptr<Segment> members[] = {segment};
+            EXPECT_EQ(&pending, segment.get());
+            UpdateClaim claim = pager.claim_for_update(members, index, may_wait);
+            if (!claim) return false;
+            auto* word = reinterpret_cast<std::uint32_t*>(claim.bytes(0).data());
+            *word += 1;
+            claim.finish();
+            ++applied;
+            return true;
+        },
+        [&](Segment&) { return std::vector<std::shared_ptr<Segment>>{segment}; });
+    ASSERT_TRUE(pager.set_pending(*segment, 0));
+    ASSERT_TRUE(pager.set_pending(*segment, 1));
+    const auto* words = reinterpret_cast<const std::uint32_t*>(segment->range().data());
+    EXPECT_EQ(words[0], 3 * 2654435761u + 1);  // by fault
+    {
+        const PinGuard guard = pin(pager, segment, Access::read);
+        EXPECT_EQ(words[kPageElements], 3 * 2654435761u + kPageElements + 1);
+    }
+    EXPECT_EQ(applied, 2);
+    pager.clear_pending_work();
+}
+
+// Nothing is lost or torn under threads that pin, write, allocate and touch raw memory. Method: seeded random work.
+TEST(Pager, RandomWorkloadKeepsEveryByte) {
+    Pager pager(options_with(24));
+    constexpr std::uint32_t kSegments = 12;
+    std::vector<std::shared_ptr<Segment>> segments;
+    std::vector<std::uint32_t> seeds(kSegments);
+    for (std::uint32_t i = 0; i < kSegments; ++i) {
+        seeds[i] = i;
+        segments.push_back(filled_segment(pager, 1 + i % 5, i));
+        segments.back()->trace_id = pager.new_trace_id();
+    }
+    std::vector<std::thread> threads;
+    std::atomic<int> wrong{0};
+    for (std::uint32_t t = 0; t < 3; ++t) {
+        threads.emplace_back([&, t] {
+            std::mt19937 random(t);
+            for (int step = 0; step < 400; ++step) {
+                const std::uint32_t i = (random() % (kSegments / 3)) * 3 + t;  // each thread has its own segments
+                pager.touch(segments[i]);
+                switch (random() % 5) {
+                    case 0: {
+                        const PinGuard guard = pin(pager, segments[i], Access::write);
+                        if (!holds(*segments[i], seeds[i])) ++wrong;
+                        fill(*segments[i], ++seeds[i]);
+                        break;
+                    }
+                    case 1: {
+                        const auto range = pager.allocate_range((1 + random() % 3) * kPageBytes);
+                        std::memset(range.data(), 0xAB, range.size());
+                        pager.free_range(range);
+                        break;
+                    }
+                    case 2:
+                        pager.evict(segments[i]);
+                        break;
+                    case 3:
+                        if (!holds(*segments[i], seeds[i])) ++wrong;  // raw
+                        break;
+                    default: {
+                        const PinGuard guard = pin(pager, segments[i], Access::read);
+                        if (!holds(*segments[i], seeds[i])) ++wrong;
+                    }
+                }
+                if (t == 0 && step % 50 == 0) pager.end_step();
+            }
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(wrong, 0);
+    EXPECT_LE(pager.statistics().memory.peak_bytes, 24 * kPageBytes);
+}
+
+}  // namespace
+}  // namespace torch_offload

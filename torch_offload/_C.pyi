@@ -1,0 +1,69 @@
+"""The compiled engine. Private: the public surface is ``torch_offload``."""
+
+from types import TracebackType
+from typing import final
+
+import torch
+
+built_against_torch: str
+has_liburing: bool
+
+def set_log_level(level: int) -> None:
+    """Route engine log lines at or above ``level`` to ``logging.getLogger("torch_offload")``."""
+
+def is_managed(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's storage is a segment of some engine and the tensor carries the key."""
+
+def engine_of(tensor: torch.Tensor) -> Engine | None:
+    """The engine that pages the tensor's storage, if any."""
+
+@final
+class Pin:
+    """Keeps a tensor's pages mapped; a context manager, released on exit or by ``release()``."""
+
+    def __enter__(self) -> Pin: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def release(self) -> None: ...
+
+@final
+class Engine:
+    """A pager with its recorder of deferred work. Methods release the GIL while they wait."""
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int,
+        directory: str,
+        io_engine: str,
+        queue_depth: int,
+        page_elements: int,
+        min_paged_bytes: int,
+    ) -> None: ...
+    def install_allocator(self) -> None:
+        """Make large CPU allocations count against this engine's budget from now on."""
+    def remove_allocator(self) -> None: ...
+    def manage(self, tensor: torch.Tensor, *, kind: str, label: str, anchor: torch.Tensor | None = None) -> bool:
+        """Make the tensor's storage a segment (kind: parameter, gradient, state, other). False if it is too small."""
+    def unmanage(self, tensor: torch.Tensor) -> None:
+        """Make the tensor's storage ordinary memory again; applies what is pending on it first."""
+    def gradient_complete(self, parameter: torch.Tensor) -> None:
+        """Adopt ``parameter.grad`` as pages, cache its norm, let it leave. For the post-accumulate hook."""
+    def begin_optimizer_step(self) -> None: ...
+    def end_optimizer_step(self) -> None:
+        """End of a step: also the boundary of the recorded trace."""
+    def evict(self, tensor: torch.Tensor) -> int:
+        """Send the tensor's pages to SSD and wait; returns the bytes that stayed because they are pinned."""
+    def prefetch(self, tensor: torch.Tensor) -> None: ...
+    def pin(self, tensor: torch.Tensor) -> Pin:
+        """Page the tensor in, apply what is pending, and keep it mapped for raw access and system calls."""
+    def lease(self, view: torch.Tensor) -> None:
+        """Pin like ``pin`` for as long as this very tensor object (its TensorImpl) is alive."""
+    def is_resident(self, tensor: torch.Tensor) -> bool: ...
+    def has_pending_work(self, tensor: torch.Tensor) -> bool: ...
+    def flush(self) -> None:
+        """Apply all deferred work and wait for all writes; raises what failed."""
+    def statistics(self) -> dict[str, object]: ...
+    def managed_count(self) -> int:
+        """Number of live segments."""
