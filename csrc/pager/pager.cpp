@@ -18,7 +18,7 @@ std::uint64_t next_store_id() {
 
 }  // namespace
 
-Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options)
+Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_ptr<IoEngine> engine)
     : owner(pager),
       options(pager_options),
       file(pager_options.directory),
@@ -28,7 +28,7 @@ Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options)
     OFFLOAD_CHECK(options.page_elements > 0 && options.page_elements % kSectorBytes == 0, InvalidArgument,
                   "page_elements must be a positive multiple of ", kSectorBytes, ", got ", options.page_elements);
     service = std::make_unique<ServiceThread>(*this);
-    mover = std::make_unique<Mover>(*this, make_io_engine(options.engine, options.queue_depth), file.file_descriptor());
+    mover = std::make_unique<Mover>(*this, std::move(engine), file.file_descriptor());
     service->start();
     mover->start();
 }
@@ -38,7 +38,10 @@ Pager::Impl::~Impl() {
     mover->stop();
 }
 
-Pager::Pager(const PagerOptions& options) : options_(options), impl_(std::make_unique<Impl>(*this, options_)) {}
+Pager::Pager(const PagerOptions& options) : Pager(options, make_io_engine(options.engine, options.queue_depth)) {}
+
+Pager::Pager(const PagerOptions& options, std::unique_ptr<IoEngine> engine)
+    : options_(options), impl_(std::make_unique<Impl>(*this, options_, std::move(engine))) {}
 
 Pager::~Pager() = default;
 

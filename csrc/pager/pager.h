@@ -124,8 +124,11 @@ private:
 /// deferred work ahead of need). Neither takes the GIL.
 class Pager {
 public:
-    /// Throws: InvalidArgument, TierIoError for the directory; OutOfTierMemory for a budget below a few pages.
+    /// Throws: InvalidArgument for a directory or options that cannot serve; TierIoError if the directory is
+    /// read-only or full.
     explicit Pager(const PagerOptions& options);
+    /// The same over an engine of the caller's, `options.engine` aside.
+    Pager(const PagerOptions& options, std::unique_ptr<IoEngine> engine);
     ~Pager();
     Pager(const Pager&) = delete;
     Pager& operator=(const Pager&) = delete;

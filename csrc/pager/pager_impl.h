@@ -66,7 +66,7 @@ private:
 };
 
 struct Pager::Impl final : MoverClient {
-    Impl(Pager& owner, const PagerOptions& options);
+    Impl(Pager& owner, const PagerOptions& options, std::unique_ptr<IoEngine> engine);
     ~Impl() override;
 
     // Segments (pager.cpp)

@@ -5,59 +5,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <filesystem>
-#include <numeric>
 #include <random>
 #include <thread>
 
-#include "base/check.h"
-#include "base/units.h"
-#include "device/address_space.h"
+#include "support/pager_fixture.h"
+#include "support/sanitizer_options.h"
 
-namespace torch_offload {
+namespace torch_offload::test {
 namespace {
-
-constexpr std::size_t kPageElements = 4096;
-constexpr std::size_t kPageBytes = kPageElements * 4;
-
-PagerOptions options_with(std::size_t budget_pages, IoEngineKind engine = IoEngineKind::automatic) {
-    PagerOptions options;
-    options.budget_bytes = budget_pages * kPageBytes;
-    options.directory = std::filesystem::current_path().string();
-    options.engine = engine;
-    options.page_elements = kPageElements;
-    return options;
-}
-
-void fill(const Segment& segment, std::uint32_t seed) {
-    auto* words = reinterpret_cast<std::uint32_t*>(segment.range().data());
-    for (std::size_t i = 0; i < segment.size_bytes() / 4; ++i) words[i] = seed * 2654435761u + static_cast<std::uint32_t>(i);
-}
-
-bool holds(const Segment& segment, std::uint32_t seed) {
-    const auto* words = reinterpret_cast<const std::uint32_t*>(segment.range().data());
-    for (std::size_t i = 0; i < segment.size_bytes() / 4; ++i) {
-        if (words[i] != seed * 2654435761u + static_cast<std::uint32_t>(i)) return false;
-    }
-    return true;
-}
-
-PinGuard pin(Pager& pager, const std::shared_ptr<Segment>& segment, Access access) {
-    const PinRequest request{segment, access};
-    return pager.pin({&request, 1});
-}
-
-std::shared_ptr<Segment> filled_segment(Pager& pager, std::size_t pages, std::uint32_t seed) {
-    auto segment = pager.create_segment(pages * kPageBytes, 4, SegmentKind::parameter);
-    segment->label = concat("segment ", seed);
-    const PinGuard guard = pin(pager, segment, Access::overwrite);
-    fill(*segment, seed);
-    return segment;
-}
-
-std::uint64_t total(const std::uint64_t (&by_kind)[kSegmentKindCount]) {
-    return std::accumulate(std::begin(by_kind), std::end(by_kind), std::uint64_t{0});
-}
 
 // A new segment is zeros and owns no memory until it is pinned. Method: create, look at the usage, pin, read.
 TEST(Pager, NewSegmentIsZerosWithoutMemory) {
@@ -187,10 +142,10 @@ TEST(Pager, PendingPageIsResolvedBeforeItIsSeen) {
     ASSERT_TRUE(pager.set_pending(*segment, 0));
     ASSERT_TRUE(pager.set_pending(*segment, 1));
     const auto* words = reinterpret_cast<const std::uint32_t*>(segment->range().data());
-    EXPECT_EQ(words[0], 3 * 2654435761u + 1);  // by fault
+    EXPECT_EQ(words[0], word_of(3, 0) + 1);  // by fault
     {
         const PinGuard guard = pin(pager, segment, Access::read);
-        EXPECT_EQ(words[kPageElements], 3 * 2654435761u + kPageElements + 1);
+        EXPECT_EQ(words[kPageElements], word_of(3, kPageElements) + 1);
     }
     EXPECT_EQ(applied, 2);
     pager.clear_pending_work();
@@ -249,4 +204,4 @@ TEST(Pager, RandomWorkloadKeepsEveryByte) {
 }
 
 }  // namespace
-}  // namespace torch_offload
+}  // namespace torch_offload::test

@@ -1,0 +1,56 @@
+#include "pager/trace.h"
+
+#include <gtest/gtest.h>
+
+#include <initializer_list>
+
+namespace torch_offload::test {
+namespace {
+
+void record(Trace& trace, std::initializer_list<TraceId> ids) {
+    for (const TraceId id : ids) trace.touch(id);
+}
+
+// Without a recording nothing is predicted. Method: touch, ask.
+TEST(Trace, PredictsNothingInTheFirstStep) {
+    Trace trace;
+    record(trace, {0, 1, 2});
+    EXPECT_FALSE(trace.has_prediction());
+    EXPECT_EQ(trace.next_in_step(1), kNever);
+    EXPECT_FALSE(trace.upcoming(0).has_value());
+}
+
+// A recorded step predicts the next one, in it and into the following. Method: forward and backward over three roles.
+TEST(Trace, PredictsFromTheStepBefore) {
+    Trace trace;
+    record(trace, {0, 1, 2, 1, 0});
+    trace.end_step();
+    EXPECT_EQ(trace.next_in_step(2), 2u);
+    record(trace, {0, 1, 2});
+    EXPECT_EQ(trace.next_in_step(1), 0u);
+    EXPECT_EQ(trace.next_in_step(2), kNever);
+    EXPECT_EQ(trace.first_in_following_step(2), 4u);
+    EXPECT_EQ(trace.upcoming(0), TraceId{1});
+    EXPECT_EQ(trace.upcoming(2), TraceId{0});  // first of the following step
+}
+
+// Repeated pins of one role in a row are one. Method: record duplicates, look at the length.
+TEST(Trace, JoinsRepeatedPins) {
+    Trace trace;
+    record(trace, {0, 0, 0, 1, 1});
+    trace.end_step();
+    EXPECT_EQ(trace.length(), 2u);
+}
+
+// A step that departs from the recording is followed again where they meet. Method: skip a role, use an unknown one.
+TEST(Trace, ResynchronisesAfterADeparture) {
+    Trace trace;
+    record(trace, {0, 1, 2, 3, 4});
+    trace.end_step();
+    record(trace, {0, 7, 3});
+    EXPECT_EQ(trace.next_in_step(4), 0u);
+    EXPECT_EQ(trace.cursor(), 4u);
+}
+
+}  // namespace
+}  // namespace torch_offload::test

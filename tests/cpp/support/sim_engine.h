@@ -1,0 +1,90 @@
+// A simulated disk behind the IoEngine interface that fails on purpose, the same way for the same seed.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <random>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "storage/io_engine.h"
+#include "storage/wake_event.h"
+
+namespace torch_offload::test {
+
+/// What can go wrong with one attempt at a transfer.
+enum class SimFault : std::uint8_t {
+    short_transfer,     // part of it, up to any byte
+    interrupted,        // EINTR
+    again,              // EAGAIN
+    late,               // completes only after others
+    io_error_once,      // EIO
+    io_error_forever,   // EIO now and whenever this place is touched again
+    no_space,           // ENOSPC; writes only
+    torn_write,         // part of it is written, then EIO
+    silent_torn_write,  // part of it is written, reported as done
+    silent_bit_flip,    // one bit of what is read differs
+};
+inline constexpr std::size_t kSimFaultCount = 10;
+
+/// Chances in a thousand, one for each SimFault.
+using SimChances = std::array<std::uint32_t, kSimFaultCount>;
+
+/// Keeps each file descriptor's bytes in memory; the descriptors need not be open. Time is simulated: a reap() with
+/// transfers in flight runs until one is finished. Waits really only when nothing is in flight.
+/// Threads: as IoEngine says.
+class SimEngine final : public IoEngine {
+public:
+    SimEngine(std::size_t capacity, std::uint64_t seed, const SimChances& chances = {})
+        : capacity_(capacity), random_(seed), chances_(chances) {}
+
+    /// The next attempts fail like this, in order, before chance is asked.
+    void script(SimFault fault) { scripted_.push_back(fault); }
+
+    std::size_t submit(std::span<IoRequest* const> requests) override;
+    std::size_t reap(std::span<IoRequest*> finished, std::chrono::milliseconds timeout) override;
+    void wake() noexcept override;
+    BufferIndex register_buffer(std::span<std::byte>) override { return next_buffer_++; }
+    void unregister_buffer(BufferIndex) override {}
+    std::size_t capacity() const noexcept override { return capacity_; }
+    std::string name() const override { return "simulated"; }
+
+    std::uint64_t injected_count(SimFault fault) const { return injected_[static_cast<std::size_t>(fault)]; }
+    std::uint64_t write_count() const noexcept { return write_count_; }  // requests that were finished
+    std::uint64_t read_count() const noexcept { return read_count_; }
+
+private:
+    struct Pending {
+        IoRequest* request = nullptr;
+        std::uint64_t due_tick = 0;
+    };
+
+    std::optional<SimFault> draw(const IoRequest& request);
+    std::int64_t attempt(const IoRequest& request, std::optional<SimFault> fault);
+    std::int64_t move_bytes(const IoRequest& request, std::size_t size_bytes);
+    std::size_t step(std::span<IoRequest*> finished);
+    std::uint64_t below(std::uint64_t limit) { return random_() % limit; }
+
+    const std::size_t capacity_;
+    std::mt19937_64 random_;
+    const SimChances chances_;
+    std::deque<SimFault> scripted_;
+    std::map<int, std::vector<std::byte>> files_;
+    std::set<std::pair<int, std::uint64_t>> bad_sectors_;
+    std::deque<Pending> pending_;
+    std::uint64_t tick_ = 0;
+    BufferIndex next_buffer_ = 0;
+    std::array<std::uint64_t, kSimFaultCount> injected_{};
+    std::uint64_t write_count_ = 0;
+    std::uint64_t read_count_ = 0;
+    WakeEvent event_;
+    std::atomic<bool> woken_{false};
+};
+
+}  // namespace torch_offload::test
