@@ -8,7 +8,10 @@
 
 namespace torch_offload {
 
-Arena::Arena(std::size_t limit_bytes) { usage_.limit_bytes = limit_bytes; }
+Arena::Arena(std::size_t limit_bytes, std::size_t reserve_bytes) {
+    usage_.limit_bytes = limit_bytes;
+    usage_.reserve_bytes = reserve_bytes;
+}
 
 Arena::~Arena() {
     AddressSpace& space = AddressSpace::process();
@@ -23,8 +26,9 @@ void Arena::charge(std::size_t& account, std::size_t size_bytes) noexcept {
 
 /// Gives free memory back to the system, largest first, until `size_bytes` more fit the limit.
 bool Arena::make_room(std::size_t size_bytes) {
-    const auto fits = [&] { return usage_.used_bytes() + size_bytes <= usage_.limit_bytes; };
-    if (usage_.available_bytes() < size_bytes) return false;
+    const auto fits = [&] {
+        return usage_.used_bytes() + usage_.reserve_bytes + size_bytes <= usage_.limit_bytes;
+    };
     while (!fits() && !idle_ranges_.empty()) {
         const auto largest = std::prev(idle_ranges_.end());
         AddressSpace::process().release(largest->second);
@@ -49,7 +53,7 @@ std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes) {
         charge(usage_.frame_bytes, size_bytes);
         return frame;
     }
-    if (!make_room(size_bytes)) return std::nullopt;
+    if (usage_.available_bytes() < size_bytes || !make_room(size_bytes)) return std::nullopt;
     AddressSpace& space = AddressSpace::process();
     const Frame frame{space.reserve(size_bytes, nullptr)};
     space.commit(frame.slot);
@@ -72,7 +76,7 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
         charge(usage_.range_bytes, size_bytes);
         return range;
     }
-    if (!make_room(size_bytes)) return std::nullopt;
+    if (usage_.available_bytes() < size_bytes || !make_room(size_bytes)) return std::nullopt;
     AddressSpace& space = AddressSpace::process();
     const std::span<std::byte> range = space.reserve(size_bytes, nullptr);
     space.commit(range);
@@ -98,7 +102,8 @@ void Arena::release_frame(const Frame& frame) {
     AddressSpace::process().release(frame.slot);
 }
 
-void Arena::count_small(std::ptrdiff_t delta_bytes) noexcept {
+void Arena::count_small(std::ptrdiff_t delta_bytes) {
+    if (delta_bytes > 0) make_room(static_cast<std::size_t>(delta_bytes));
     usage_.small_bytes = static_cast<std::size_t>(static_cast<std::ptrdiff_t>(usage_.small_bytes) + delta_bytes);
     usage_.peak_bytes = std::max(usage_.peak_bytes, usage_.used_bytes());
 }

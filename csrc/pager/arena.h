@@ -19,7 +19,8 @@ struct ArenaUsage {
     std::size_t free_frame_bytes = 0;  // frames kept for the next page
     std::size_t range_bytes = 0;       // live temporaries
     std::size_t idle_range_bytes = 0;  // freed temporaries kept for reuse
-    std::size_t small_bytes = 0;       // small allocations, counted only
+    std::size_t small_bytes = 0;       // small allocations, counted after the fact
+    std::size_t reserve_bytes = 0;     // kept free for small allocations to come
     std::size_t peak_bytes = 0;
 
     std::size_t used_bytes() const noexcept {
@@ -27,7 +28,7 @@ struct ArenaUsage {
     }
     /// What could be had at once, without evicting a page.
     std::size_t available_bytes() const noexcept {
-        const std::size_t fixed = frame_bytes + range_bytes + small_bytes;
+        const std::size_t fixed = frame_bytes + range_bytes + small_bytes + reserve_bytes;
         return fixed >= limit_bytes ? 0 : limit_bytes - fixed;
     }
 };
@@ -37,7 +38,8 @@ struct ArenaUsage {
 /// Threads: none; the pager's lock covers it.
 class Arena {
 public:
-    explicit Arena(std::size_t limit_bytes);
+    /// `reserve_bytes` of the limit are kept free for small allocations to come, which cannot be refused.
+    explicit Arena(std::size_t limit_bytes, std::size_t reserve_bytes = 0);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
@@ -55,8 +57,8 @@ public:
     /// Gives the frame's memory back to the system at once. Pre: it is not registered with the I/O engine.
     void release_frame(const Frame& frame);
 
-    /// Counts bytes that live outside; may exceed the limit only by what was there before the engine.
-    void count_small(std::ptrdiff_t delta_bytes) noexcept;
+    /// Counts bytes that were allocated elsewhere; gives free memory back if they need it.
+    void count_small(std::ptrdiff_t delta_bytes);
 
     /// Free frames that the I/O engine has registered: only its owner may take them, to unregister and release them.
     std::vector<Frame> take_registered_free_frames(std::size_t at_least_bytes);

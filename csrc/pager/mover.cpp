@@ -119,6 +119,7 @@ bool Mover::prepare(Transfer& transfer) {
     IoRequest& request = transfer.request;
     if (page.frame.fixed_index == kUnregistered && client_.may_register(page.frame.slot.size())) {
         page.frame.fixed_index = engine_->register_buffer(page.frame.slot);
+        if (page.frame.fixed_index != kUnregistered) client_.note_registered(page.frame.slot.size());
     }
     if (request.direction == IoDirection::write) {
         try {

@@ -37,6 +37,7 @@ public:
     virtual std::vector<Frame> frames_to_unregister() = 0;
     virtual void release_frame(const Frame& frame) = 0;
     virtual bool may_register(std::size_t size_bytes) = 0;
+    virtual void note_registered(std::size_t size_bytes) = 0;
     /// Evicts ahead of need and starts reads ahead of use.
     virtual void look_ahead() = 0;
 };

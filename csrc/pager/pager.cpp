@@ -1,5 +1,6 @@
 #include "pager/pager.h"
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
 
@@ -16,6 +17,9 @@ std::uint64_t next_store_id() {
     return ++last;
 }
 
+/// Small allocations are made before they are counted and cannot be refused: what they may need at once.
+std::size_t small_reserve(std::size_t budget_bytes) { return std::min(budget_bytes / 16, 4 * kMiB); }
+
 }  // namespace
 
 Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_ptr<IoEngine> engine)
@@ -23,7 +27,7 @@ Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_p
       options(pager_options),
       file(pager_options.directory),
       store_id(next_store_id()),
-      arena(pager_options.budget_bytes) {
+      arena(pager_options.budget_bytes, small_reserve(pager_options.budget_bytes)) {
     OFFLOAD_CHECK(options.budget_bytes > 0, InvalidArgument, "the RAM budget is 0 bytes");
     OFFLOAD_CHECK(options.page_elements > 0 && options.page_elements % kSectorBytes == 0, InvalidArgument,
                   "page_elements must be a positive multiple of ", kSectorBytes, ", got ", options.page_elements);
@@ -168,9 +172,16 @@ void Pager::free_range(std::span<std::byte> range) noexcept {
     impl_->announce_progress();
 }
 
-void Pager::count_small(std::ptrdiff_t delta_bytes) noexcept {
-    const std::lock_guard lock(impl_->mutex);
-    impl_->arena.count_small(delta_bytes);
+void Pager::count_small(std::ptrdiff_t delta_bytes) {
+    ArenaUsage usage;
+    {
+        const std::lock_guard lock(impl_->mutex);
+        impl_->arena.count_small(delta_bytes);
+        usage = impl_->arena.usage();
+    }
+    const std::size_t wanted_bytes = usage.used_bytes() + usage.reserve_bytes;
+    const std::size_t coming_bytes = usage.limit_bytes + impl_->leaving_bytes.load(std::memory_order_acquire);
+    if (delta_bytes > 0 && wanted_bytes > coming_bytes) impl_->evict_for(wanted_bytes - coming_bytes, 0);
 }
 
 // --- The trace ----------------------------------------------------------------------------------------------------

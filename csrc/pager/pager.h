@@ -114,6 +114,8 @@ private:
     std::vector<std::span<std::byte>> bytes_;
     std::vector<bool> pinned_;  // held by a pin at the segment's address, not in its slot
     bool finished_ = false;
+    bool confirmed_ = false;     // the claim was completed: its bytes may have been changed
+    bool is_transient_ = false;  // counted in the pager as held by a thread that does not wait
 };
 
 /// Lock order, the only one: Pager's lock, then the mover's queue lock. No lock is held across I/O, a copy, mapping,
@@ -176,7 +178,8 @@ public:
     /// Throws: OutOfTierMemory; TierIoError for a failed write-back.
     std::span<std::byte> allocate_range(std::size_t size_bytes);
     void free_range(std::span<std::byte> range) noexcept;
-    void count_small(std::ptrdiff_t delta_bytes) noexcept;
+    /// Counts memory that was allocated or freed elsewhere; pages start to leave if the budget needs it. Never waits.
+    void count_small(std::ptrdiff_t delta_bytes);
 
     // --- The trace ------------------------------------------------------------------------------------------------
     TraceId new_trace_id();

@@ -35,12 +35,20 @@ void PageAccess::add_to_claim(UpdateClaim& claim, std::shared_ptr<Segment> segme
     claim.pinned_.push_back(is_pinned);
 }
 
+void PageAccess::confirm(UpdateClaim& claim, std::optional<Pager::Impl::Transient> transient) noexcept {
+    claim.confirmed_ = true;
+    claim.is_transient_ = transient.has_value();
+    if (transient) transient->hand_over();
+}
+
 void UpdateClaim::swap(UpdateClaim& other) noexcept {
     segments_.swap(other.segments_);
     pages_.swap(other.pages_);
     bytes_.swap(other.bytes_);
     pinned_.swap(other.pinned_);
     std::swap(finished_, other.finished_);
+    std::swap(confirmed_, other.confirmed_);
+    std::swap(is_transient_, other.is_transient_);
 }
 
 UpdateClaim::~UpdateClaim() {
@@ -50,11 +58,14 @@ UpdateClaim::~UpdateClaim() {
         if (pinned_[k]) {
             page.clear_flag(cleared);
         } else {
-            page.enter(PageState::loaded, PageWord::kDirty, cleared);
+            page.enter(PageState::loaded, confirmed_ ? PageWord::kDirty : 0, cleared);
         }
         page.drop_pin();
     }
-    if (!segments_.empty()) segments_.front()->pager().impl_->announce_progress();
+    if (segments_.empty()) return;
+    Pager::Impl& pager = *segments_.front()->pager().impl_;
+    pager.announce_progress();
+    if (is_transient_) pager.end_transient();
 }
 
 // --- Transitions --------------------------------------------------------------------------------------------------
@@ -180,7 +191,7 @@ void Pager::Impl::check_fits(std::span<const PinRequest> requests) {
     {
         const std::lock_guard lock(mutex);
         const ArenaUsage usage = arena.usage();
-        const std::size_t elsewhere = usage.range_bytes + usage.small_bytes;
+        const std::size_t elsewhere = usage.range_bytes + usage.small_bytes + usage.reserve_bytes;
         room_bytes = elsewhere >= limit ? 0 : limit - elsewhere;
     }
     OFFLOAD_CHECK(wanted_bytes <= room_bytes, OutOfTierMemory, "host memory tier: an operation needs ", wanted_bytes,
@@ -305,19 +316,8 @@ bool Pager::set_pending(Segment& segment, std::size_t index) { return impl_->set
 
 UpdateClaim Pager::claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                     bool may_wait) {
-    struct Transient {
-        explicit Transient(Impl& pager, bool counts) : pager_(pager), counts_(counts) {
-            if (counts_) pager_.transients.fetch_add(1, std::memory_order_acq_rel);
-        }
-        ~Transient() {
-            if (!counts_) return;
-            pager_.transients.fetch_sub(1, std::memory_order_acq_rel);
-            pager_.announce_progress();
-        }
-        Impl& pager_;
-        bool counts_;
-    } transient(*impl_, !may_wait);
-
+    std::optional<Impl::Transient> transient;
+    if (!may_wait) transient.emplace(*impl_);
     PinGuard wanted;
     for (const std::shared_ptr<Segment>& segment : segments) PageAccess::hold(wanted, segment, index, 1);
     if (may_wait) {
@@ -332,6 +332,7 @@ UpdateClaim Pager::claim_for_update(std::span<const std::shared_ptr<Segment>> se
         segment->page(index).add_pin();
         PageAccess::add_to_claim(claim, segment, segment->page(index), bytes, is_pinned);
     }
+    PageAccess::confirm(claim, std::move(transient));
     return claim;
 }
 

@@ -10,6 +10,7 @@
 #include <shared_mutex>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 
 #include "base/check.h"
 #include "base/units.h"
@@ -69,6 +70,22 @@ struct Pager::Impl final : MoverClient {
     Impl(Pager& owner, const PagerOptions& options, std::unique_ptr<IoEngine> engine);
     ~Impl() override;
 
+    /// Says that this thread holds pages or memory only for a moment: others wait for it rather than run out.
+    class Transient {
+    public:
+        explicit Transient(Impl& pager) : pager_(&pager) { pager.transients.fetch_add(1, std::memory_order_acq_rel); }
+        Transient(Transient&& other) noexcept : pager_(std::exchange(other.pager_, nullptr)) {}
+        ~Transient() {
+            if (pager_) pager_->end_transient();
+        }
+        /// Somebody else calls end_transient().
+        void hand_over() noexcept { pager_ = nullptr; }
+
+    private:
+        Impl* pager_;
+    };
+    void end_transient() noexcept;
+
     // Segments (pager.cpp)
     std::shared_ptr<Segment> make_segment(std::span<std::byte> range, std::size_t element_bytes, SegmentKind kind);
     void forget(Segment& segment);
@@ -88,6 +105,7 @@ struct Pager::Impl final : MoverClient {
     bool evict_page(Page& page, const std::shared_ptr<Segment>& segment);
     void drop_or_write(Page& page, const std::shared_ptr<Segment>& segment);
     void announce_progress() noexcept;
+    void end_move(std::size_t left_bytes) noexcept;
     [[noreturn]] void raise_out_of_memory(std::size_t wanted_bytes);
 
     // Access (pager_access.cpp)
@@ -132,6 +150,7 @@ struct Pager::Impl final : MoverClient {
     std::vector<Frame> frames_to_unregister() override;
     void release_frame(const Frame& frame) override;
     bool may_register(std::size_t size_bytes) override;
+    void note_registered(std::size_t size_bytes) override;
     void look_ahead() override;
 
     Pager& owner;
@@ -155,7 +174,7 @@ struct Pager::Impl final : MoverClient {
     PendingMembers members;
 
     std::atomic<std::uint32_t> progress{0};  // grows whenever memory or a page may have become available
-    std::atomic<int> transients{0};          // threads that hold pages for a moment and give up rather than wait
+    std::atomic<int> transients{0};          // claims, wanted or held, of threads that give up rather than wait
     std::atomic<bool> has_kept_error{false};
     std::atomic<std::uint64_t> clock{0};
     std::atomic<std::size_t> moving_pages{0};   // loading or leaving: each ends with progress
@@ -173,6 +192,7 @@ struct Pager::Impl final : MoverClient {
 struct PageAccess {
     static void hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count);
     /// The page carries a pin of the claim.
+    static void confirm(UpdateClaim& claim, std::optional<Pager::Impl::Transient> transient) noexcept;
     static void add_to_claim(UpdateClaim& claim, std::shared_ptr<Segment> segment, Page& page,
                              std::span<std::byte> bytes, bool is_pinned);
 };

@@ -13,6 +13,13 @@ void Pager::Impl::announce_progress() noexcept {
     progress.notify_all();
 }
 
+/// Announced before and after for the same reason as end_move().
+void Pager::Impl::end_transient() noexcept {
+    announce_progress();
+    transients.fetch_sub(1, std::memory_order_acq_rel);
+    announce_progress();
+}
+
 /// Takes memory with `take` (called under the lock), evicting and waiting until it succeeds.
 template <typename Take>
 auto Pager::Impl::acquire(std::size_t size_bytes, Take take) {
@@ -100,6 +107,7 @@ std::size_t Pager::Impl::evict_for(std::size_t wanted_bytes, Distance keep_withi
 
 /// False if the page is pinned, on its way already, or not in memory.
 bool Pager::Impl::evict_page(Page& page, const std::shared_ptr<Segment>& segment) {
+    const Transient transient(*this);
     PageWord seen = page.load();
     do {
         if (!seen.in_memory() || seen.pin_count() != 0) return false;
@@ -135,7 +143,7 @@ void Pager::Impl::raise_out_of_memory(std::size_t wanted_bytes) {
     throw OutOfTierMemory(concat("host memory tier: ", wanted_bytes, " more bytes do not fit the budget of ",
                                  usage.limit_bytes, " bytes: ", usage.frame_bytes, " in pages that are pinned, ",
                                  usage.range_bytes, " in activations and temporaries, ", usage.small_bytes,
-                                 " in small allocations, ", usage.available_bytes(),
+                                 " in small allocations and ", usage.reserve_bytes, " kept for them, ", usage.available_bytes(),
                                  " available; raise `ram`, or lower the batch size"));
 }
 

@@ -64,6 +64,7 @@ void Pager::Impl::keep_headroom(Distance horizon) {
 }
 
 void Pager::Impl::look_ahead() {
+    const Transient transient(*this);
     const std::vector<Ahead> ahead = upcoming_segments();
     keep_headroom(ahead.empty() ? 0 : ahead.back().use + 1);
     for (const Ahead& next : ahead) {

@@ -28,6 +28,14 @@ bool Pager::Impl::frame_matches(const Page& page) {
 void Pager::Impl::finish_read(const std::shared_ptr<Segment>& segment, Page& page) {
     read_bytes[kind_index(*segment)].add(page.frame.slot.size());
     page.enter(PageState::loaded);
+    end_move(0);
+}
+
+/// Who waits for memory gives up when nothing moves and nothing was announced since it looked: so the announcement
+/// comes before the counts go down, and again after, for who saw them still up.
+void Pager::Impl::end_move(std::size_t left_bytes) noexcept {
+    announce_progress();
+    leaving_bytes.fetch_sub(left_bytes, std::memory_order_acq_rel);
     moving_pages.fetch_sub(1, std::memory_order_acq_rel);
     announce_progress();
 }
@@ -45,9 +53,7 @@ void Pager::Impl::finish_write(Page& page) {
         page.frame = Frame{};
         page.enter(PageState::stored, 0, PageWord::kDirty);
     }
-    leaving_bytes.fetch_sub(size_bytes, std::memory_order_acq_rel);
-    moving_pages.fetch_sub(1, std::memory_order_acq_rel);
-    announce_progress();
+    end_move(size_bytes);
 }
 
 void Pager::Impl::fail_read(Page& page, const std::string& why, int error_number, std::uint64_t offset_bytes) {
@@ -62,8 +68,7 @@ void Pager::Impl::fail_read(Page& page, const std::string& why, int error_number
     }
     page.frame = Frame{};
     page.enter(PageState::failed);
-    moving_pages.fetch_sub(1, std::memory_order_acq_rel);
-    announce_progress();
+    end_move(0);
 }
 
 /// The bytes are still in memory: the page stays usable, the error is raised by the next pin, and evicting the page
@@ -75,9 +80,7 @@ void Pager::Impl::fail_write(Page& page, const std::string& why, int error_numbe
                     error_number)));
     const std::size_t size_bytes = page.frame.slot.size();
     page.enter(PageState::loaded);
-    leaving_bytes.fetch_sub(size_bytes, std::memory_order_acq_rel);
-    moving_pages.fetch_sub(1, std::memory_order_acq_rel);
-    announce_progress();
+    end_move(size_bytes);
 }
 
 std::vector<Frame> Pager::Impl::frames_to_unregister() {
@@ -100,9 +103,12 @@ void Pager::Impl::release_frame(const Frame& frame) {
 /// Registered memory is slower to give back, so at most half of the budget is.
 bool Pager::Impl::may_register(std::size_t size_bytes) {
     const std::lock_guard lock(mutex);
-    if (registered_bytes + size_bytes > options.budget_bytes / 2) return false;
+    return registered_bytes + size_bytes <= options.budget_bytes / 2;
+}
+
+void Pager::Impl::note_registered(std::size_t size_bytes) {
+    const std::lock_guard lock(mutex);
     registered_bytes += size_bytes;
-    return true;
 }
 
 void Pager::Impl::keep_error(std::exception_ptr error) {

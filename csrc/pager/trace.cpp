@@ -1,21 +1,43 @@
 #include "pager/trace.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace torch_offload {
 
 namespace {
 
-// A role found farther ahead than this is an extra use, not a place to continue from.
-constexpr Distance kResyncWindow = 256;
+// A role found this near ahead is where the step goes on; this near behind, it is used once more.
+constexpr Distance kNear = 16;
+// After so many roles in a row that are nowhere near, the step is elsewhere in the recording.
+constexpr int kPatience = 8;
 
 }  // namespace
 
 void Trace::touch(TraceId id) {
     if (id == kNoTrace) return;
     if (recorded_.empty() || recorded_.back() != id) recorded_.push_back(id);
+    if (id < positions_.size()) follow(id);
+}
+
+void Trace::follow(TraceId id) {
     const Distance ahead = next_in_step(id);
-    if (ahead <= kResyncWindow) cursor_ += ahead + 1;
+    const Distance behind = last_in_step(id);
+    if (ahead > kNear && behind <= kNear) return;  // once more
+    if (ahead > kNear && ++strays_ < kPatience) return;
+    strays_ = 0;
+    if (ahead != kNever && ahead <= behind) {
+        cursor_ += ahead + 1;
+    } else if (behind != kNever) {
+        cursor_ -= behind - 1;
+    }
+}
+
+/// How far behind the cursor `id` was used last: 1 is just before it.
+Distance Trace::last_in_step(TraceId id) const {
+    const std::vector<std::uint32_t>& positions = positions_[id];
+    const auto next = std::lower_bound(positions.begin(), positions.end(), cursor_);
+    return next == positions.begin() ? kNever : cursor_ - *std::prev(next);
 }
 
 void Trace::end_step() {
@@ -23,6 +45,7 @@ void Trace::end_step() {
     predicted_.swap(recorded_);
     recorded_.clear();
     cursor_ = 0;
+    strays_ = 0;
     for (std::vector<std::uint32_t>& positions : positions_) positions.clear();
     for (std::size_t i = 0; i < predicted_.size(); ++i) {
         const TraceId id = predicted_[i];

@@ -15,7 +15,8 @@ using Distance = std::uint64_t;
 inline constexpr Distance kNever = UINT64_MAX;
 
 /// Records the pins of one step while predicting from those of the step before. A step that departs from the
-/// recording is only predicted worse: the cursor re-synchronises on the next role that it finds ahead.
+/// recording is only predicted worse: repeated uses leave the cursor alone, and after a few roles in a row that are
+/// nowhere near it moves to where they are.
 /// Threads: none; the pager's lock covers it.
 class Trace {
 public:
@@ -38,10 +39,14 @@ public:
     std::size_t cursor() const noexcept { return cursor_; }
 
 private:
+    void follow(TraceId id);
+    Distance last_in_step(TraceId id) const;
+
     std::vector<TraceId> recorded_;
     std::vector<TraceId> predicted_;
     std::vector<std::vector<std::uint32_t>> positions_;  // by role: where it stands in predicted_
     std::size_t cursor_ = 0;
+    int strays_ = 0;
 };
 
 }  // namespace torch_offload

@@ -82,10 +82,10 @@ TEST(Pager, RefusesWhatCannotFitBeforeTouchingAnything) {
 
 // Pinned pages stay, so that memory for others runs out with a typed error. Method: pin half, ask for too much.
 TEST(Pager, PinnedPagesAreNotEvicted) {
-    Pager pager(options_with(4));
+    Pager pager(options_with(5));
     const auto held = filled_segment(pager, 2, 1);
     const PinGuard guard = pin(pager, held, Access::read);
-    EXPECT_THROW(static_cast<void>(pager.allocate_range(3 * kPageBytes)), OutOfTierMemory);
+    EXPECT_THROW(static_cast<void>(pager.allocate_range(4 * kPageBytes)), OutOfTierMemory);
     const auto range = pager.allocate_range(2 * kPageBytes);
     pager.free_range(range);
     EXPECT_TRUE(holds(*held, 1));

@@ -52,5 +52,26 @@ TEST(Trace, ResynchronisesAfterADeparture) {
     EXPECT_EQ(trace.cursor(), 4u);
 }
 
+// A role used once more than recorded does not move the cursor to its next use far ahead. Method: two passes of 40.
+TEST(Trace, RepeatedUseIsNotAJumpAhead) {
+    Trace trace;
+    for (int pass = 0; pass < 2; ++pass) {
+        for (TraceId id = 0; id < 40; ++id) trace.touch(id);
+    }
+    trace.end_step();
+    record(trace, {0, 1, 2, 1, 2, 0, 3});
+    EXPECT_EQ(trace.cursor(), 4u);
+    EXPECT_EQ(trace.next_in_step(4), 0u);
+}
+
+// A cursor that is far off finds its way. Method: skip from the start to the middle of a long recording.
+TEST(Trace, FindsItsWayAfterALongDeparture) {
+    Trace trace;
+    for (TraceId id = 0; id < 200; ++id) trace.touch(id);
+    trace.end_step();
+    for (TraceId id = 100; id < 120; ++id) trace.touch(id);
+    EXPECT_EQ(trace.cursor(), 120u);
+}
+
 }  // namespace
 }  // namespace torch_offload::test
