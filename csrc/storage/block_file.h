@@ -46,7 +46,7 @@ private:
     FileDescriptor file_;
     bool direct_ = true;
     bool preallocates_ = true;
-    std::mutex growth_mutex_;  // held while the file is made longer; taken before mutex_
+    std::mutex growth_mutex_;   // held while the file is made longer; taken before mutex_
     mutable std::mutex mutex_;  // guards the two below; never held across a system call
     ExtentMap map_;
     std::uint64_t size_bytes_ = 0;

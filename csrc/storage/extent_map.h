@@ -34,7 +34,7 @@ public:
     std::size_t hole_count() const noexcept { return holes_.size(); }
 
 private:
-    std::map<std::uint64_t, std::size_t> holes_;                // offset -> size
+    std::map<std::uint64_t, std::size_t> holes_;               // offset -> size
     std::set<std::pair<std::size_t, std::uint64_t>> by_size_;  // (size, offset) of the same holes
     std::uint64_t free_bytes_ = 0;
 };

@@ -200,7 +200,8 @@ TYPED_TEST_P(IoEngineContract, WakeFromAnotherThread) {
 TYPED_TEST_P(IoEngineContract, WakeFromASignalHandler) {
     static std::atomic<IoEngine*> woken{nullptr};
     woken = this->engine.get();
-    struct sigaction action {}, previous {};
+    struct sigaction action {
+    }, previous{};
     action.sa_handler = [](int) { woken.load()->wake(); };
     ASSERT_EQ(::sigaction(SIGUSR1, &action, &previous), 0);
     ASSERT_EQ(::raise(SIGUSR1), 0);
@@ -262,10 +263,10 @@ TYPED_TEST_P(IoEngineContract, FailureStaysWithItsRequest) {
 TYPED_TEST_P(IoEngineContract, OddUnitsAreRefused) {
     AlignedBuffer memory(2 * kSectorBytes);
     IoRequest good = this->request(IoDirection::write, 0, memory.bytes());
-    for (IoRequest bad : {this->request(IoDirection::write, 512, memory.bytes()),
-                          this->request(IoDirection::write, 0, memory.bytes().subspan(8, kSectorBytes)),
-                          this->request(IoDirection::write, 0, memory.bytes().first(100)),
-                          this->request(IoDirection::write, 0, {})}) {
+    for (IoRequest bad :
+         {this->request(IoDirection::write, 512, memory.bytes()),
+          this->request(IoDirection::write, 0, memory.bytes().subspan(8, kSectorBytes)),
+          this->request(IoDirection::write, 0, memory.bytes().first(100)), this->request(IoDirection::write, 0, {})}) {
         std::vector<IoRequest*> pointers{&good, &bad};
         EXPECT_THROW(this->engine->submit(pointers), InvalidArgument);
     }
@@ -320,7 +321,8 @@ TYPED_TEST_P(IoEngineContract, DestroyedWithTransfersInFlight) {
     std::vector<IoRequest> reads;
     std::vector<IoRequest*> pointers;
     for (std::size_t i = 0; i < kReads; ++i) {
-        reads.push_back(this->request(IoDirection::read, i * kReadBytes, memory.bytes().subspan(i * kReadBytes, kReadBytes)));
+        const auto part = memory.bytes().subspan(i * kReadBytes, kReadBytes);
+        reads.push_back(this->request(IoDirection::read, i * kReadBytes, part));
     }
     for (IoRequest& read : reads) pointers.push_back(&read);
     const auto check_untouched = [&] {

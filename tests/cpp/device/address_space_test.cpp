@@ -657,6 +657,24 @@ TEST(AddressSpaceFork, HiddenMemoryIsAbsentAndExplained) {
     EXPECT_EXIT(load(slot.begin()), testing::KilledBySignal(SIGSEGV), "a forked child touched a managed tensor");
 }
 
+// Being hidden is a property of the memory, not of the address. Method: shown memory moves onto hidden addresses and is
+// there in a child; hidden memory moves onto shown addresses and is not.
+TEST(AddressSpaceFork, HiddenTravelsWithTheMemory) {
+    ScriptedTarget target([] {});
+    const Range shown(kFrameBytes, &target);
+    const Range hidden(kFrameBytes, &target);
+    const Range elsewhere(kFrameBytes, &target);
+    space().commit(shown.bytes());
+    space().commit(hidden.bytes());
+    space().hide_from_fork(hidden.bytes(), true);
+    store(shown.begin(), std::byte{8});
+    space().move(hidden.bytes(), elsewhere.begin(), Protection::read);
+    space().move(shown.bytes(), hidden.begin(), Protection::read);
+    EXPECT_EXIT(_exit(static_cast<int>(load(hidden.begin()))), testing::ExitedWithCode(8), "^$");
+    space().move(elsewhere.bytes(), shown.begin(), Protection::read);
+    EXPECT_EXIT(load(shown.begin()), testing::KilledBySignal(SIGSEGV), "a forked child touched a managed tensor");
+}
+
 // Memory that is not hidden means in a child what it always meant. Method: shown, hidden and shown again; committed
 // anew after being hidden.
 TEST(AddressSpaceFork, ShownMemoryIsTheChildsCopy) {

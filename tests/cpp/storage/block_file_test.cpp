@@ -14,8 +14,8 @@
 #include <atomic>
 #include <csignal>
 #include <filesystem>
-#include <functional>
 #include <fstream>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -23,6 +23,7 @@
 #include "base/units.h"
 #include "support/aligned_buffer.h"
 #include "support/log_capture.h"
+#include "support/refuse_system_call.h"
 #include "support/scratch_directory.h"
 
 namespace torch_offload::test {
@@ -67,7 +68,8 @@ TEST(BlockFile, KillLeavesNothingBehind) {
         AlignedBuffer memory(kMiB);
         const Extent extent = file.allocate(memory.bytes().size());
         const auto offset = static_cast<off_t>(extent.offset_bytes);
-        if (::pwrite(file.file_descriptor(), memory.bytes().data(), kMiB, offset) != static_cast<ssize_t>(kMiB)) return 1;
+        const ssize_t written_bytes = ::pwrite(file.file_descriptor(), memory.bytes().data(), kMiB, offset);
+        if (written_bytes != static_cast<ssize_t>(kMiB)) return 1;
         if (!directory.is_empty()) return 2;
         ::kill(::getpid(), SIGKILL);
         return 3;
@@ -249,6 +251,78 @@ TEST(BlockFile, RefusedGrowthIsATierError) {
         return file.allocate(2 * kMiB) == first ? error : 250;
     });
     EXPECT_EQ(status, EFBIG);
+}
+
+// A filesystem without nameless files gets one that is unlinked at once. Method: O_TMPFILE is refused.
+TEST(BlockFile, WithoutTmpfileItIsUnlinked) {
+    ScratchDirectory directory;
+    bool is_refused = false;
+    in_own_thread([&] {
+        is_refused = refuse_system_call({__NR_openat, EOPNOTSUPP, 2, O_TMPFILE, O_TMPFILE});
+        if (!is_refused) return;
+        BlockFile file(directory.path());
+        file.allocate(kMiB);
+        EXPECT_TRUE(directory.is_empty());
+        struct stat status {};
+        ASSERT_EQ(::fstat(file.file_descriptor(), &status), 0);
+        EXPECT_EQ(status.st_nlink, 0u);
+        EXPECT_EQ(status.st_mode & 0777, 0600u);
+    });
+    if (!is_refused) GTEST_SKIP() << "no seccomp here";
+}
+
+// A filesystem without direct I/O is used through the page cache, with a log line. Method: O_DIRECT is refused.
+TEST(BlockFile, WithoutDirectIoItIsBuffered) {
+    ScratchDirectory directory;
+    bool is_refused = false;
+    LogCapture log(LogLevel::info);
+    in_own_thread([&] {
+        is_refused = refuse_system_call({__NR_fcntl, EINVAL, 1, ~0u, F_SETFL});
+        if (!is_refused) return;
+        BlockFile file(directory.path());
+        file.allocate(kMiB);
+        EXPECT_EQ(::fcntl(file.file_descriptor(), F_GETFL) & O_DIRECT, 0);
+    });
+    if (!is_refused) GTEST_SKIP() << "no seccomp here";
+    EXPECT_NE(log.lines().find("no direct I/O"), std::string::npos);
+}
+
+// A filesystem without fallocate gets its length set, with a log line. Method: fallocate is refused.
+TEST(BlockFile, WithoutFallocateTheLengthIsSet) {
+    ScratchDirectory directory;
+    bool is_refused = false;
+    LogCapture log(LogLevel::info);
+    in_own_thread([&] {
+        is_refused = refuse_system_call({.number = __NR_fallocate, .error = EOPNOTSUPP});
+        if (!is_refused) return;
+        BlockFile file(directory.path());
+        file.allocate(100 * kMiB);
+        struct stat status {};
+        ASSERT_EQ(::fstat(file.file_descriptor(), &status), 0);
+        EXPECT_EQ(static_cast<std::uint64_t>(status.st_size), file.size_bytes());
+        EXPECT_GE(file.size_bytes(), 100 * kMiB);
+    });
+    if (!is_refused) GTEST_SKIP() << "no seccomp here";
+    EXPECT_NE(log.lines().find("no preallocation"), std::string::npos);
+}
+
+// A disk that fills up shows as ENOSPC when the file is opened and when it grows. Method: fallocate says so.
+TEST(BlockFile, FullDiskIsENOSPC) {
+    ScratchDirectory directory;
+    bool is_refused = false;
+    in_own_thread([&] {
+        BlockFile file(directory.path());
+        const Extent before = file.allocate(kMiB);
+        const std::uint64_t size_bytes = file.size_bytes();
+        is_refused = refuse_system_call({.number = __NR_fallocate, .error = ENOSPC});
+        if (!is_refused) return;
+        EXPECT_EQ(tier_error_of(directory.path(), [&] { file.allocate(100 * kMiB); }), ENOSPC);
+        EXPECT_EQ(tier_error_of(directory.path(), [&] { BlockFile{directory.path()}; }), ENOSPC);
+        EXPECT_EQ(file.size_bytes(), size_bytes);
+        file.free(before);
+        EXPECT_EQ(file.allocate(kMiB), before);
+    });
+    if (!is_refused) GTEST_SKIP() << "no seccomp here";
 }
 
 }  // namespace

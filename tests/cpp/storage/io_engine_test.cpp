@@ -1,22 +1,17 @@
 #include "storage/io_engine.h"
 
 #include <gtest/gtest.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/prctl.h>
-#include <sys/syscall.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 #include <cstdint>
 #include <string>
-#include <thread>
 
 #include "base/check.h"
 #include "base/units.h"
 #include "support/aligned_buffer.h"
 #include "support/log_capture.h"
+#include "support/refuse_system_call.h"
 
 namespace torch_offload::test {
 namespace {
@@ -97,35 +92,18 @@ TEST(MakeIoEngine, OneLineSaysWhatWasChosen) {
     }
 }
 
-/// Makes this thread's system call `number` fail with `error`, as a container's seccomp profile does; with `operation`
-/// not negative, only where its second argument is that. False where the system does not let it.
-bool refuse_system_call(std::uint32_t number, std::int64_t operation, std::uint32_t error) {
-    const bool any_operation = operation < 0;
-    sock_filter program[] = {
-        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, number, 0, 3),
-        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[1])),
-        BPF_JUMP(BPF_JMP | (any_operation ? BPF_JGE : BPF_JEQ) | BPF_K,
-                 any_operation ? 0 : static_cast<std::uint32_t>(operation), 0, 1),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | error),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-    };
-    const sock_fprog filter{std::size(program), program};
-    return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
-}
-
 // Where io_uring cannot be had, threads serve, the line says why, and a named kind throws. Method: a thread for which
 // the system call is refused, as in a container (EPERM) and on a system without it (ENOSYS).
 TEST(MakeIoEngine, FallsBackToThreads) {
     for (const int error : {EPERM, ENOSYS}) {
         LogCapture log(LogLevel::info);
         std::string name = "none";
-        std::thread([&] {
-            if (!refuse_system_call(__NR_io_uring_setup, -1, static_cast<std::uint32_t>(error))) return;
+        in_own_thread([&] {
+            if (!refuse_system_call({.number = __NR_io_uring_setup, .error = error})) return;
             name = make_io_engine(IoEngineKind::automatic, 4)->name();
             EXPECT_THROW(make_io_engine(IoEngineKind::uring, 4), InvalidArgument);
             EXPECT_THROW(make_io_engine(IoEngineKind::uring_fixed, 4), InvalidArgument);
-        }).join();
+        });
         if (name == "none") GTEST_SKIP() << "no seccomp here";
         EXPECT_EQ(name, "threads");
         EXPECT_NE(log.lines().find("no io_uring with fixed buffers: "), std::string::npos) << log.lines();
@@ -141,15 +119,15 @@ TEST(MakeIoEngine, FallsBackToPlainUring) {
     } catch (const InvalidArgument& reason) {
         GTEST_SKIP() << reason.what();
     }
-    constexpr int kRegisterBuffers2 = 15;  // of linux/io_uring.h, which only one source includes
-    constexpr int kRegisterBuffersUpdate = 16;
-    for (const int operation : {kRegisterBuffers2, kRegisterBuffersUpdate}) {
+    constexpr std::uint32_t kRegisterBuffers2 = 15;  // of linux/io_uring.h, which only one source includes
+    constexpr std::uint32_t kRegisterBuffersUpdate = 16;
+    for (const std::uint32_t operation : {kRegisterBuffers2, kRegisterBuffersUpdate}) {
         LogCapture log(LogLevel::info);
         std::string name = "none";
-        std::thread([&] {
-            if (!refuse_system_call(__NR_io_uring_register, operation, ENOMEM)) return;
+        in_own_thread([&] {
+            if (!refuse_system_call({__NR_io_uring_register, ENOMEM, 1, ~std::uint32_t{0}, operation})) return;
             name = make_io_engine(IoEngineKind::automatic, 4)->name();
-        }).join();
+        });
         if (name == "none") GTEST_SKIP() << "no seccomp here";
         EXPECT_EQ(name, "io_uring") << log.lines();
         EXPECT_NE(log.lines().find("no io_uring with fixed buffers: "), std::string::npos) << log.lines();

@@ -135,7 +135,8 @@ TEST(SimulatedFaults, HonestFaultsNeverGiveWrongBytes) {
     EXPECT_GT(total.exact_count, 1000);
     EXPECT_GT(total.error_count, 1000);
     EXPECT_EQ(total.silent_count, 0);
-    for (std::size_t i = 0; i < static_cast<std::size_t>(SimFault::silent_torn_write); ++i) EXPECT_GT(injected[i], 1000u);
+    constexpr auto kHonestCount = static_cast<std::size_t>(SimFault::silent_torn_write);
+    for (std::size_t i = 0; i < kHonestCount; ++i) EXPECT_GT(injected[i], 1000u) << i;
 }
 
 // A disk that lies is found out by the checksum. Method: 2,000 seeds with silently torn writes and flipped bits.

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -69,8 +70,8 @@ TEST_P(UringEngine, ShortTransferGoesOnWhereItStopped) {
     sent.fill(1);
     int ends[2];
     ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
-    const std::span<const std::byte> halves[] = {sent.bytes().first(4 * kSectorBytes), sent.bytes().last(4 * kSectorBytes)};
-    ASSERT_EQ(::write(ends[1], halves[0].data(), halves[0].size()), static_cast<ssize_t>(halves[0].size()));
+    constexpr ssize_t kHalfBytes = 4 * kSectorBytes;
+    ASSERT_EQ(::write(ends[1], sent.bytes().data(), kHalfBytes), kHalfBytes);
     IoRequest read{.file_descriptor = ends[0],
                    .buffer = received.bytes(),
                    .fixed_index = engine->register_buffer(received.bytes()),
@@ -78,7 +79,7 @@ TEST_P(UringEngine, ShortTransferGoesOnWhereItStopped) {
     IoRequest* pointer = &read;
     ASSERT_EQ(engine->submit({&pointer, 1}), 1u);
     ASSERT_EQ(engine->reap({&pointer, 1}, milliseconds{0}), 0u);
-    ASSERT_EQ(::write(ends[1], halves[1].data(), halves[1].size()), static_cast<ssize_t>(halves[1].size()));
+    ASSERT_EQ(::write(ends[1], sent.bytes().data() + kHalfBytes, kHalfBytes), kHalfBytes);
     ASSERT_EQ(engine->reap({&pointer, 1}, kLong), 1u);
     EXPECT_EQ(read.error, 0);
     EXPECT_GE(read.rounds, 1u);
@@ -169,8 +170,7 @@ protected:
 TEST_F(UringBuffersTest, RegistrationFollowsMovedMemory) {
     constexpr std::size_t kBytes = kMiB;
     const auto map = [](int protection) {
-        return static_cast<std::byte*>(
-            ::mmap(nullptr, kBytes, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        return static_cast<std::byte*>(::mmap(nullptr, kBytes, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     };
     AlignedBuffer expected(kBytes);
     expected.fill(3);
@@ -193,7 +193,8 @@ TEST_F(UringBuffersTest, RegistrationFollowsMovedMemory) {
     transfer(*engine, write);
     EXPECT_EQ(write.error, 0);
     AlignedBuffer back(kBytes);
-    IoRequest read{.file_descriptor = file.file_descriptor(), .offset_bytes = extent.offset_bytes, .buffer = back.bytes()};
+    IoRequest read{
+        .file_descriptor = file.file_descriptor(), .offset_bytes = extent.offset_bytes, .buffer = back.bytes()};
     transfer(*engine, read);
     EXPECT_TRUE(back == expected);
 
@@ -221,6 +222,30 @@ TEST_F(UringBuffersTest, FullTableIsAHint) {
     EXPECT_LE(indices.size(), 16384u);
     engine->unregister_buffer(*indices.begin());
     EXPECT_EQ(engine->register_buffer(memory.bytes()), *indices.begin());
+}
+
+// A destroyed engine has given its locked memory back. Method: a child without privileges, limited to 1 MiB of locked
+// memory, fills it four times, each time with a new engine.
+TEST_F(UringBuffersTest, LockedMemoryIsGivenBack) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+        const rlimit limit{kMiB, kMiB};
+        if (::setrlimit(RLIMIT_MEMLOCK, &limit) != 0) ::_exit(2);
+        // The kernel counts locked memory by user: one of this process's own, where it may choose.
+        const auto own_user = static_cast<uid_t>(1'000'000 + ::getpid());
+        if (::geteuid() == 0 && ::setuid(own_user) != 0) ::_exit(3);
+        const AlignedBuffer memory(4 * kMiB);
+        for (int round = 0; round < 4; ++round) {
+            const auto own = make_uring_engine(UringBuffers::fixed, 4);
+            std::size_t count = 0;
+            while (own->register_buffer(memory.bytes().subspan(count * 64 * kKiB, 64 * kKiB)) != kUnregistered) ++count;
+            if (count < 8 || count > 16) ::_exit(4);
+        }
+        ::_exit(0);
+    }
+    int status = -1;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
 }
 
 // Memory that cannot be registered is a hint, not an error. Method: an address range without memory.

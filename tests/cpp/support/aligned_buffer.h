@@ -23,9 +23,9 @@ public:
 
     std::span<std::byte> bytes() const noexcept { return {memory_.get(), size_bytes_}; }
 
-    /// Fills with bytes that depend on `seed` and on the position.
+    /// Fills with bytes that depend on `seed` and on the position, in whole words: the memory is whole sectors.
     void fill(std::uint64_t seed) noexcept {
-        auto* const words = reinterpret_cast<std::uint64_t*>(memory_.get());  // whole words: the memory is whole sectors
+        auto* const words = reinterpret_cast<std::uint64_t*>(memory_.get());
         std::uint64_t state = seed * 0x9e3779b97f4a7c15 + 1;
         for (std::size_t i = 0; i < divide_up(size_bytes_, sizeof state); ++i) {
             state = state * 6364136223846793005 + 1442695040888963407;

@@ -31,8 +31,8 @@ std::optional<SimFault> SimEngine::draw(const IoRequest& request) {
         if (below(1000) < chances_[i]) fault = static_cast<SimFault>(i);
     }
     const bool is_read = request.direction == IoDirection::read;
-    const bool for_writes = fault == SimFault::no_space || fault == SimFault::torn_write ||
-                            fault == SimFault::silent_torn_write;
+    const bool for_writes =
+        fault == SimFault::no_space || fault == SimFault::torn_write || fault == SimFault::silent_torn_write;
     if ((is_read && for_writes) || (!is_read && fault == SimFault::silent_bit_flip)) return std::nullopt;
     if (fault) ++injected_[static_cast<std::size_t>(*fault)];
     return fault;
@@ -67,12 +67,19 @@ std::int64_t SimEngine::attempt(const IoRequest& request, std::optional<SimFault
     }
     if (!fault) return move_bytes(request, left_bytes);
     switch (*fault) {
-        case SimFault::short_transfer: return move_bytes(request, 1 + below(left_bytes));
-        case SimFault::interrupted: return -EINTR;
-        case SimFault::again: return -EAGAIN;
-        case SimFault::io_error_once: return -EIO;
-        case SimFault::no_space: return -ENOSPC;
-        case SimFault::torn_write: move_bytes(request, below(left_bytes)); return -EIO;
+        case SimFault::short_transfer:
+            return move_bytes(request, 1 + below(left_bytes));
+        case SimFault::interrupted:
+            return -EINTR;
+        case SimFault::again:
+            return -EAGAIN;
+        case SimFault::io_error_once:
+            return -EIO;
+        case SimFault::no_space:
+            return -ENOSPC;
+        case SimFault::torn_write:
+            move_bytes(request, below(left_bytes));
+            return -EIO;
         case SimFault::silent_torn_write:
             move_bytes(request, below(left_bytes));
             return static_cast<std::int64_t>(left_bytes);
@@ -82,7 +89,8 @@ std::int64_t SimEngine::attempt(const IoRequest& request, std::optional<SimFault
             return moved_bytes;
         }
         case SimFault::late:
-        case SimFault::io_error_forever: break;
+        case SimFault::io_error_forever:
+            break;
     }
     return move_bytes(request, left_bytes);
 }

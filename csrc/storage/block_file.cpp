@@ -1,0 +1,181 @@
+#include "storage/block_file.h"
+
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/vfs.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+
+#include "base/check.h"
+#include "base/log.h"
+#include "base/units.h"
+
+namespace torch_offload {
+namespace {
+
+constexpr std::size_t kGrowthBytes = 64 * kMiB;
+constexpr std::uint64_t kGrowthShare = 8;  // one step takes at most this part of the free disk, or what is asked for
+
+void check_directory(const std::string& directory) {
+    struct stat status {};
+    const int error = ::stat(directory.c_str(), &status) == 0 ? 0 : errno;
+    OFFLOAD_CHECK(error != ENOENT && error != ENOTDIR, InvalidArgument, "scratch directory ", directory,
+                  " does not exist; create it or name another");
+    if (error != 0) {
+        throw TierIoError(concat("cannot look at scratch directory ", directory, ": ", std::strerror(error),
+                                 "; grant access to it or name another"),
+                          error);
+    }
+    OFFLOAD_CHECK(S_ISDIR(status.st_mode), InvalidArgument, "scratch directory ", directory,
+                  " is not a directory; name one");
+    struct statfs filesystem {};
+    const bool known = ::statfs(directory.c_str(), &filesystem) == 0;
+    const auto type = static_cast<std::uint64_t>(filesystem.f_type);
+    OFFLOAD_CHECK(!known || (type != TMPFS_MAGIC && type != RAMFS_MAGIC), InvalidArgument, "scratch directory ",
+                  directory, " lies in memory (", type == TMPFS_MAGIC ? "tmpfs" : "ramfs",
+                  "): offloading there frees nothing; name a directory on a disk");
+}
+
+[[noreturn]] void throw_cannot_open(const std::string& directory, int error) {
+    const char* remedy = "name another directory";
+    if (error == EROFS) remedy = "the filesystem is read-only; remount it or name another directory";
+    if (error == EACCES || error == EPERM) remedy = "grant write permission or name another directory";
+    if (error == ENOSPC || error == EDQUOT) remedy = "free space there or name another directory";
+    throw TierIoError(concat("cannot open a scratch file in ", directory, ": ", std::strerror(error), "; ", remedy),
+                      error);
+}
+
+/// A file that has a name for the shortest time there is: for filesystems without O_TMPFILE.
+FileDescriptor open_and_unlink(const std::string& directory) {
+    std::string path = directory + "/torch_offload_XXXXXX";
+    FileDescriptor file(::mkostemp(path.data(), O_CLOEXEC));
+    if (!file || ::unlink(path.c_str()) != 0) throw_cannot_open(directory, errno);
+    return file;
+}
+
+FileDescriptor open_nameless(const std::string& directory) {
+    FileDescriptor file(::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR));
+    if (file) return file;
+    // A filesystem without O_TMPFILE says EOPNOTSUPP, one behind FUSE or an old kernel EISDIR, EINVAL or ENOENT.
+    const bool is_unsupported = errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL || errno == ENOENT;
+    if (!is_unsupported) throw_cannot_open(directory, errno);
+    return open_and_unlink(directory);
+}
+
+/// Switched on afterwards: opening with O_DIRECT can fail after it has made the file.
+bool enable_direct_io(int file) noexcept {
+    const int flags = ::fcntl(file, F_GETFL);
+    return flags >= 0 && ::fcntl(file, F_SETFL, flags | O_DIRECT) == 0;
+}
+
+/// Bytes that a user may still write to the disk of `file`; all there are where the filesystem does not say.
+std::uint64_t free_disk_bytes(int file) noexcept {
+    struct statvfs status {};
+    if (::fstatvfs(file, &status) != 0 || status.f_blocks == 0) return std::numeric_limits<std::uint64_t>::max();
+    return static_cast<std::uint64_t>(status.f_bavail) * status.f_frsize;
+}
+
+/// 0 or errno.
+int preallocate(int file, std::uint64_t offset_bytes, std::uint64_t size_bytes) noexcept {
+    int result = 0;
+    do {
+        result = ::fallocate(file, 0, static_cast<off_t>(offset_bytes), static_cast<off_t>(size_bytes));
+    } while (result != 0 && errno == EINTR);
+    return result == 0 ? 0 : errno;
+}
+
+}  // namespace
+
+BlockFile::BlockFile(const std::string& directory) : directory_(directory) {
+    check_directory(directory);
+    file_ = open_nameless(directory);
+    direct_ = enable_direct_io(file_.get());
+    if (!direct_) OFFLOAD_LOG(info, "scratch file in ", directory, ": no direct I/O there, using the page cache");
+    const int error = preallocate(file_.get(), 0, kSectorBytes);
+    preallocates_ = error != EOPNOTSUPP;
+    if (!preallocates_) {
+        OFFLOAD_LOG(info, "scratch file in ", directory, ": no preallocation there, a full disk shows only at a write");
+    } else if (error != 0) {
+        throw_cannot_open(directory, error);
+    }
+}
+
+Extent BlockFile::allocate(std::size_t size_bytes) {
+    OFFLOAD_CHECK(size_bytes > 0 && size_bytes % kSectorBytes == 0, InvalidArgument,
+                  "extent size must be a positive multiple of ", kSectorBytes, " bytes, got ", size_bytes);
+    if (const auto offset_bytes = take(size_bytes)) return {.offset_bytes = *offset_bytes, .size_bytes = size_bytes};
+    const std::lock_guard growing(growth_mutex_);
+    if (const auto offset_bytes = take(size_bytes)) return {.offset_bytes = *offset_bytes, .size_bytes = size_bytes};
+    return {.offset_bytes = grow(size_bytes), .size_bytes = size_bytes};
+}
+
+std::optional<std::uint64_t> BlockFile::take(std::size_t size_bytes) {
+    const std::lock_guard lock(mutex_);
+    return map_.take(size_bytes);
+}
+
+/// Makes the file longer, keeps its first `wanted_bytes` for the caller and frees the rest. The disk is worked without
+/// mutex_, so that free() never waits for it.
+std::uint64_t BlockFile::grow(std::size_t wanted_bytes) {
+    const std::uint64_t end_bytes = size_bytes();
+    const std::uint64_t free_bytes = free_disk_bytes(file_.get());
+    const std::uint64_t step_bytes = std::min<std::uint64_t>(kGrowthBytes, free_bytes / kGrowthShare);
+    std::uint64_t added_bytes = std::max<std::uint64_t>(wanted_bytes, step_bytes / kSectorBytes * kSectorBytes);
+    int error = wanted_bytes <= free_bytes ? extend_to(end_bytes, added_bytes) : ENOSPC;
+    if (error != 0 && added_bytes > wanted_bytes) {
+        added_bytes = wanted_bytes;
+        error = extend_to(end_bytes, added_bytes);
+    }
+    if (error != 0) {
+        throw TierIoError(concat("cannot grow the scratch file in ", directory_, " from ", end_bytes, " by ",
+                                 wanted_bytes, " bytes (", free_bytes, " free on its disk): ", std::strerror(error),
+                                 "; free space there or name a directory on a larger disk"),
+                          error);
+    }
+    const std::lock_guard lock(mutex_);
+    size_bytes_ = end_bytes + added_bytes;
+    if (added_bytes > wanted_bytes) map_.release(end_bytes + wanted_bytes, added_bytes - wanted_bytes);
+    return end_bytes;
+}
+
+/// 0 or errno; after an error the file has its old length and blocks.
+int BlockFile::extend_to(std::uint64_t end_bytes, std::uint64_t added_bytes) noexcept {
+    const int file = file_.get();
+    if (!preallocates_) return ::ftruncate(file, static_cast<off_t>(end_bytes + added_bytes)) == 0 ? 0 : errno;
+    const int error = preallocate(file, end_bytes, added_bytes);
+    if (error != 0 && ::ftruncate(file, static_cast<off_t>(end_bytes)) != 0) return errno;
+    return error;
+}
+
+void BlockFile::free(const Extent& extent) noexcept {
+    std::string defect;
+    try {
+        const std::lock_guard lock(mutex_);
+        const bool lies_inside =
+            extent.offset_bytes <= size_bytes_ && extent.size_bytes <= size_bytes_ - extent.offset_bytes;
+        OFFLOAD_CHECK(lies_inside, LogicError, "extent at ", extent.offset_bytes, " lies outside the file");
+        map_.release(extent.offset_bytes, extent.size_bytes);
+        return;
+    } catch (const std::exception& error) {
+        defect = error.what();
+    }
+    OFFLOAD_LOG(error, "scratch file in ", directory_, ": an extent is lost: ", defect);
+}
+
+std::uint64_t BlockFile::size_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return size_bytes_;
+}
+
+std::uint64_t BlockFile::allocated_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return size_bytes_ - map_.free_bytes();
+}
+
+}  // namespace torch_offload
