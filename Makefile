@@ -1,0 +1,130 @@
+# Every target does its own set-up from nothing and reuses what is there. `make` alone lists the targets.
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+NEWER_TORCH ?= 2.15.0
+JOBS ?= 2
+
+VENV := .venv
+NEWER_VENV := .venv-2.15
+NEWER_TREE := build/newer-torch
+# What .venv-2.15 and its build take on the disk beside what pip keeps, in MiB.
+NEWER_NEEDED_MB := 12000
+
+export MAX_JOBS := $(JOBS)
+export CTEST_PARALLEL_LEVEL := 1
+# Nothing is fetched from a model hub: every model is made from a configuration or carried by a package.
+export HF_HUB_OFFLINE := 1
+export HF_DATASETS_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+NATIVE := $(shell find csrc -type f \( -name '*.h' -o -name '*.cpp' \)) $(shell find csrc -type d) \
+	setup.py pyproject.toml torch_offload/_compat.py
+FORMATTED := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+LINTED := setup.py torch_offload tests examples benchmarks
+RUNS := plain asan tsan
+SANITIZE_plain :=
+SANITIZE_asan := address,undefined
+SANITIZE_tsan := thread
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# ---- what a user runs
+
+.PHONY: demo
+demo: build $(VENV)/.demo ## Train a real model inside a third of its memory and compare it with the run in memory
+	$(VENV)/bin/python examples/demo.py
+
+.PHONY: test
+test: lint cpp-test python-test ## Everything: lint, tidy rules, C++ tests (plain, ASan+UBSan, TSan), Python tests
+
+.PHONY: test-versions
+test-versions: $(NEWER_VENV)/.ready ## Build for a newer torch (CUDA wheel, 2.15) in .venv-2.15 and run the Python tests on it
+	rm -rf build/lib.* build/bdist.* $(NEWER_TREE)
+	PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(NEWER_VENV)/bin/pip install --quiet --no-build-isolation --no-deps \
+		--force-reinstall .
+	rm -rf build/lib.* build/bdist.*
+	mkdir -p $(NEWER_TREE)/tests
+	cp -r pyproject.toml $(wildcard examples benchmarks) $(NEWER_TREE)/
+	cp -r tests/python $(NEWER_TREE)/tests/
+	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -c "import torch, \
+	torch_offload; print('torch', torch.__version__, 'with', torch_offload.__file__)"
+	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -m pytest tests/python
+
+# ---- what a developer runs
+
+.PHONY: build
+build: $(VENV)/.extension ## Set up .venv and build the extension into the tree
+
+.PHONY: lint
+lint: $(VENV)/.ready tidy ## Tidy rules, clang-format, ruff and mypy, changing nothing
+	@echo "clang-format --dry-run -Werror (csrc, tests/cpp)"
+	@$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
+	$(VENV)/bin/ruff check $(wildcard $(LINTED))
+	$(VENV)/bin/ruff format --check $(wildcard $(LINTED))
+	$(VENV)/bin/mypy
+
+.PHONY: tidy
+tidy: $(VENV)/.ready ## Layering, sizes, banned calls, dead files, names in the docs
+	$(VENV)/bin/python -m pytest tests/tidy
+
+.PHONY: format
+format: $(VENV)/.ready ## Format C++ and Python
+	@$(VENV)/bin/clang-format -i $(FORMATTED)
+	$(VENV)/bin/ruff check --fix --quiet $(wildcard $(LINTED)) || true
+	$(VENV)/bin/ruff format $(wildcard $(LINTED))
+
+.PHONY: cpp-test
+cpp-test: $(RUNS:%=cpp-test-%) ## C++ tests, plain and under the sanitizers
+
+.PHONY: $(RUNS:%=cpp-test-%)
+$(RUNS:%=cpp-test-%): cpp-test-%: .system
+	cmake -S . -B build/cpp-$* -G Ninja -DOFFLOAD_SANITIZE=$(SANITIZE_$*) > build/cpp-$*.log || { cat build/cpp-$*.log; exit 1; }
+	cmake --build build/cpp-$* -j $(JOBS)
+	ctest --test-dir build/cpp-$* --output-on-failure
+
+.PHONY: python-test
+python-test: build $(VENV)/.demo ## Python tests on the torch in .venv
+	$(VENV)/bin/python -m pytest tests/python
+
+.PHONY: clean
+clean: ## Remove what was built; the environments stay
+	rm -rf build dist *.egg-info demo-output demo-report.json torch_offload/_build_info.py torch_offload/*.so
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f $(VENV)/.extension
+
+# ---- set-up
+
+.PHONY: .system
+.system:
+	@mkdir -p build
+	@tools/system_packages.sh $(PYTHON)
+
+$(VENV)/.ready: requirements/test.txt | .system
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip show --quiet torch 2> build/pip-show.log || $(VENV)/bin/pip install --quiet torch==$(TORCH)
+	$(VENV)/bin/pip install --quiet -r requirements/test.txt
+	touch $@
+
+$(VENV)/.demo: requirements/demo.txt $(VENV)/.ready
+	$(VENV)/bin/pip install --quiet --no-deps -r requirements/demo.txt
+	touch $@
+
+# Also depends on the torch that is there, so that another one put into .venv means a new build.
+$(VENV)/.extension: $(VENV)/.ready $(NATIVE) $(wildcard $(VENV)/lib/python3*/site-packages/torch/version.py)
+	$(VENV)/bin/pip install --quiet --no-build-isolation --no-deps --editable . || { rm -f $@; exit 1; }
+	touch $@
+
+$(NEWER_VENV)/.ready: requirements/test.txt requirements/demo.txt | .system
+	test -x $(NEWER_VENV)/bin/python || $(PYTHON) -m venv $(NEWER_VENV)
+	$(NEWER_VENV)/bin/pip show --quiet torch 2> build/pip-show.log || tools/free_space.sh . $(NEWER_NEEDED_MB)
+	$(NEWER_VENV)/bin/pip install --quiet torch==$(NEWER_TORCH) -r requirements/test.txt
+	$(NEWER_VENV)/bin/pip install --quiet --no-deps -r requirements/demo.txt
+	touch $@

@@ -1,0 +1,163 @@
+"""What Python files may call, read and weigh. Every rule takes a tree and returns what breaks it, one line each."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from source_tree import Tree, select
+
+FILE_LINES = 600
+FUNCTION_LINES = 70
+EXAMPLE_LINES = 80
+LIBRARY = "torch_offload/"
+MAY_PRINT = ("torch_offload/cli.py", "torch_offload/__main__.py")
+MAY_READ_ENVIRONMENT = ("torch_offload/budget.py",)  # TMPDIR, as tempfile reads it
+GENERATED = ("_C", "_build_info")
+ALL_PYTHON = (LIBRARY, "tests/", "examples/", "benchmarks/", "setup.py")
+DEMO = "examples/demo"  # the demo measures and reports besides training
+DEMO_LINES = 200
+
+
+def _python(tree: Tree, *folders: str) -> Tree:
+    return select(tree, *(folders or (LIBRARY,)), suffixes=(".py",))
+
+
+def _nodes(tree: Tree, *folders: str) -> Iterator[tuple[str, ast.AST]]:
+    for path, text in _python(tree, *folders).items():
+        for node in ast.walk(ast.parse(text, path)):
+            yield path, node
+
+
+def _dotted(node: ast.AST) -> str:
+    """Return ``a.b.c`` for a name or attribute chain, or an empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = _dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def file_sizes(tree: Tree) -> list[str]:
+    """A module fits on a few screens, an example on one and a half."""
+    broken = []
+    for path, text in _python(tree, *ALL_PYTHON).items():
+        limit = FILE_LINES
+        if path.startswith("examples/"):
+            limit = DEMO_LINES if path.startswith(DEMO) else EXAMPLE_LINES
+        lines = len(text.splitlines())
+        if lines > limit:
+            broken.append(f"{path}: {lines} lines, at most {limit}")
+    return broken
+
+
+def function_lengths(tree: Tree) -> list[str]:
+    """A function fits on a screen."""
+    broken = []
+    for path, node in _nodes(tree, *ALL_PYTHON):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            lines = node.end_lineno - node.lineno + 1
+            if lines > FUNCTION_LINES:
+                broken.append(f"{path}:{node.lineno}: {node.name} has {lines} lines, at most {FUNCTION_LINES}")
+    return broken
+
+
+def banned_calls(tree: Tree) -> list[str]:
+    """Library code logs and raises typed errors."""
+    broken = []
+    for path, node in _nodes(tree):
+        if isinstance(node, ast.Assert):
+            broken.append(f"{path}:{node.lineno}: assert vanishes under -O: raise a typed error")
+        if isinstance(node, ast.Call) and _dotted(node.func) == "print" and path not in MAY_PRINT:
+            broken.append(f"{path}:{node.lineno}: print in library code: use logging.getLogger(__name__)")
+    return broken
+
+
+def environment_reads(tree: Tree) -> list[str]:
+    """There is one way to read configuration."""
+    broken = []
+    for path, node in _nodes(tree):
+        names = {"os.environ", "os.getenv", "os.environb"}
+        imported = (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {a.name for a in node.names}
+            & {
+                "environ",
+                "getenv",
+                "environb",
+            }
+        )
+        if (imported or _dotted(node) in names) and path not in MAY_READ_ENVIRONMENT:
+            line = getattr(node, "lineno", 0)
+            broken.append(f"{path}:{line}: environment variables are read in {', '.join(MAY_READ_ENVIRONMENT)} only")
+    return broken
+
+
+def module_name(path: str) -> str:
+    name = path.removesuffix(".py").replace("/", ".")
+    return name.removesuffix(".__init__")
+
+
+def _imported_modules(path: str, node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if not isinstance(node, ast.ImportFrom):
+        return set()
+    base = node.module or ""
+    if node.level:
+        parts = [*PurePosixPath(path).parent.parts]
+        parts = parts[: len(parts) - (node.level - 1)]
+        base = ".".join([*parts, *([base] if base else [])])
+    return {base} | {f"{base}.{alias.name}" for alias in node.names}
+
+
+def dead_modules(tree: Tree) -> list[str]:
+    """Every module of the library is imported by another one, or is an entry point."""
+    used: set[str] = set()
+    for path, node in _nodes(tree):
+        used |= {name for name in _imported_modules(path, node) if name != module_name(path)}
+    scripts = re.findall(r'=\s*"(torch_offload[\w.]*):\w+"', tree.get("pyproject.toml", ""))
+    entries = {"torch_offload", "torch_offload.__main__", *scripts}
+    return [
+        f"{path}: no other module imports it"
+        for path in _python(tree)
+        if module_name(path) not in used | entries and PurePosixPath(path).stem not in GENERATED
+    ]
+
+
+def _is_skip_without_reason(node: ast.AST) -> bool:
+    target = node.func if isinstance(node, ast.Call) else node
+    name = _dotted(target)
+    keywords = {keyword.arg for keyword in node.keywords} if isinstance(node, ast.Call) else set()
+    positional = len(node.args) if isinstance(node, ast.Call) else 0
+    if name in ("pytest.mark.skip", "unittest.skip", "pytest.skip", "pytest.xfail"):
+        return isinstance(node, ast.Call) and not (positional or "reason" in keywords)
+    if name in ("pytest.mark.skipif", "pytest.mark.xfail"):
+        return isinstance(node, ast.Call) and "reason" not in keywords
+    return False
+
+
+def skipped_tests(tree: Tree) -> list[str]:
+    """A Python test that does not run, or may fail, says why."""
+    broken = []
+    for path, text in _python(tree, "tests/", "benchmarks/").items():
+        syntax = ast.parse(text, path)
+        called = {id(node.func) for node in ast.walk(syntax) if isinstance(node, ast.Call)}
+        for node in ast.walk(syntax):
+            is_bare_mark = _dotted(node) in ("pytest.mark.skip", "pytest.mark.xfail") and id(node) not in called
+            if is_bare_mark or _is_skip_without_reason(node):
+                line = getattr(node, "lineno", 0)
+                broken.append(f"{path}:{line}: a test that is skipped or may fail gives a reason")
+    return broken
+
+
+RULES = (
+    file_sizes,
+    function_lengths,
+    banned_calls,
+    environment_reads,
+    dead_modules,
+    skipped_tests,
+)

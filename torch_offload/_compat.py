@@ -1,0 +1,77 @@
+"""Everything that depends on the version of torch.
+
+`setup.py` runs this file by its path before the package can be imported, so it imports nothing outside the standard
+library at the top and nothing of this package.
+"""
+
+import importlib
+import importlib.util
+
+OLDEST_TORCH = (2, 11)
+NEWEST_TORCH = (2, 15)
+
+BUILD_COMMAND = "pip install --no-build-isolation -e ."
+REBUILD_COMMAND = "pip install --no-build-isolation --force-reinstall --no-deps ."
+
+
+def parse_version(version: str) -> tuple[int, int]:
+    """Return major and minor of a torch version such as ``2.13.0+cpu`` or ``2.15.0a0+git1a2b3c4``."""
+    parts = version.split(".")
+    if len(parts) < 2 or not parts[0].isdigit() or not parts[1].isdigit():
+        raise ValueError(f"not a torch version: {version!r} (expected MAJOR.MINOR...)")
+    return int(parts[0]), int(parts[1])
+
+
+def supported_range() -> str:
+    """Return the supported torch versions in words."""
+    return "{}.{} to {}.{}".format(*OLDEST_TORCH, *NEWEST_TORCH)
+
+
+def unsupported_reason(version: str) -> str | None:
+    """Say why torch `version` cannot be used, or return None where it can."""
+    if OLDEST_TORCH <= parse_version(version) <= NEWEST_TORCH:
+        return None
+    return f"torch_offload supports torch {supported_range()}, found {version}; install one of these and rebuild"
+
+
+def mismatch_reason(*, built_against: str, found: str) -> str | None:
+    """Say why an extension built against one torch cannot run on another, or return None where it can."""
+    if parse_version(built_against) == parse_version(found):
+        return None
+    return (
+        f"torch_offload was built against torch {built_against}, found {found}; "
+        f"rebuild with: {REBUILD_COMMAND} (in its source tree)"
+    )
+
+
+def built_against_torch() -> str:
+    """Return the version of torch that the extension was compiled against.
+
+    Raises:
+        ImportError: If the extension has not been built. The message names the command.
+    """
+    try:
+        build_info = importlib.import_module("torch_offload._build_info")
+    except ModuleNotFoundError:
+        raise ImportError(
+            f"the extension of torch_offload is not built; run in its source tree: {BUILD_COMMAND}"
+        ) from None
+    return str(build_info.BUILT_AGAINST_TORCH)
+
+
+def check_torch() -> None:
+    """Refuse a torch that the extension cannot run on, before its symbols fail to resolve.
+
+    Raises:
+        ImportError: If torch is missing or out of the supported range, or the extension is not built or was built
+            against another minor version. The message names the command that helps.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError(f"torch_offload needs torch {supported_range()}: pip install torch, then {BUILD_COMMAND}")
+    import torch
+
+    built_against = built_against_torch()
+    reason = unsupported_reason(torch.__version__)
+    reason = reason or mismatch_reason(built_against=built_against, found=torch.__version__)
+    if reason is not None:
+        raise ImportError(reason)
