@@ -19,12 +19,11 @@ struct GradientNorm;
 /// The dispatch key that a managed tensor carries. Views and `.data` inherit it, results do not.
 inline constexpr c10::DispatchKey kPagedKey = c10::DispatchKey::DeferredInit;
 
-/// Context of every DataPtr made here: a range of addresses and, once managed, its segment.
+/// Context of a managed storage's DataPtr.
 /// Members are destroyed from the last to the first, so the engine outlives the segment.
 struct Block {
     std::shared_ptr<Engine> engine;
-    std::span<std::byte> range;
-    std::shared_ptr<Segment> segment;  // empty: a temporary in ordinary private memory
+    std::shared_ptr<Segment> segment;
 
     /// Writes through the dispatcher, recorded ones included. Tells whether something computed from the bytes holds.
     std::atomic<std::uint64_t> write_count{0};
@@ -42,12 +41,9 @@ struct SegmentRole {
 };
 SegmentRole role_of(const Segment& segment);
 
-/// The block behind a tensor's storage, or nullptr if the storage is not ours.
+/// The block behind a tensor's storage, or nullptr if the storage is not managed.
 Block* block_of(const at::Tensor& tensor) noexcept;
 Block* block_of(const c10::StorageImpl& storage) noexcept;
-
-/// The block behind a tensor's storage if it is managed, else nullptr.
-Block* managed_block_of(const at::Tensor& tensor) noexcept;
 
 /// The segment behind a tensor's storage, or an empty pointer.
 const std::shared_ptr<Segment>& segment_of(const at::Tensor& tensor) noexcept;
@@ -62,12 +58,8 @@ bool is_manageable(const at::Tensor& tensor);
 /// True if the tensor's elements are the whole storage, each once: nothing of the storage lies outside of it.
 bool covers_storage(const at::Tensor& tensor);
 
-/// A DataPtr over a committed range of temporaries that goes back to the engine's pager when it dies.
-/// Throws: OutOfTierMemory, TierIoError.
-c10::DataPtr make_temporary(std::shared_ptr<Engine> engine, std::size_t size_bytes);
-
-/// Makes the tensor's storage a segment and keys the tensor. A storage that is a temporary of this engine is adopted
-/// where it lies; any other is copied once into a new segment and its old memory freed. A storage that is managed
+/// Makes the tensor's storage a segment and keys the tensor. A storage that is a temporary of this engine (temporaries.h)
+/// is adopted where it lies; any other is copied once into a new segment and its old memory freed. A storage that is managed
 /// already keeps its segment, which is returned: tied tensors share it.
 /// Pre: is_manageable(tensor). The whole storage becomes the segment; its address never changes again.
 std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role);

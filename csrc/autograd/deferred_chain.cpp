@@ -1,0 +1,64 @@
+#include "autograd/deferred_chain.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace torch_offload {
+
+std::shared_ptr<DeferredChain> DeferredChain::of(const Segment& segment) {
+    return std::static_pointer_cast<DeferredChain>(segment.deferred);
+}
+
+std::size_t DeferredChain::place_of(const std::shared_ptr<Segment>& segment) {
+    const auto found = std::find(members_.begin(), members_.end(), segment);
+    if (found != members_.end()) return static_cast<std::size_t>(found - members_.begin());
+    members_.push_back(segment);
+    return members_.size() - 1;
+}
+
+void DeferredChain::append(const std::shared_ptr<DeferredChain>& self, RecordedOp op,
+                           std::span<const std::shared_ptr<Segment>> segments) {
+    PlacedOp placed{std::make_shared<const RecordedOp>(std::move(op)), {}};
+    for (const std::shared_ptr<Segment>& segment : segments) {
+        placed.places.push_back(self->place_of(segment));
+        segment->deferred = self;
+    }
+    self->operations_.push_back(std::move(placed));
+}
+
+PageWork DeferredChain::work_on(std::size_t index) const {
+    PageWork work;
+    work.operations.assign(operations_.begin() + pages_[index].applied, operations_.end());
+    if (work.empty()) return work;
+    std::vector<bool> is_used(members_.size());
+    for (const PlacedOp& operation : work.operations) {
+        for (const std::size_t place : operation.places) is_used[place] = true;
+    }
+    std::vector<std::size_t> new_place(members_.size());
+    for (std::size_t place = 0; place < members_.size(); ++place) {
+        if (!is_used[place] && !members_[place]->page(index).load().has(PageWord::kPending)) continue;
+        new_place[place] = work.segments.size();
+        work.segments.push_back(members_[place]);
+    }
+    for (PlacedOp& operation : work.operations) {
+        for (std::size_t& place : operation.places) place = new_place[place];
+    }
+    return work;
+}
+
+bool DeferredChain::is_finished() const noexcept {
+    return std::all_of(pages_.begin(), pages_.end(),
+                       [&](const PageProgress& page) { return page.applied == operations_.size() && !page.is_taken; });
+}
+
+bool DeferredChain::is_unreachable() const noexcept {
+    return std::all_of(members_.begin(), members_.end(),
+                       [](const std::shared_ptr<Segment>& member) { return member.use_count() == 1; });
+}
+
+std::vector<std::shared_ptr<Segment>> DeferredChain::dissolve() noexcept {
+    for (const std::shared_ptr<Segment>& member : members_) member->deferred.reset();
+    return std::exchange(members_, {});
+}
+
+}  // namespace torch_offload

@@ -1,0 +1,323 @@
+#include "autograd/deferred_ops.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <thread>
+#include <unordered_set>
+#include <utility>
+
+#include "autograd/deferred_chain.h"
+#include "autograd/recorded_op.h"
+#include "base/check.h"
+#include "base/counters.h"
+
+namespace torch_offload {
+namespace {
+
+/// Longer chains are worked off first. Only parameters that are updated and never read get there.
+constexpr std::size_t kMaxLength = 64;
+
+using Segments = std::vector<std::shared_ptr<Segment>>;
+using ChainPointer = std::shared_ptr<DeferredChain>;
+
+/// Marks the page of every segment that lets itself be marked. True if all did.
+bool postpone(Pager& pager, const Segments& segments, std::size_t index) {
+    bool all_marked = true;
+    for (const std::shared_ptr<Segment>& segment : segments) {
+        all_marked = pager.set_pending(*segment, index) && all_marked;
+    }
+    return all_marked;
+}
+
+bool are_in_memory(const Segments& segments, std::size_t index) {
+    return std::all_of(segments.begin(), segments.end(), [&](const auto& s) { return Pager::in_memory(*s, index); });
+}
+
+/// The chains that the segments belong to, each once, the one with most members first.
+std::vector<ChainPointer> chains_of(const Segments& segments) {
+    std::vector<ChainPointer> found;
+    for (const std::shared_ptr<Segment>& segment : segments) {
+        ChainPointer chain = DeferredChain::of(*segment);
+        if (chain && std::find(found.begin(), found.end(), chain) == found.end()) found.push_back(std::move(chain));
+    }
+    std::sort(found.begin(), found.end(), [](const ChainPointer& one, const ChainPointer& other) {
+        return one->members().size() > other->members().size();
+    });
+    return found;
+}
+
+}  // namespace
+
+struct DeferredOps::Impl {
+    explicit Impl(Pager& a_pager) : pager(a_pager) {}
+
+    /// The right to advance one page of a chain. Whoever ends the last turn of a finished chain dissolves it.
+    class Turn {
+    public:
+        /// Nothing if another thread has the page and this one may not wait.
+        static std::optional<Turn> take(Impl& impl, ChainPointer chain, std::size_t index, bool may_wait);
+        Turn(Turn&& other) noexcept = default;
+        ~Turn();
+
+        PageWork work() const;
+        /// Runs what is outstanding. Returns the operators run, or nothing if the pager gave up.
+        std::optional<std::size_t> advance(const PageWork& work, bool may_wait) const;
+        void count_applied() const;
+
+    private:
+        Turn(Impl& impl, ChainPointer chain, std::size_t index)
+            : impl_(&impl), chain_(std::move(chain)), index_(index) {}
+        Impl* impl_;
+        ChainPointer chain_;
+        std::size_t index_;
+    };
+
+    /// What a chain leaves behind, kept by the caller until the lock is open: letting go of it calls the pager.
+    using Released = std::pair<ChainPointer, Segments>;  // nothing, or a chain without members and what they were
+    [[nodiscard]] Released dissolve(ChainPointer chain) noexcept;
+
+    ChainPointer chain_of(const Segment& segment) const {
+        const std::lock_guard lock(mutex);
+        return DeferredChain::of(segment);
+    }
+    ChainPointer append(RecordedOp op, const Segments& segments);
+    void settle(const ChainPointer& chain);
+    void settle_page(const ChainPointer& chain, std::size_t index);
+    void force(const ChainPointer& chain);
+    void discard_unreachable() noexcept;
+    bool is_unreachable(const ChainPointer& chain, long other_owners) const noexcept;
+    KernelThreads threads(bool may_wait) const noexcept;
+
+    Pager& pager;
+    mutable std::mutex mutex;  // chains and Segment::deferred; never held across a call of the pager or of torch
+    std::condition_variable turn_ended;
+    std::unordered_set<ChainPointer> chains;
+    std::atomic<std::thread::id> recording_thread{};
+    Counter recorded_elements, applied_pages, applied_at_once, forced_chains;
+};
+
+// --- Turns --------------------------------------------------------------------------------------------------------
+
+std::optional<DeferredOps::Impl::Turn> DeferredOps::Impl::Turn::take(Impl& impl, ChainPointer chain, std::size_t index,
+                                                                     bool may_wait) {
+    std::unique_lock lock(impl.mutex);
+    if (chain->is_taken(index) && !may_wait) return std::nullopt;
+    impl.turn_ended.wait(lock, [&] { return !chain->is_taken(index); });
+    chain->set_taken(index, true);
+    return Turn(impl, std::move(chain), index);
+}
+
+DeferredOps::Impl::Turn::~Turn() {
+    if (!chain_) return;
+    Released released;
+    {
+        const std::lock_guard lock(impl_->mutex);
+        chain_->set_taken(index_, false);
+        if (chain_->is_finished()) released = impl_->dissolve(chain_);
+    }
+    impl_->turn_ended.notify_all();
+}
+
+PageWork DeferredOps::Impl::Turn::work() const {
+    const std::lock_guard lock(impl_->mutex);
+    return chain_->work_on(index_);
+}
+
+void DeferredOps::Impl::Turn::count_applied() const {
+    impl_->applied_pages.increment();
+    const std::lock_guard lock(impl_->mutex);
+    chain_->count_applied(index_);
+}
+
+std::optional<std::size_t> DeferredOps::Impl::Turn::advance(const PageWork& work, bool may_wait) const {
+    if (work.empty()) return 0;
+    UpdateClaim claim = impl_->pager.claim_for_update(work.segments, index_, may_wait);
+    if (!claim) return std::nullopt;
+    const std::size_t page_bytes = work.segments.front()->page_bytes();
+    for (const PlacedOp& operation : work.operations) {
+        std::vector<std::byte*> addresses;
+        for (const std::size_t place : operation.places) addresses.push_back(claim.bytes(place).data());
+        operation.op->run(addresses, index_, page_bytes, impl_->threads(may_wait));
+        count_applied();
+    }
+    claim.finish();
+    return work.operations.size();
+}
+
+/// Beside the thread that trains, kernels run on one core each.
+KernelThreads DeferredOps::Impl::threads(bool may_wait) const noexcept {
+    const bool is_training = std::this_thread::get_id() == recording_thread.load(std::memory_order_relaxed);
+    return may_wait && is_training ? KernelThreads::all : KernelThreads::one;
+}
+
+// --- Recording ----------------------------------------------------------------------------------------------------
+
+/// Adds the operator to the one chain that its segments are in, or to a new one. Orders of different chains cannot be
+/// joined: all but one are worked off first.
+ChainPointer DeferredOps::Impl::append(RecordedOp op, const Segments& segments) {
+    while (true) {
+        ChainPointer in_the_way;
+        {
+            const std::lock_guard lock(mutex);
+            const std::vector<ChainPointer> found = chains_of(segments);
+            if (found.empty() || (found.size() == 1 && found.front()->length() < kMaxLength)) {
+                const ChainPointer chain =
+                    found.empty() ? std::make_shared<DeferredChain>(segments.front()->page_count()) : found.front();
+                chains.insert(chain);
+                DeferredChain::append(chain, std::move(op), segments);
+                recorded_elements.increment();
+                return chain;
+            }
+            in_the_way = found.back();
+        }
+        forced_chains.increment();
+        force(in_the_way);
+    }
+}
+
+/// Sees to it that no page can be read without the operator just appended. If that fails, the rest is marked at least.
+void DeferredOps::Impl::settle(const ChainPointer& chain) {
+    std::size_t index = 0;
+    try {
+        for (; index < chain->page_count(); ++index) settle_page(chain, index);
+    } catch (...) {
+        for (; index < chain->page_count(); ++index) {
+            const std::optional<Turn> turn = Turn::take(*this, chain, index, true);
+            postpone(pager, turn->work().segments, index);
+        }
+        throw;
+    }
+}
+
+/// Updates the page at once if it is in memory as a whole, or if somebody holds an address into it.
+void DeferredOps::Impl::settle_page(const ChainPointer& chain, std::size_t index) {
+    const std::optional<Turn> turn = Turn::take(*this, chain, index, true);
+    const PageWork work = turn->work();
+    if (!are_in_memory(work.segments, index) && postpone(pager, work.segments, index)) return;
+    applied_at_once.add(turn->advance(work, true).value_or(0));
+}
+
+void DeferredOps::Impl::force(const ChainPointer& chain) {
+    for (std::size_t index = 0; index < chain->page_count(); ++index) {
+        const std::optional<Turn> turn = Turn::take(*this, chain, index, true);
+        turn->advance(turn->work(), true);
+    }
+}
+
+// --- Work that nobody can see any more ------------------------------------------------------------------------------
+
+/// `other_owners`: of the chain, besides the set of all chains and its members.
+bool DeferredOps::Impl::is_unreachable(const ChainPointer& chain, long other_owners) const noexcept {
+    const auto inner_owners = static_cast<long>(chain->members().size()) + 1;
+    return chain.use_count() == inner_owners + other_owners && chain->is_unreachable();
+}
+
+void DeferredOps::Impl::discard_unreachable() noexcept {
+    std::vector<Released> released;
+    const std::lock_guard lock(mutex);
+    for (auto it = chains.begin(); it != chains.end();) {
+        const ChainPointer& chain = *it++;
+        if (is_unreachable(chain, 0)) released.push_back(dissolve(chain));
+    }
+}
+
+DeferredOps::Impl::Released DeferredOps::Impl::dissolve(ChainPointer chain) noexcept {
+    chains.erase(chain);
+    Segments segments = chain->dissolve();
+    return {std::move(chain), std::move(segments)};
+}
+
+// --- DeferredOps --------------------------------------------------------------------------------------------------
+
+DeferredOps::DeferredOps(std::shared_ptr<Pager> pager)
+    : pager_(std::move(pager)), impl_(std::make_unique<Impl>(*pager_)) {}
+
+DeferredOps::~DeferredOps() {
+    std::vector<Impl::Released> released;
+    const std::lock_guard lock(impl_->mutex);
+    while (!impl_->chains.empty()) released.push_back(impl_->dissolve(*impl_->chains.begin()));
+}
+
+bool DeferredOps::is_recordable(const c10::OperatorHandle& op) { return works_by_element(op); }
+
+bool DeferredOps::try_record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    const std::size_t argument_count = op.schema().arguments().size();
+    std::optional<RecordableCall> call = RecordableCall::parse(op, torch::jit::last(*stack, argument_count));
+    if (!call || call->recordable().empty() || !call->rehearse()) return false;
+    impl_->recording_thread.store(std::this_thread::get_id(), std::memory_order_relaxed);
+    impl_->discard_unreachable();
+    for (const std::size_t element : call->recordable()) {
+        impl_->settle(impl_->append(call->record(element), call->segments(element)));
+    }
+    std::optional<std::vector<c10::IValue>> rest = call->rest();
+    if (!rest) {
+        torch::jit::drop(*stack, argument_count);
+        return true;
+    }
+    std::move(rest->begin(), rest->end(), stack->end() - static_cast<std::ptrdiff_t>(argument_count));
+    return false;
+}
+
+bool DeferredOps::resolve(Segment& segment, std::size_t index, bool may_wait) {
+    ChainPointer chain = impl_->chain_of(segment);
+    if (!chain) {
+        const bool is_pending = segment.page(index).load().has(PageWord::kPending);
+        OFFLOAD_CHECK(!is_pending || !may_wait, LogicError, "page ", index, " of ", segment.label,
+                      " waits for recorded work that is gone");
+        return !is_pending;
+    }
+    const std::optional<Impl::Turn> turn = Impl::Turn::take(*impl_, std::move(chain), index, may_wait);
+    return turn && turn->advance(turn->work(), may_wait).has_value();
+}
+
+void DeferredOps::force(const std::shared_ptr<Segment>& segment) {
+    if (const ChainPointer chain = impl_->chain_of(*segment)) impl_->force(chain);
+}
+
+void DeferredOps::force_all() {
+    impl_->discard_unreachable();
+    std::vector<ChainPointer> all;
+    {
+        const std::lock_guard lock(impl_->mutex);
+        all.assign(impl_->chains.begin(), impl_->chains.end());
+    }
+    std::exception_ptr first_failure;
+    for (const ChainPointer& chain : all) {
+        try {
+            impl_->force(chain);
+        } catch (...) {
+            if (!first_failure) first_failure = std::current_exception();
+        }
+    }
+    if (first_failure) std::rethrow_exception(first_failure);
+}
+
+void DeferredOps::release(std::shared_ptr<Segment> segment) noexcept {
+    Impl::Released released;
+    ChainPointer chain;
+    const std::lock_guard lock(impl_->mutex);
+    chain = DeferredChain::of(*segment);
+    if (!chain) return;
+    segment.reset();
+    if (impl_->is_unreachable(chain, 1)) released = impl_->dissolve(chain);
+}
+
+bool DeferredOps::has_work(const Segment& segment) const { return impl_->chain_of(segment) != nullptr; }
+
+std::vector<std::shared_ptr<Segment>> DeferredOps::members(const Segment& segment) const {
+    const std::lock_guard lock(impl_->mutex);
+    const ChainPointer chain = DeferredChain::of(segment);
+    return chain ? chain->members() : Segments{};
+}
+
+DeferredStatistics DeferredOps::statistics() const {
+    return {impl_->recorded_elements.get(), impl_->applied_pages.get(), impl_->applied_at_once.get(),
+            impl_->forced_chains.get()};
+}
+
+}  // namespace torch_offload

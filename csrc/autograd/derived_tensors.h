@@ -1,0 +1,31 @@
+// Tensors that an optimizer makes from managed ones inside its step: states and temporaries that become managed too.
+// Layer autograd.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include "autograd/engine.h"
+#include "autograd/operator_table.h"
+#include "base/units.h"
+
+namespace torch_offload {
+
+/// Results smaller than this stay ordinary, whatever the engine's threshold is for parameters.
+inline constexpr std::size_t kMinDerivedBytes = kSectorBytes;
+
+/// The role of the parameter that a segment belongs to, in the recorded order of pins.
+TraceId parameter_role_of(const Segment& segment) noexcept;
+
+/// Makes `result`, just computed from `source`, a managed segment if it is large enough.
+void manage_derived(const std::shared_ptr<Engine>& engine, const at::Tensor& result, const Segment& source,
+                    Engine::Derived derived);
+
+/// True if the call is one of `zeros_like`, `clone` and the like on a managed tensor inside an optimizer step.
+bool makes_derived(const OperatorTraits& traits, c10::DispatchKeySet keys, c10::ArrayRef<c10::IValue> arguments);
+
+/// Replaces the arguments on the stack by a managed tensor of zeros that owns no bytes, if that is what the call
+/// asks for with ordinary options. Pre: makes_derived().
+bool try_make_zeros(const c10::OperatorHandle& op, const OperatorTraits& traits, torch::jit::Stack* stack);
+
+}  // namespace torch_offload

@@ -1,0 +1,154 @@
+#include "autograd/dispatch_pager.h"
+
+#include <ATen/EmptyTensor.h>
+#include <torch/library.h>
+
+#include <utility>
+
+#include "autograd/derived_tensors.h"
+#include "autograd/error_bridge.h"
+#include "autograd/list_call.h"
+#include "autograd/managed_arguments.h"
+#include "autograd/operator_table.h"
+
+namespace torch_offload {
+namespace {
+
+c10::ArrayRef<c10::IValue> arguments_of(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    return torch::jit::last(*stack, op.schema().arguments().size());
+}
+
+void call_pinned(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::DispatchKeySet keys,
+                 torch::jit::Stack* stack) {
+    ManagedArguments managed(traits, arguments_of(op, stack), keys);
+    if (managed.empty()) {
+        op.redispatchBoxed(keys_below(keys), stack);
+        return;
+    }
+    managed.pin();
+    op.redispatchBoxed(keys_below(keys), stack);
+    managed.manage_replaced();
+}
+
+/// What was managed stays managed: an unmanaged `source` whose storage `self` is given becomes pages in the same role.
+void manage_in_place_of(const at::Tensor& self, const at::Tensor& source) {
+    const Block* block = block_of(self);
+    if (!block || block_of(source)) return;
+    const std::shared_ptr<Engine> engine = block->engine;
+    engine->try_manage(source, role_of(*block->segment));
+}
+
+/// `p.data = x` in TorchScript; it takes over x's storage and key set.
+void call_set_data(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const c10::ArrayRef<c10::IValue> arguments = arguments_of(op, stack);
+    const at::Tensor self = arguments[0].toTensor();
+    manage_in_place_of(self, arguments[1].toTensor());
+    op.redispatchBoxed(keys_below(keys), stack);
+    if (block_of(self)) add_paged_key(self);
+}
+
+/// `p.data = x` from Python and `Module._apply` reach the dispatcher with this question only, just before the copy.
+void call_data_query(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const c10::ArrayRef<c10::IValue> arguments = arguments_of(op, stack);
+    const at::Tensor self = arguments[0].toTensor();
+    const at::Tensor source = arguments[1].toTensor();
+    op.redispatchBoxed(keys_below(keys), stack);
+    if (stack->back().toBool()) manage_in_place_of(self, source);
+}
+
+/// The storage bytes that `resize_` to these sizes needs.
+std::size_t bytes_after_resize(const at::Tensor& self, const c10::IValue& sizes) {
+    std::size_t elements = 1;
+    for (const c10::IValue& size : sizes.toListRef()) {
+        elements *= static_cast<std::size_t>(size.isInt() ? size.toInt() : 0);
+    }
+    return (static_cast<std::size_t>(self.storage_offset()) + elements) * static_cast<std::size_t>(self.element_size());
+}
+
+/// A storage that grows is copied to new memory by torch; one that does not is left alone.
+void call_resize(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::DispatchKeySet keys,
+                 torch::jit::Stack* stack) {
+    const c10::ArrayRef<c10::IValue> arguments = arguments_of(op, stack);
+    const at::Tensor& self = arguments[0].toTensor();
+    if (self.has_storage() && bytes_after_resize(self, arguments[1]) > self.storage().nbytes()) {
+        call_pinned(op, traits, keys, stack);
+    } else {
+        op.redispatchBoxed(keys_below(keys), stack);
+    }
+}
+
+bool goes_to_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    for (const c10::IValue& argument : arguments_of(op, stack)) {
+        if (argument.isDevice() && argument.toDevice().is_meta()) return true;
+    }
+    return false;
+}
+
+/// `zeros_like`, `clone` and the like on a managed tensor inside an optimizer step.
+void call_deriving(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::DispatchKeySet keys,
+                   torch::jit::Stack* stack) {
+    if (try_make_zeros(op, traits, stack)) return;
+    const at::Tensor source = arguments_of(op, stack)[0].toTensor();
+    if (traits.kind == OperatorKind::passing) {
+        op.redispatchBoxed(keys_below(keys), stack);
+    } else {
+        call_pinned(op, traits, keys, stack);
+    }
+    const Block* block = block_of(source);
+    if (!block || !stack->back().isTensor()) return;
+    manage_derived(block->engine, stack->back().toTensor(), *block->segment, Engine::Derived::copy);
+}
+
+void call(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::DispatchKeySet keys,
+          torch::jit::Stack* stack) {
+    if (traits.likeness != Likeness::none && makes_derived(traits, keys, arguments_of(op, stack))) {
+        call_deriving(op, traits, keys, stack);
+        return;
+    }
+    switch (traits.kind) {
+        case OperatorKind::passing:
+            op.redispatchBoxed(keys_below(keys), stack);
+            return;
+        case OperatorKind::ordinary:
+            call_pinned(op, traits, keys, stack);
+            return;
+        case OperatorKind::casting:
+            if (goes_to_meta(op, stack)) {
+                op.redispatchBoxed(keys_below(keys), stack);
+            } else {
+                call_pinned(op, traits, keys, stack);
+            }
+            return;
+        case OperatorKind::list:
+        case OperatorKind::list_norm:
+            call_list(op, traits, keys, stack);
+            return;
+        case OperatorKind::set_data:
+            call_set_data(op, keys, stack);
+            return;
+        case OperatorKind::data_query:
+            call_data_query(op, keys, stack);
+            return;
+        case OperatorKind::resizing:
+            call_resize(op, traits, keys, stack);
+            return;
+    }
+}
+
+}  // namespace
+
+void page_in_and_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const OperatorTraits& traits = traits_of(op);
+    const bool is_shape_only = keys.has_backend(c10::BackendComponent::MetaBit);
+    if (is_shape_only || (traits.kind == OperatorKind::passing && traits.likeness == Likeness::none)) {
+        op.redispatchBoxed(keys_below(keys), stack);
+        return;
+    }
+    across_torch([&] { call(op, traits, keys, stack); });
+}
+
+}  // namespace torch_offload
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, m) {
+    m.fallback(torch::CppFunction::makeFromBoxedFunction<&torch_offload::page_in_and_call>());
+}

@@ -1,0 +1,118 @@
+// One engine: a pager, its recorder of deferred work, and what interception keeps about both. Layer autograd.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "autograd/deferred_ops.h"
+#include "autograd/paged_storage.h"
+#include "base/counters.h"
+#include "pager/pager.h"
+
+namespace torch_offload {
+
+struct EngineOptions {
+    PagerOptions pager;
+    std::size_t min_paged_bytes = 0;  // smaller tensors stay ordinary
+};
+
+struct EngineCounters {
+    Counter fallback_calls;    // operators that met a managed tensor
+    Counter split_list_calls;  // list operators that ran in chunks
+    Counter norms_from_cache;
+    Counter adopted_bytes;  // became pages where they lay
+    Counter copied_bytes;   // were copied into pages
+    Counter zero_segments;  // made without bytes
+};
+
+/// Kept alive by its Python object and by every block of memory it gave out.
+/// Threads: any; nothing here takes the GIL, and no lock is held across a torch call.
+class Engine : public std::enable_shared_from_this<Engine> {
+public:
+    /// Throws: what the pager's constructor throws; OffloadError in a forked child.
+    static std::shared_ptr<Engine> make(const EngineOptions& options);
+    ~Engine();
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
+
+    Pager& pager() noexcept { return *pager_; }
+    DeferredOps& deferred() noexcept { return *deferred_; }
+    std::size_t min_paged_bytes() const noexcept { return options_.min_paged_bytes; }
+    std::size_t live_segments() const noexcept { return live_segments_.load(std::memory_order_relaxed); }
+
+    /// Pins, and where memory is short drops dead leases and tries once more.
+    PinGuard pin(std::span<const PinRequest> requests);
+    PinGuard pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count, Access access);
+    std::span<std::byte> allocate_range(std::size_t size_bytes);
+
+    /// Manages the tensor if it is large enough and of a kind that can be. Returns whether it is managed now.
+    bool try_manage(const at::Tensor& tensor, SegmentRole role);
+
+    // --- Optimizer steps ------------------------------------------------------------------------------------------
+    void begin_optimizer_step();
+    /// Also the boundary of the recorded trace.
+    void end_optimizer_step();
+    bool in_optimizer_step() const noexcept { return in_optimizer_step_.load(std::memory_order_relaxed); }
+
+    /// Roles that come again in every step: of the gradient of a parameter, and of the n-th tensor of its kind made
+    /// for a parameter in this step.
+    enum class Derived : std::uint8_t { gradient, state, copy, list_result };
+    TraceId derived_role(TraceId parameter_role, Derived derived);
+
+    /// Whether gradient norms are worth computing early: false after some steps in a row in which nobody asked.
+    bool wants_norms() const noexcept { return steps_without_norms_.load(std::memory_order_relaxed) < kStepsToForget; }
+    void note_norm_asked() noexcept { steps_without_norms_.store(0, std::memory_order_relaxed); }
+
+    // --- Leases ---------------------------------------------------------------------------------------------------
+    /// Keeps the tensor's segment mapped until this very tensor object is gone (noticed at the next sweep).
+    void lease(const at::Tensor& view);
+    /// Returns whether any lease was dropped.
+    bool sweep_leases();
+
+    EngineCounters counters;
+
+private:
+    static constexpr std::uint32_t kStepsToForget = 4;  // several optimizers may each end a step of their own
+
+    explicit Engine(const EngineOptions& options);
+    friend struct BlockAccount;
+
+    struct Lease {
+        c10::weak_intrusive_ptr<c10::TensorImpl> holder;
+        PinGuard guard;
+    };
+    struct DerivedRoles {
+        std::vector<TraceId> ids;
+        std::size_t used = 0;
+        std::uint64_t step = 0;
+    };
+    template <typename Attempt>
+    auto with_dead_leases_dropped(Attempt attempt);
+
+    EngineOptions options_;
+    std::shared_ptr<Pager> pager_;
+    std::unique_ptr<DeferredOps> deferred_;
+    std::atomic<std::size_t> live_segments_{0};
+    std::atomic<bool> in_optimizer_step_{false};
+    std::atomic<std::uint32_t> steps_without_norms_{0};
+
+    std::mutex leases_mutex_;
+    std::vector<Lease> leases_;
+    std::mutex roles_mutex_;
+    std::uint64_t step_ = 1;
+    std::unordered_map<std::uint64_t, DerivedRoles> roles_;
+};
+
+/// Counts the segments that are alive; for paged_storage.
+struct BlockAccount {
+    static void add(Engine& engine) noexcept { engine.live_segments_.fetch_add(1, std::memory_order_relaxed); }
+    static void remove(Engine& engine) noexcept { engine.live_segments_.fetch_sub(1, std::memory_order_relaxed); }
+};
+
+}  // namespace torch_offload

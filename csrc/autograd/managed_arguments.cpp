@@ -1,0 +1,135 @@
+#include "autograd/managed_arguments.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "autograd/forked_child.h"
+#include "autograd/overwrites.h"
+#include "base/check.h"
+
+namespace torch_offload {
+namespace {
+
+constexpr std::size_t kFewSpans = 16;
+constexpr std::uint64_t kCallsPerLeaseSweep = 1024;
+
+/// Calls of this thread that hold pins: the outermost one manages again what those inside replaced.
+thread_local int calls_in_progress = 0;
+
+std::uint64_t functionality_of(c10::DispatchKeySet keys) {
+    return keys.raw_repr() & ~static_cast<std::uint64_t>(c10::full_backend_mask);
+}
+
+const std::uint64_t kPlainFunctionality = functionality_of(
+    c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::BackendSelect, c10::DispatchKey::ADInplaceOrView,
+                         c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradOther,
+                         c10::DispatchKey::AutocastCPU, kPagedKey}));
+const std::uint64_t kCpuBackend =
+    c10::DispatchKeySet(c10::DispatchKey::CPU).raw_repr() & static_cast<std::uint64_t>(c10::full_backend_mask);
+
+/// The bytes of the storage from the tensor's first element to its last.
+struct ByteSpan {
+    std::size_t begin = 0;
+    std::size_t end = 0;
+};
+
+ByteSpan bytes_of(const at::Tensor& tensor) {
+    std::int64_t last = tensor.storage_offset();
+    for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    const auto element_bytes = static_cast<std::size_t>(tensor.element_size());
+    return {static_cast<std::size_t>(tensor.storage_offset()) * element_bytes,
+            (static_cast<std::size_t>(last) + 1) * element_bytes};
+}
+
+}  // namespace
+
+bool is_plain_call(c10::DispatchKeySet keys) noexcept {
+    return (functionality_of(keys) & ~kPlainFunctionality) == 0 &&
+           (keys.raw_repr() & static_cast<std::uint64_t>(c10::full_backend_mask)) == kCpuBackend;
+}
+
+ManagedArguments::ManagedArguments(const OperatorTraits& traits, c10::ArrayRef<c10::IValue> arguments,
+                                   c10::DispatchKeySet keys) {
+    for_each_tensor(arguments, [&](std::size_t position, const at::Tensor& tensor) {
+        Block* block = block_of(tensor);
+        if (!block || tensor.numel() == 0) return;
+        Access access = traits.writes[position] ? Access::write : Access::read;
+        if (position == 0 && overwrites_storage(traits, arguments, keys)) access = Access::overwrite;
+        add(tensor, *block, access);
+    });
+}
+
+ManagedArguments::~ManagedArguments() {
+    if (is_counted_) --calls_in_progress;
+}
+
+/// The span of the block's segment, new if there was none.
+ManagedArguments::Span& ManagedArguments::span_of(const Block& block) {
+    const Segment* segment = block.segment.get();
+    if (spans_.size() < kFewSpans) {
+        for (Span& span : spans_) {
+            if (span.segment.get() == segment) return span;
+        }
+    } else {
+        if (index_.empty()) {
+            for (std::size_t i = 0; i < spans_.size(); ++i) index_.emplace(spans_[i].segment.get(), i);
+        }
+        const auto [found, is_new] = index_.emplace(segment, spans_.size());
+        if (!is_new) return spans_[found->second];
+    }
+    spans_.push_back({block.engine, block.segment, Access::read, block.segment->page_count(), 0});
+    return spans_.back();
+}
+
+void ManagedArguments::add(const at::Tensor& tensor, Block& block, Access access) {
+    Span& span = span_of(block);
+    const ByteSpan bytes = bytes_of(tensor);
+    const std::size_t page_bytes = span.segment->page_bytes();
+    const bool is_first = span.end_page == 0;
+    span.first_page = std::min(span.first_page, bytes.begin / page_bytes);
+    span.end_page = std::max(span.end_page, std::min((bytes.end - 1) / page_bytes + 1, span.segment->page_count()));
+    // The storage must be read if any argument reads it, whatever the others do.
+    span.access = is_first ? access : (span.access == access ? access : Access::write);
+    if (access == Access::read) return;
+    block.write_count.fetch_add(1, std::memory_order_relaxed);
+    written_.push_back({tensor, block.engine, block.segment});
+}
+
+void ManagedArguments::pin_whole(Engine& engine) {
+    c10::SmallVector<PinRequest, 8> requests;
+    for (const Span& span : spans_) {
+        if (span.engine.get() == &engine && span.is_whole()) requests.push_back({span.segment, span.access});
+    }
+    if (!requests.empty()) guards_.push_back(engine.pin({requests.data(), requests.size()}));
+}
+
+void ManagedArguments::pin() {
+    OFFLOAD_CHECK(!in_forked_child(), OffloadError, spans_.front().segment->label,
+                  " is paged by the parent process and cannot be used in a forked child; start the child with the "
+                  "spawn method, or clone the tensor before the fork");
+    for (const Span& span : spans_) span.engine->pager().touch(span.segment);
+    for (std::size_t i = 0; i < spans_.size(); ++i) {
+        const auto is_same = [&](const Span& earlier) { return earlier.engine == spans_[i].engine; };
+        if (std::none_of(spans_.begin(), spans_.begin() + i, is_same)) pin_whole(*spans_[i].engine);
+    }
+    for (const Span& span : spans_) {
+        if (span.is_whole()) continue;
+        guards_.push_back(
+            span.engine->pin_pages(span.segment, span.first_page, span.end_page - span.first_page, span.access));
+    }
+    ++calls_in_progress;
+    is_counted_ = true;
+    const Counter& calls = engine().counters.fallback_calls;
+    engine().counters.fallback_calls.increment();
+    if (calls.get() % kCallsPerLeaseSweep == 0) engine().sweep_leases();
+}
+
+void ManagedArguments::manage_replaced() {
+    if (calls_in_progress > 1) return;
+    for (const Written& written : written_) {
+        if (segment_of(written.tensor) == written.segment) continue;
+        written.engine->try_manage(written.tensor, role_of(*written.segment));
+    }
+}
+
+}  // namespace torch_offload

@@ -1,0 +1,87 @@
+// The managed tensors among the arguments of one operator call: found, pinned, and managed again afterwards if the
+// operator gave them other memory. Layer autograd.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+
+#include <memory>
+#include <vector>
+
+#include "autograd/engine.h"
+#include "autograd/operator_table.h"
+
+namespace torch_offload {
+
+/// The keys left for the kernels below the fallback.
+inline c10::DispatchKeySet keys_below(c10::DispatchKeySet keys) {
+    return keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
+}
+
+/// True if nothing but autograd, autocast and the CPU kernel will see the call: no mode, transform or tracer. Only
+/// then may a call be answered in another way than by running it as it is.
+bool is_plain_call(c10::DispatchKeySet keys) noexcept;
+
+/// Calls `visit(position, tensor)` for every defined tensor among the arguments, in lists too.
+template <typename Visit>
+void for_each_tensor(c10::ArrayRef<c10::IValue> arguments, Visit visit) {
+    for (std::size_t position = 0; position < arguments.size(); ++position) {
+        const c10::IValue& argument = arguments[position];
+        if (argument.isTensor()) {
+            if (argument.toTensor().defined()) visit(position, argument.toTensor());
+        } else if (argument.isList()) {
+            for (const c10::IValue& element : argument.toListRef()) {
+                if (!element.isTensor()) break;  // a list holds tensors, perhaps optional ones, or none at all
+                if (element.toTensor().defined()) visit(position, element.toTensor());
+            }
+        }
+    }
+}
+
+/// Lives while the kernel runs. Pins are dropped on destruction.
+class ManagedArguments {
+public:
+    ManagedArguments(const OperatorTraits& traits, c10::ArrayRef<c10::IValue> arguments, c10::DispatchKeySet keys);
+    ~ManagedArguments();
+    ManagedArguments(const ManagedArguments&) = delete;
+    ManagedArguments& operator=(const ManagedArguments&) = delete;
+
+    bool empty() const noexcept { return spans_.empty(); }
+    /// Pre: not empty.
+    Engine& engine() const noexcept { return *spans_.front().engine; }
+
+    /// Notes the use in the trace and brings everything in. Throws what a pin throws; OffloadError in a forked child.
+    void pin();
+
+    /// After the kernel: a written tensor whose storage was replaced (resized, say) becomes managed again.
+    void manage_replaced();
+
+private:
+    /// Pages of one segment that the call touches.
+    struct Span {
+        std::shared_ptr<Engine> engine;
+        std::shared_ptr<Segment> segment;
+        Access access = Access::read;
+        std::size_t first_page = 0;
+        std::size_t end_page = 0;
+
+        bool is_whole() const noexcept { return first_page == 0 && end_page == segment->page_count(); }
+    };
+    struct Written {
+        at::Tensor tensor;
+        std::shared_ptr<Engine> engine;
+        std::shared_ptr<Segment> segment;
+    };
+    void add(const at::Tensor& tensor, Block& block, Access access);
+    Span& span_of(const Block& block);
+    void pin_whole(Engine& engine);
+
+    c10::SmallVector<Span, 4> spans_;
+    std::unordered_map<const Segment*, std::size_t> index_;  // used once there are many
+    c10::SmallVector<Written, 2> written_;
+    c10::SmallVector<PinGuard, 2> guards_;
+    bool is_counted_ = false;
+};
+
+}  // namespace torch_offload

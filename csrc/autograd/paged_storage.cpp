@@ -1,0 +1,200 @@
+#include "autograd/paged_storage.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/MapAllocator.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "autograd/engine.h"
+#include "autograd/forked_child.h"
+#include "autograd/temporaries.h"
+#include "base/units.h"
+
+namespace torch_offload {
+namespace {
+
+const std::shared_ptr<Segment> kNoSegment;
+
+/// The only legal way to the protected key set of a tensor that exists already.
+struct KeySetAccess : c10::TensorImpl {
+    static constexpr auto member() { return &KeySetAccess::key_set_; }
+};
+
+c10::DispatchKeySet& key_set_of(const at::Tensor& tensor) noexcept {
+    return tensor.unsafeGetTensorImpl()->*KeySetAccess::member();
+}
+
+/// The parent's threads and locks are not in a forked child.
+void block_deleter(void* context) noexcept {
+    if (in_forked_child()) return;
+    const std::unique_ptr<Block> block(static_cast<Block*>(context));
+    BlockAccount::remove(*block->engine);
+    block->engine->deferred().release(std::move(block->segment));
+}
+
+c10::DataPtr data_ptr_over(std::shared_ptr<Engine> engine, std::shared_ptr<Segment> segment) {
+    BlockAccount::add(*engine);
+    auto block = std::make_unique<Block>();
+    block->engine = std::move(engine);
+    block->segment = std::move(segment);
+    void* address = block->segment->range().data();
+    return {address, block.release(), &block_deleter, c10::Device(c10::kCPU)};
+}
+
+void assume_role(Segment& segment, SegmentRole role) {
+    segment.label = std::move(role.label);
+    segment.trace_id = role.trace_id;
+    segment.anchor_id = role.anchor_id;
+}
+
+/// Page by page, so that the pager can let pages go while the next ones are copied.
+void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, const std::byte* source, std::size_t size_bytes) {
+    for (std::size_t page = 0; page < segment->page_count(); ++page) {
+        const std::size_t begin = page * segment->page_bytes();
+        const PinGuard guard = engine.pin_pages(segment, page, 1, Access::overwrite);
+        std::memcpy(segment->range().data() + begin, source + begin, std::min(segment->page_bytes(), size_bytes - begin));
+    }
+}
+
+void copy_out(Engine& engine, const std::shared_ptr<Segment>& segment, std::byte* target, std::size_t size_bytes) {
+    for (std::size_t page = 0; page < segment->page_count(); ++page) {
+        const std::size_t begin = page * segment->page_bytes();
+        const PinGuard guard = engine.pin_pages(segment, page, 1, Access::read);
+        std::memcpy(target + begin, segment->range().data() + begin, std::min(segment->page_bytes(), size_bytes - begin));
+    }
+}
+
+/// The temporary that the storage lies in, if it can become pages of `engine` where it is.
+std::optional<Temporary> adoptable(const Engine& engine, c10::StorageImpl& storage) {
+    const c10::DataPtr& pointer = storage._mutable_data_ptr_no_checks();
+    if (pointer.get() != pointer.get_context()) return std::nullopt;
+    std::optional<Temporary> temporary = find_temporary(pointer.get());
+    const bool fits = temporary && temporary->engine.get() == &engine &&
+                      temporary->range.size() == round_up(storage.nbytes(), kSectorBytes);
+    return fits ? temporary : std::nullopt;
+}
+
+void adopt_storage(const Temporary& temporary, c10::StorageImpl& storage, std::size_t element_bytes, SegmentRole role) {
+    Engine& engine = *temporary.engine;
+    auto segment = engine.pager().adopt_range(temporary.range, storage.nbytes(), element_bytes, role.kind);
+    engine.counters.adopted_bytes.add(storage.nbytes());
+    assume_role(*segment, std::move(role));
+    take_temporary(temporary.range.data());
+    storage._mutable_data_ptr_no_checks().release_context();  // the range is the segment's now
+    storage.set_data_ptr_noswap(data_ptr_over(temporary.engine, std::move(segment)));
+}
+
+void copy_storage(const std::shared_ptr<Engine>& engine, c10::StorageImpl& storage, std::size_t element_bytes,
+                  SegmentRole role) {
+    const auto* source = static_cast<const std::byte*>(storage.mutable_data());  // mutable: materializes a lazy copy
+    auto segment = engine->pager().create_segment(storage.nbytes(), element_bytes, role.kind);
+    assume_role(*segment, std::move(role));
+    copy_in(*engine, segment, source, storage.nbytes());
+    engine->counters.copied_bytes.add(storage.nbytes());
+    storage.set_data_ptr_noswap(data_ptr_over(engine, std::move(segment)));
+}
+
+}  // namespace
+
+SegmentRole role_of(const Segment& segment) {
+    return {segment.kind(), segment.label, segment.trace_id, segment.anchor_id};
+}
+
+Block* block_of(const c10::StorageImpl& storage) noexcept {
+    // The accessor without checks: others throw for storages of fake tensors, which are never ours.
+    const c10::DataPtr& pointer = const_cast<c10::StorageImpl&>(storage)._mutable_data_ptr_no_checks();
+    return pointer.get_deleter() == &block_deleter ? static_cast<Block*>(pointer.get_context()) : nullptr;
+}
+
+Block* block_of(const at::Tensor& tensor) noexcept {
+    if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->has_storage()) return nullptr;
+    const c10::StorageImpl* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    return storage ? block_of(*storage) : nullptr;
+}
+
+const std::shared_ptr<Segment>& segment_of(const at::Tensor& tensor) noexcept {
+    const Block* block = block_of(tensor);
+    return block ? block->segment : kNoSegment;
+}
+
+bool has_paged_key(const at::Tensor& tensor) noexcept { return tensor.defined() && key_set_of(tensor).has(kPagedKey); }
+
+void add_paged_key(const at::Tensor& tensor) { key_set_of(tensor) = key_set_of(tensor).add(kPagedKey); }
+
+void remove_paged_key(const at::Tensor& tensor) { key_set_of(tensor) = key_set_of(tensor).remove(kPagedKey); }
+
+bool is_manageable(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.device().is_cpu() || tensor.layout() != c10::kStrided || tensor.is_quantized() ||
+        !tensor.has_storage() || tensor.numel() == 0 || tensor.key_set().has(c10::DispatchKey::Python)) {
+        return false;
+    }
+    const c10::StorageImpl* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    const c10::DataPtr& pointer = const_cast<c10::StorageImpl*>(storage)->_mutable_data_ptr_no_checks();
+    if (!pointer || storage->nbytes() == 0) return false;
+    // Memory shared with other processes cannot move under them.
+    const at::MapAllocator* mapping = at::MapAllocator::fromDataPtr(pointer);
+    return !mapping || (mapping->flags() & (at::ALLOCATOR_MAPPED_SHARED | at::ALLOCATOR_MAPPED_SHAREDMEM)) == 0;
+}
+
+bool covers_storage(const at::Tensor& tensor) {
+    return tensor.has_storage() && tensor.storage_offset() == 0 && tensor.is_non_overlapping_and_dense() &&
+           tensor.nbytes() == tensor.storage().nbytes();
+}
+
+std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role) {
+    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    if (!block_of(storage)) {
+        const auto element_bytes = static_cast<std::size_t>(tensor.element_size());
+        if (const std::optional<Temporary> temporary = adoptable(*engine, storage)) {
+            adopt_storage(*temporary, storage, element_bytes, std::move(role));
+        } else {
+            copy_storage(engine, storage, element_bytes, std::move(role));
+        }
+    }
+    add_paged_key(tensor);
+    return segment_of(tensor);
+}
+
+at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Tensor& like, c10::ScalarType dtype,
+                            c10::MemoryFormat memory_format, SegmentRole role) {
+    const auto element_bytes = c10::elementSize(dtype);
+    const std::size_t size_bytes = static_cast<std::size_t>(like.numel()) * element_bytes;
+    auto segment = engine->pager().create_segment(size_bytes, element_bytes, role.kind);
+    assume_role(*segment, std::move(role));
+    auto storage = c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), c10::SymInt(static_cast<std::int64_t>(size_bytes)),
+        data_ptr_over(engine, std::move(segment)), c10::GetCPUAllocator(), /*resizable=*/true);
+    engine->counters.zero_segments.increment();
+
+    at::Tensor zeros = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
+    c10::TensorImpl& impl = *zeros.unsafeGetTensorImpl();
+    if (memory_format != c10::MemoryFormat::Preserve) {
+        impl.set_sizes_contiguous(like.sizes());
+        impl.empty_tensor_restride(memory_format);
+    } else if (like.is_non_overlapping_and_dense()) {
+        impl.set_sizes_and_strides(like.sizes(), like.strides());
+    } else {
+        impl.set_sizes_and_strides(like.sizes(), at::infer_dense_strides(like.sizes(), like.strides()));
+    }
+    add_paged_key(zeros);
+    return zeros;
+}
+
+void unmanage(const at::Tensor& tensor) {
+    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    if (const Block* block = block_of(storage)) {
+        const std::shared_ptr<Engine> engine = block->engine;
+        const std::shared_ptr<Segment> segment = block->segment;
+        c10::DataPtr ordinary = c10::GetDefaultCPUAllocator()->allocate(storage.nbytes());
+        copy_out(*engine, segment, static_cast<std::byte*>(ordinary.get()), storage.nbytes());
+        storage.set_data_ptr_noswap(std::move(ordinary));
+    }
+    remove_paged_key(tensor);
+}
+
+}  // namespace torch_offload

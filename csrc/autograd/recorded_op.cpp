@@ -1,0 +1,299 @@
+#include "autograd/recorded_op.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <array>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+#include "autograd/paged_storage.h"
+
+namespace torch_offload {
+namespace {
+
+struct OperatorOverloads {
+    std::string_view name;
+    std::array<std::string_view, 4> overloads;
+    std::size_t overload_count;
+};
+
+constexpr OperatorOverloads kByElement[] = {
+    {"aten::_foreach_add_", {"Scalar", "Tensor", "ScalarList", "List"}, 4},
+    {"aten::_foreach_sub_", {"Scalar", "ScalarList", "List"}, 3},
+    {"aten::_foreach_mul_", {"Scalar", "Tensor", "ScalarList", "List"}, 4},
+    {"aten::_foreach_div_", {"Scalar", "Tensor", "ScalarList", "List"}, 4},
+    {"aten::_foreach_zero_", {""}, 1},
+    {"aten::_fused_adam_", {"", "tensor_lr"}, 2},
+    {"aten::_fused_adamw_", {"", "tensor_lr"}, 2},
+    {"aten::_fused_sgd_", {"", "tensor_lr"}, 2},
+};
+
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+    return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
+/// A copy that nobody can change any more. A keyed tensor is read through the pager.
+at::Tensor copy_of_value(const at::Tensor& tensor) {
+    const c10::NoGradGuard no_grad;
+    return tensor.detach().clone();
+}
+
+c10::IValue sublist(const c10::IValue& list, std::span<const std::size_t> indices) {
+    const auto elements = list.toListRef();
+    c10::impl::GenericList part(list.toList().elementType());
+    part.reserve(indices.size());
+    for (const std::size_t i : indices) part.push_back(elements[i]);
+    return part;
+}
+
+/// Nothing but the elements in memory order decides what an operator by element computes.
+bool is_plain(const at::Tensor& tensor) {
+    return covers_storage(tensor) && !tensor.is_conj() && !tensor.is_neg() && !tensor._fw_grad(0).defined();
+}
+
+bool is_full_precision(c10::ScalarType dtype) { return dtype == c10::kFloat || dtype == c10::kDouble; }
+
+bool have_same_pages(const Segment& one, const Segment& other) {
+    return &one.pager() == &other.pager() && one.page_bytes() == other.page_bytes() &&
+           one.size_bytes() == other.size_bytes();
+}
+
+bool have_same_layout(const at::Tensor& one, const at::Tensor& other) {
+    return one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() && one.strides() == other.strides();
+}
+
+}  // namespace
+
+bool works_by_element(const c10::OperatorHandle& op) {
+    const c10::OperatorName& name = op.operator_name();
+    return std::any_of(std::begin(kByElement), std::end(kByElement), [&](const OperatorOverloads& known) {
+        const auto end = known.overloads.begin() + known.overload_count;
+        return name.name == known.name && std::find(known.overloads.begin(), end, name.overload_name) != end;
+    });
+}
+
+// --- RecordedOp ---------------------------------------------------------------------------------------------------
+
+void RecordedOp::run(std::span<std::byte* const> addresses, std::size_t index, std::size_t page_bytes,
+                     KernelThreads threads) const {
+    const KernelScope scope(call_->environment, threads);
+    const std::size_t bytes = std::min(page_bytes, size_bytes_ - index * page_bytes);
+    const auto length = static_cast<std::int64_t>(bytes / c10::elementSize(dtype_));
+    torch::jit::Stack stack = call_->arguments;
+    for (std::size_t k = 0; k < member_positions_.size(); ++k) {
+        stack[member_positions_[k]] = std::vector<at::Tensor>{at::from_blob(addresses[k], {length}, dtype_)};
+    }
+    for (const OwnValue& own : values_) stack[own.position] = own.value;
+    call_->op.callBoxed(&stack);
+}
+
+// --- Taking a call apart ------------------------------------------------------------------------------------------
+
+std::optional<RecordableCall> RecordableCall::parse(const c10::OperatorHandle& op,
+                                                    c10::ArrayRef<c10::IValue> arguments) {
+    RecordableCall call(op, arguments);
+    if (!call.take_lists() || call.is_differentiated() || !call.has_plain_values()) return std::nullopt;
+    call.find_recordable();
+    return call;
+}
+
+bool RecordableCall::take_lists() {
+    count_ = arguments_.front().toListRef().size();
+    for (std::size_t position = 0; position < arguments_.size(); ++position) {
+        const c10::IValue& argument = arguments_[position];
+        if (!argument.isList()) continue;
+        const std::size_t size = argument.toListRef().size();
+        if (size == 0) continue;  // a list that is not used, like max_exp_avg_sqs
+        if (size != count_) return false;
+        if (!argument.isTensorList()) {
+            scalar_lists_.push_back(position);
+            continue;
+        }
+        const c10::AliasInfo* alias = op_.schema().arguments()[position].alias_info();
+        lists_.push_back({position, alias && alias->isWrite(), argument.toTensorVector()});
+    }
+    const auto all_defined = [](const ListArgument& list) {
+        return std::all_of(list.tensors.begin(), list.tensors.end(), [](const at::Tensor& t) { return t.defined(); });
+    };
+    return count_ != 0 && std::all_of(lists_.begin(), lists_.end(), all_defined);
+}
+
+bool RecordableCall::is_differentiated() const {
+    if (!c10::GradMode::is_enabled()) return false;
+    return std::any_of(lists_.begin(), lists_.end(), [](const ListArgument& list) {
+        return std::any_of(list.tensors.begin(), list.tensors.end(),
+                           [](const at::Tensor& tensor) { return tensor.requires_grad(); });
+    });
+}
+
+/// Tensors that every element shares must be numbers, and none of those that the call writes.
+bool RecordableCall::has_plain_values() const {
+    for (const c10::IValue& argument : arguments_) {
+        if (!argument.isTensor()) continue;
+        const at::Tensor& tensor = argument.toTensor();
+        if (!tensor.defined() || !tensor.device().is_cpu() || tensor.dim() != 0 || !tensor.has_storage()) return false;
+        for (const ListArgument& list : lists_) {
+            for (const at::Tensor& other : list.tensors) {
+                if (list.is_written && storage_of(other) == storage_of(tensor)) return false;
+            }
+        }
+    }
+    return true;
+}
+
+/// A number of the element, like its step counter, rather than a tensor of its size.
+bool RecordableCall::is_value(const ListArgument& list, std::size_t element) const {
+    const at::Tensor& tensor = list.tensors[element];
+    return !list.is_written && tensor.numel() == 1 && tensor.dim() <= 1 && tensor.device().is_cpu();
+}
+
+std::optional<RecordableCall::Element> RecordableCall::as_element(std::size_t index) const {
+    const at::Tensor& model = lists_.front().tensors[index];
+    Element element;
+    for (std::size_t k = 0; k < lists_.size(); ++k) {
+        if (is_value(lists_[k], index)) continue;
+        const at::Tensor& tensor = lists_[k].tensors[index];
+        const std::shared_ptr<Segment>& segment = segment_of(tensor);
+        if (!segment || !is_plain(tensor) || !have_same_layout(tensor, model)) return std::nullopt;
+        if (!element.segments.empty() && !have_same_pages(*segment, *element.segments.front())) return std::nullopt;
+        element.member_lists.push_back(k);
+        element.segments.push_back(segment);
+    }
+    if (element.segments.empty() || !slices_exactly(model.scalar_type())) return std::nullopt;
+    return element;
+}
+
+/// A few kernels give the last elements of a run other bits than the elements before, so that a cut shows: sums with
+/// a factor (on half precision; with a tensor of one number, always), and SGD's momentum on half precision.
+bool RecordableCall::slices_exactly(c10::ScalarType dtype) const {
+    if (!c10::isFloatingType(dtype)) return false;
+    const c10::OperatorName& name = op_.operator_name();
+    if (name.name == "aten::_fused_sgd_") return is_full_precision(dtype);
+    const std::optional<int> alpha = op_.schema().argumentIndexWithName("alpha");
+    if (!alpha || arguments_[*alpha].toScalar().equal(1)) return true;
+    return name.overload_name == "List" && is_full_precision(dtype);
+}
+
+void RecordableCall::find_recordable() {
+    std::unordered_map<const c10::StorageImpl*, std::size_t> uses;
+    std::unordered_map<const c10::StorageImpl*, std::size_t> writes;
+    for (const ListArgument& list : lists_) {
+        for (const at::Tensor& tensor : list.tensors) {
+            ++uses[storage_of(tensor)];
+            if (list.is_written) ++writes[storage_of(tensor)];
+        }
+    }
+    const auto is_apart = [&](const ListArgument& list, std::size_t index) {
+        const c10::StorageImpl* storage = storage_of(list.tensors[index]);
+        return is_value(list, index) ? !writes.contains(storage) : uses[storage] == 1;
+    };
+    elements_.resize(count_);
+    for (std::size_t i = 0; i < count_; ++i) {
+        std::optional<Element> element = as_element(i);
+        if (!element) continue;
+        if (!std::all_of(lists_.begin(), lists_.end(), [&](const ListArgument& l) { return is_apart(l, i); })) continue;
+        elements_[i] = std::move(*element);
+        recordable_.push_back(i);
+    }
+}
+
+// --- Keeping it ---------------------------------------------------------------------------------------------------
+
+void RecordableCall::capture() {
+    std::vector<c10::IValue> shared = arguments_;
+    for (const ListArgument& list : lists_) shared[list.position] = c10::IValue();
+    for (const std::size_t position : scalar_lists_) shared[position] = c10::IValue();
+    for (c10::IValue& argument : shared) {
+        if (argument.isTensor()) argument = copy_of_value(argument.toTensor());
+    }
+    captured_ = std::make_shared<const RecordedCall>(RecordedCall{op_, FloatEnvironment::current(), std::move(shared)});
+}
+
+std::vector<RecordedOp::OwnValue> RecordableCall::own_values(std::size_t element) const {
+    std::vector<RecordedOp::OwnValue> values;
+    for (const ListArgument& list : lists_) {
+        if (!is_value(list, element)) continue;
+        values.push_back({list.position, std::vector<at::Tensor>{copy_of_value(list.tensors[element])}});
+    }
+    for (const std::size_t position : scalar_lists_) {
+        values.push_back({position, sublist(arguments_[position], {&element, 1})});
+    }
+    return values;
+}
+
+c10::ScalarType RecordableCall::dtype_of(std::size_t element) const {
+    return lists_.front().tensors[element].scalar_type();
+}
+
+bool RecordableCall::rehearse() {
+    capture();
+    try {
+        for (const std::size_t element : recordable_) {
+            const bool is_known = std::any_of(rehearsals_.begin(), rehearsals_.end(),
+                                              [&](const Rehearsal& known) { return known.dtype == dtype_of(element); });
+            if (!is_known) rehearsals_.push_back(rehearse(element));
+        }
+    } catch (const c10::Error&) {
+        return false;
+    }
+    return true;
+}
+
+/// Through autograd's layer, because that is where versions are raised.
+RecordableCall::Rehearsal RecordableCall::rehearse(std::size_t element) const {
+    const c10::InferenceMode ordinary_mode(false);
+    const c10::NoGradGuard no_grad;
+    const c10::impl::ForceDispatchKeyGuard keys(c10::default_included_set, c10::default_excluded_set);
+    const c10::ScalarType dtype = dtype_of(element);
+    torch::jit::Stack stack = captured_->arguments;
+    std::vector<at::Tensor> members(lists_.size());
+    for (const std::size_t k : elements_[element].member_lists) {
+        members[k] = at::empty({0}, dtype);
+        stack[lists_[k].position] = std::vector<at::Tensor>{members[k]};
+    }
+    for (RecordedOp::OwnValue& own : own_values(element)) stack[own.position] = std::move(own.value);
+    op_.callBoxed(&stack);
+    Rehearsal result{dtype, std::vector<std::uint32_t>(lists_.size())};
+    for (const std::size_t k : elements_[element].member_lists) {
+        result.version_steps[k] = static_cast<std::uint32_t>(members[k]._version());
+    }
+    return result;
+}
+
+RecordedOp RecordableCall::record(std::size_t element) {
+    const Element& parts = elements_[element];
+    const auto rehearsal = std::find_if(rehearsals_.begin(), rehearsals_.end(),
+                                        [&](const Rehearsal& known) { return known.dtype == dtype_of(element); });
+    std::vector<std::size_t> positions;
+    for (const std::size_t k : parts.member_lists) {
+        const at::Tensor& tensor = lists_[k].tensors[element];
+        const std::uint32_t steps = tensor.is_inference() ? 0 : rehearsal->version_steps[k];
+        for (std::uint32_t step = 0; step < steps; ++step) tensor.unsafeGetTensorImpl()->bump_version();
+        positions.push_back(lists_[k].position);
+    }
+    return RecordedOp(captured_, dtype_of(element), lists_.front().tensors[element].nbytes(), std::move(positions),
+                      own_values(element));
+}
+
+std::optional<std::vector<c10::IValue>> RecordableCall::rest() const {
+    if (recordable_.size() == count_) return std::nullopt;
+    std::vector<std::size_t> indices;
+    for (std::size_t i = 0, next = 0; i < count_; ++i) {
+        if (next < recordable_.size() && recordable_[next] == i) {
+            ++next;
+        } else {
+            indices.push_back(i);
+        }
+    }
+    std::vector<c10::IValue> arguments = arguments_;
+    for (const ListArgument& list : lists_) arguments[list.position] = sublist(arguments_[list.position], indices);
+    for (const std::size_t position : scalar_lists_) arguments[position] = sublist(arguments_[position], indices);
+    return arguments;
+}
+
+}  // namespace torch_offload

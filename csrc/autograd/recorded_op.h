@@ -1,0 +1,125 @@
+// Calls of list operators taken apart, and single elements of them kept to be run later, page by page.
+// Layer autograd.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "autograd/kernel_scope.h"
+#include "pager/page_table.h"
+
+namespace torch_offload {
+
+/// True for the list operators that work element by element, by exact name: run on slices that start at multiples of
+/// 64 elements they give the bits of one run on the whole.
+bool works_by_element(const c10::OperatorHandle& op);
+
+/// What all elements of a recorded call share.
+struct RecordedCall {
+    c10::OperatorHandle op;
+    FloatEnvironment environment;
+    std::vector<c10::IValue> arguments;  // None where each element has its own
+};
+
+/// One element of a recorded call: tensors as places in a list of segments, everything else by value.
+/// Threads: immutable; run from any.
+class RecordedOp {
+public:
+    struct OwnValue {
+        std::size_t position;
+        c10::IValue value;
+    };
+
+    RecordedOp(std::shared_ptr<const RecordedCall> call, c10::ScalarType dtype, std::size_t size_bytes,
+               std::vector<std::size_t> member_positions, std::vector<OwnValue> values)
+        : call_(std::move(call)),
+          dtype_(dtype),
+          size_bytes_(size_bytes),
+          member_positions_(std::move(member_positions)),
+          values_(std::move(values)) {}
+
+    /// Runs the stock kernel on page `index`, which starts at `index * page_bytes` of each tensor.
+    /// `addresses`: where that page of each member lies, in the order of the members.
+    void run(std::span<std::byte* const> addresses, std::size_t index, std::size_t page_bytes,
+             KernelThreads threads) const;
+
+private:
+    std::shared_ptr<const RecordedCall> call_;
+    c10::ScalarType dtype_;
+    std::size_t size_bytes_;  // of each member
+    std::vector<std::size_t> member_positions_;
+    std::vector<OwnValue> values_;
+};
+
+/// A call of an operator that works by element, while it is being recorded.
+class RecordableCall {
+public:
+    /// Nothing if the call as a whole must run in the ordinary way: lists of different lengths, arguments that autograd
+    /// differentiates, a tensor argument that is not one number on the CPU or that the call itself writes.
+    static std::optional<RecordableCall> parse(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
+
+    /// List elements. The tensors of an element that are its members are all managed by one pager, cover their
+    /// storage, and have the same dtype, sizes, strides and pages; no other element uses their storage.
+    std::span<const std::size_t> recordable() const noexcept { return recordable_; }
+    const std::vector<std::shared_ptr<Segment>>& segments(std::size_t element) const {
+        return elements_[element].segments;
+    }
+
+    /// Tries the operator on empty tensors and returns whether it accepted the captured values and dtypes; if not, the
+    /// ordinary way raises the error. Pre: before the first record().
+    bool rehearse();
+    /// The element as it can be kept; raises the versions of what it writes, as the operator would.
+    RecordedOp record(std::size_t element);
+
+    /// The arguments with those list elements only that are not recordable; nothing if there are none.
+    std::optional<std::vector<c10::IValue>> rest() const;
+
+private:
+    struct ListArgument {
+        std::size_t position;
+        bool is_written;
+        std::vector<at::Tensor> tensors;
+    };
+    struct Element {
+        std::vector<std::size_t> member_lists;  // into lists_
+        std::vector<std::shared_ptr<Segment>> segments;
+    };
+    struct Rehearsal {
+        c10::ScalarType dtype;
+        std::vector<std::uint32_t> version_steps;  // by list
+    };
+
+    RecordableCall(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments)
+        : op_(op), arguments_(arguments.begin(), arguments.end()) {}
+    bool take_lists();
+    bool has_plain_values() const;
+    bool is_differentiated() const;
+    bool is_value(const ListArgument& list, std::size_t element) const;
+    void find_recordable();
+    std::optional<Element> as_element(std::size_t index) const;
+    bool slices_exactly(c10::ScalarType dtype) const;
+    void capture();
+    std::vector<RecordedOp::OwnValue> own_values(std::size_t element) const;
+    Rehearsal rehearse(std::size_t element) const;
+    c10::ScalarType dtype_of(std::size_t element) const;
+
+    c10::OperatorHandle op_;
+    std::vector<c10::IValue> arguments_;
+    std::size_t count_ = 0;  // elements of the lists
+    std::vector<ListArgument> lists_;
+    std::vector<std::size_t> scalar_lists_;  // positions of lists of numbers
+    std::vector<Element> elements_;
+    std::vector<std::size_t> recordable_;
+    std::shared_ptr<const RecordedCall> captured_;
+    std::vector<Rehearsal> rehearsals_;
+};
+
+}  // namespace torch_offload

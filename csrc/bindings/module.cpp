@@ -1,0 +1,232 @@
+// The Python module `torch_offload._C`: arguments in, results out, the GIL given back while the engine waits.
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "autograd/engine.h"
+#include "autograd/forked_child.h"
+#include "autograd/gradient_hook.h"
+#include "autograd/paged_storage.h"
+#include "autograd/register_allocator.h"
+#include "base/check.h"
+#include "bindings/log_queue.h"
+#include "bindings/python_errors.h"
+#include "bindings/statistics.h"
+
+namespace py = pybind11;
+
+namespace torch_offload {
+namespace {
+
+template <typename Value>
+struct Named {
+    const char* name;
+    Value value;
+};
+constexpr std::array kKinds = {
+    Named<SegmentKind>{"parameter", SegmentKind::parameter}, Named<SegmentKind>{"gradient", SegmentKind::gradient},
+    Named<SegmentKind>{"state", SegmentKind::state}, Named<SegmentKind>{"other", SegmentKind::other}};
+constexpr std::array kEngines = {
+    Named<IoEngineKind>{"auto", IoEngineKind::automatic}, Named<IoEngineKind>{"uring_fixed", IoEngineKind::uring_fixed},
+    Named<IoEngineKind>{"uring", IoEngineKind::uring}, Named<IoEngineKind>{"threads", IoEngineKind::threads}};
+
+template <typename Value, std::size_t kCount>
+Value value_named(const std::array<Named<Value>, kCount>& values, const std::string& name, const char* what) {
+    std::string known;
+    for (const auto& [candidate, value] : values) {
+        if (name == candidate) return value;
+        known += known.empty() ? candidate : std::string(", ") + candidate;
+    }
+    throw InvalidArgument(concat(what, " must be one of ", known, ", got ", name));
+}
+
+/// The threads that would answer stayed with the parent, perhaps while they held a lock.
+void refuse_in_forked_child() {
+    OFFLOAD_CHECK(!in_forked_child(), OffloadError,
+                  "an engine of the parent process cannot be used in a forked child; start it with the spawn method");
+}
+
+/// Runs `body` without the GIL, then hands collected log lines to Python. Refuses in a forked child.
+template <typename Body>
+auto waiting(Body body) {
+    refuse_in_forked_child();
+    struct Delivery {
+        ~Delivery() noexcept(false) {
+            if (std::uncaught_exceptions() == 0) deliver_log();
+        }
+    };
+    const Delivery delivery;
+    const py::gil_scoped_release no_gil;
+    return body();
+}
+
+const std::shared_ptr<Segment>& managed_segment(const at::Tensor& tensor) {
+    const std::shared_ptr<Segment>& segment = segment_of(tensor);
+    OFFLOAD_CHECK(segment != nullptr, InvalidArgument, "the tensor is not managed by an engine");
+    return segment;
+}
+
+// --- Pin ----------------------------------------------------------------------------------------------------------
+
+/// Members are destroyed from the last to the first: the guard goes before the engine.
+struct Pin {
+    std::shared_ptr<Engine> engine;
+    PinGuard guard;
+
+    void release() {
+        PinGuard dropped;
+        dropped.swap(guard);
+    }
+};
+
+std::unique_ptr<Pin> make_pin(const at::Tensor& tensor) {
+    const PinRequest request{managed_segment(tensor), Access::read};
+    Block& block = *block_of(tensor);
+    block.is_raw_exposed.store(true);
+    auto pin = std::make_unique<Pin>();
+    pin->engine = block.engine;
+    pin->guard = block.engine->pin({&request, 1});
+    return pin;
+}
+
+void bind_pin(py::module_& module) {
+    py::class_<Pin>(module, "Pin", py::is_final())
+        .def("__enter__", [](py::object self) { return self; })
+        .def("__exit__", [](Pin& self, const py::args&) { self.release(); })
+        .def("release", &Pin::release);
+}
+
+// --- Engine -------------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::string directory, const std::string& io_engine,
+                                    std::size_t queue_depth, std::size_t page_elements, std::size_t min_paged_bytes) {
+    EngineOptions options;
+    options.pager.budget_bytes = budget_bytes;
+    options.pager.directory = std::move(directory);
+    options.pager.engine = value_named(kEngines, io_engine, "io_engine");
+    options.pager.queue_depth = queue_depth;
+    options.pager.page_elements = page_elements;
+    options.min_paged_bytes = min_paged_bytes;
+    return waiting([&] { return Engine::make(options); });
+}
+
+bool manage_tensor(Engine& engine, const at::Tensor& tensor, const std::string& kind, std::string label,
+                   const std::optional<at::Tensor>& anchor) {
+    SegmentRole role{value_named(kKinds, kind, "kind"), std::move(label), kNoTrace, kNoTrace};
+    if (anchor && block_of(*anchor)) role.anchor_id = segment_of(*anchor)->trace_id;
+    return waiting([&] {
+        const bool is_new = !block_of(tensor);
+        if (is_new && is_manageable(tensor) && tensor.nbytes() >= engine.min_paged_bytes()) {
+            role.trace_id = engine.pager().new_trace_id();
+        }
+        return engine.try_manage(tensor, std::move(role));
+    });
+}
+
+void unmanage_tensor(Engine& engine, const at::Tensor& tensor) {
+    waiting([&] {
+        if (const std::shared_ptr<Segment> segment = segment_of(tensor)) engine.deferred().force(segment);
+        unmanage(tensor);
+    });
+}
+
+std::size_t evict_tensor(Engine& engine, const at::Tensor& tensor) {
+    return waiting([&] {
+        engine.sweep_leases();
+        return engine.pager().evict(managed_segment(tensor));
+    });
+}
+
+void flush_engine(Engine& engine) {
+    waiting([&] {
+        engine.deferred().force_all();
+        engine.pager().flush();
+    });
+}
+
+void bind_engine(py::module_& module) {
+    py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final())
+        .def(py::init(&make_engine), py::kw_only(), py::arg("budget_bytes"), py::arg("directory"),
+             py::arg("io_engine"), py::arg("queue_depth"), py::arg("page_elements"), py::arg("min_paged_bytes"))
+        .def("install_allocator", [](Engine& self) { RegisterAllocator::process().install(self.shared_from_this()); })
+        .def("remove_allocator", [](Engine& self) { RegisterAllocator::process().remove(self); })
+        .def("manage", &manage_tensor, py::arg("tensor"), py::kw_only(), py::arg("kind"), py::arg("label"),
+             py::arg("anchor") = py::none())
+        .def("unmanage", &unmanage_tensor, py::arg("tensor"))
+        .def("gradient_complete",
+             [](Engine&, const at::Tensor& parameter) { waiting([&] { gradient_complete(parameter); }); },
+             py::arg("parameter"))
+        .def("begin_optimizer_step", [](Engine& self) { waiting([&] { self.begin_optimizer_step(); }); })
+        .def("end_optimizer_step", [](Engine& self) { waiting([&] { self.end_optimizer_step(); }); })
+        .def("evict", &evict_tensor, py::arg("tensor"))
+        .def("prefetch",
+             [](Engine& self, const at::Tensor& tensor) {
+                 waiting([&] { self.pager().prefetch(managed_segment(tensor)); });
+             },
+             py::arg("tensor"))
+        .def("pin", [](Engine&, const at::Tensor& tensor) { return waiting([&] { return make_pin(tensor); }); },
+             py::arg("tensor"))
+        .def("lease", [](Engine&, const at::Tensor& view) {
+                 waiting([&] {
+                     managed_segment(view);
+                     block_of(view)->engine->lease(view);
+                 });
+             },
+             py::arg("view"))
+        .def("is_resident",
+             [](Engine& self, const at::Tensor& tensor) { return self.pager().is_resident(*managed_segment(tensor)); },
+             py::arg("tensor"))
+        .def("has_pending_work",
+             [](Engine& self, const at::Tensor& tensor) {
+                 refuse_in_forked_child();
+                 return self.deferred().has_work(*managed_segment(tensor));
+             },
+             py::arg("tensor"))
+        .def("flush", &flush_engine)
+        .def("statistics",
+             [](Engine& self) {
+                 refuse_in_forked_child();
+                 deliver_log();
+                 return statistics_of(self);
+             })
+        .def("managed_count", &Engine::live_segments);
+}
+
+/// Engines that nothing uses any more stop their threads while the interpreter is still there to be stopped beside.
+void remove_allocator_at_exit() {
+    py::module_::import("atexit").attr("register")(py::cpp_function([] {
+        RegisterAllocator::process().remove_any();
+        deliver_log();
+    }));
+}
+
+}  // namespace
+}  // namespace torch_offload
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    using namespace torch_offload;
+    install_error_translation();
+    m.attr("built_against_torch") = TORCH_OFFLOAD_BUILT_AGAINST;
+#ifdef TORCH_OFFLOAD_HAVE_LIBURING
+    m.attr("has_liburing") = true;
+#else
+    m.attr("has_liburing") = false;
+#endif
+    m.def("set_log_level", &collect_log, py::arg("level"));
+    m.def("is_managed",
+          [](const at::Tensor& tensor) { return has_paged_key(tensor) && block_of(tensor) != nullptr; },
+          py::arg("tensor"));
+    bind_pin(m);
+    bind_engine(m);
+    m.def("engine_of",
+          [](const at::Tensor& tensor) -> std::shared_ptr<Engine> {
+              const Block* block = block_of(tensor);
+              return block ? block->engine : nullptr;
+          },
+          py::arg("tensor"));
+    remove_allocator_at_exit();
+}

@@ -1,0 +1,84 @@
+#include "bindings/statistics.h"
+
+#include <array>
+
+namespace py = pybind11;
+
+namespace torch_offload {
+namespace {
+
+constexpr std::array<const char*, kSegmentKindCount> kKindNames = {"parameter", "gradient", "state", "other"};
+constexpr std::array<const char*, kStallCauseCount> kCauseNames = {"read", "memory", "update", "fault"};
+constexpr double kNanosecondsPerSecond = 1e9;
+
+py::dict by_kind(const std::uint64_t (&values)[kSegmentKindCount]) {
+    py::dict result;
+    for (std::size_t kind = 0; kind < kSegmentKindCount; ++kind) result[kKindNames[kind]] = values[kind];
+    return result;
+}
+
+py::dict seconds_by_cause(const std::uint64_t (&nanoseconds)[kStallCauseCount]) {
+    py::dict result;
+    for (std::size_t cause = 0; cause < kStallCauseCount; ++cause) {
+        result[kCauseNames[cause]] = static_cast<double>(nanoseconds[cause]) / kNanosecondsPerSecond;
+    }
+    return result;
+}
+
+py::dict memory_of(const ArenaUsage& usage) {
+    py::dict result;
+    result["limit_bytes"] = usage.limit_bytes;
+    result["frame_bytes"] = usage.frame_bytes;
+    result["free_frame_bytes"] = usage.free_frame_bytes;
+    result["range_bytes"] = usage.range_bytes;
+    result["idle_range_bytes"] = usage.idle_range_bytes;
+    result["small_bytes"] = usage.small_bytes;
+    result["used_bytes"] = usage.used_bytes();
+    result["available_bytes"] = usage.available_bytes();
+    result["peak_bytes"] = usage.peak_bytes;
+    return result;
+}
+
+void add_pager(py::dict& result, const PagerStatistics& pager) {
+    result["memory"] = memory_of(pager.memory);
+    result["stored_bytes"] = pager.stored_bytes;
+    result["file_bytes"] = pager.file_bytes;
+    result["read_bytes"] = by_kind(pager.read_bytes);
+    result["written_bytes"] = by_kind(pager.written_bytes);
+    result["pins"] = pager.pins;
+    result["misses"] = pager.misses;
+    result["faults"] = pager.faults;
+    result["evictions"] = pager.evictions;
+    result["clean_drops"] = pager.clean_drops;
+    result["prefetches"] = pager.prefetches;
+    result["stall_seconds"] = seconds_by_cause(pager.stall_ns);
+    result["engine"] = pager.engine;
+}
+
+void add_deferred(py::dict& result, const DeferredStatistics& deferred) {
+    result["recorded_elements"] = deferred.recorded_elements;
+    result["applied_pages"] = deferred.applied_pages;
+    result["applied_at_once"] = deferred.applied_at_once;
+    result["forced_chains"] = deferred.forced_chains;
+}
+
+void add_counters(py::dict& result, const EngineCounters& counters) {
+    result["norms_from_cache"] = counters.norms_from_cache.get();
+    result["fallback_calls"] = counters.fallback_calls.get();
+    result["split_list_calls"] = counters.split_list_calls.get();
+    result["adopted_bytes"] = counters.adopted_bytes.get();
+    result["copied_bytes"] = counters.copied_bytes.get();
+    result["zero_segments"] = counters.zero_segments.get();
+}
+
+}  // namespace
+
+py::dict statistics_of(Engine& engine) {
+    py::dict result;
+    add_pager(result, engine.pager().statistics());
+    add_deferred(result, engine.deferred().statistics());
+    add_counters(result, engine.counters);
+    return result;
+}
+
+}  // namespace torch_offload
