@@ -1,0 +1,43 @@
+"""What every test file may ask for. Each test starts and ends without an engine."""
+
+import gc
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_offload import Config, budget, session
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_engine_left() -> Iterator[None]:
+    """An engine belongs to one test; its replacements are gone afterwards."""
+    torch.manual_seed(0)
+    yield
+    session.close_session()
+    gc.collect()
+    assert "numpy" not in vars(torch.Tensor)
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a real disk."""
+    if budget.scratch_refusal(tmp_path) is None:
+        yield tmp_path
+        return
+    parent = ROOT / "build" / "scratch"
+    parent.mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(dir=parent))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def config(scratch: Path) -> Config:
+    """Pages of 4,096 elements, nothing too small to be paged, room for the tiny models."""
+    return Config(ram="8MiB", ssd=scratch, min_paged_bytes=0, page_elements=4096)

@@ -1,0 +1,214 @@
+"""A worker of the operator sweep: calls operators with arguments paged out and compares every bit with plain torch.
+
+    python -m support.operator_sweep --shard 0 --shards 2 --scratch DIRECTORY [--start 17] [--plain]
+
+Prints a JSON line before each operator and one with its tally after it, so that a crash names the operator. --plain
+leaves everything in memory: the harness then compares plain torch with itself.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import itertools
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo
+from torch.utils._pytree import tree_leaves
+
+from support.bits import fingerprint
+from support.operator_calls import Call, calls_of, chosen_dtype, is_tensor
+
+OPERATOR_SECONDS = 120
+MALLOPT_PERTURB = -6  # M_PERTURB of mallopt(3): the byte that freed and new memory is filled with
+FILLS = itertools.cycle(range(1, 255, 7))
+
+
+@dataclass
+class Tally:
+    """What became of the calls of one operator."""
+
+    operator: str
+    calls: int = 0
+    paged_calls: int = 0
+    unstable_calls: int = 0  # plain torch disagrees with itself
+    refused: list[str] = field(default_factory=list)  # typed errors
+    problems: list[str] = field(default_factory=list)
+
+
+class PlainEngine:
+    """Stands in for the engine: everything stays where it is."""
+
+    refusals: tuple[type[Exception], ...] = ()
+
+    def manage(self, tensor: torch.Tensor) -> None: ...
+
+    def evict(self, tensor: torch.Tensor) -> None: ...
+
+    def statistics(self) -> dict[str, object]:
+        return {}
+
+
+class PagingEngine:
+    """The engine, with pages of one sector."""
+
+    def __init__(self, scratch: str) -> None:
+        import torch_offload
+        from torch_offload import _C
+
+        self.refusals = (torch_offload.OffloadError,)
+        self.engine = _C.Engine(
+            budget_bytes=64 << 20,
+            directory=scratch,
+            io_engine="auto",
+            queue_depth=8,
+            page_elements=4096,
+            min_paged_bytes=0,
+        )
+
+    def manage(self, tensor: torch.Tensor) -> None:
+        assert self.engine.manage(tensor, kind="other", label="argument")
+
+    def evict(self, tensor: torch.Tensor) -> None:
+        self.engine.evict(tensor)
+        assert not self.engine.is_resident(tensor)
+
+    def statistics(self) -> dict[str, object]:
+        return self.engine.statistics()
+
+
+Engine = PlainEngine | PagingEngine
+
+
+def fill_freed_memory() -> None:
+    """Make uninitialised memory differ from run to run, so that an operator that shows it is seen to be unstable."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MALLOPT_PERTURB, next(FILLS))
+
+
+def gradients(result: Any, leaves: list[Any], engine: Engine, paged: list[torch.Tensor]) -> Any:
+    """Differentiate by every argument that asks for it, with arguments paged out again before backward."""
+    outputs = [leaf for leaf in tree_leaves(result) if is_tensor(leaf) and leaf.requires_grad]
+    inputs = [leaf for leaf in leaves if is_tensor(leaf) and leaf.requires_grad]
+    if not outputs or not inputs:
+        return []
+    torch.manual_seed(1)
+    directions = [torch.randn(output.shape, dtype=output.dtype) for output in outputs]
+    for tensor in paged:
+        engine.evict(tensor)
+    return torch.autograd.grad(outputs, inputs, directions, allow_unused=True)
+
+
+def observe(call: Call, engine: Engine, positions: list[int]) -> list[Any]:
+    """Run the call with the arguments at `positions` paged out; describe result, gradients and arguments after it."""
+    fill_freed_memory()
+    leaves = call.copy_leaves()
+    paged = [leaves[position] for position in positions]
+    for tensor in paged:
+        engine.manage(tensor)
+        engine.evict(tensor)
+    torch.manual_seed(0)
+    result = call.run(leaves)
+    derived = gradients(result, leaves, engine, paged) if call.with_grad else []
+    seen = []
+    for value in (result, derived, leaves):
+        for tensor in paged:
+            engine.evict(tensor)
+        seen.append(fingerprint(value))
+    return seen
+
+
+def outcome(call: Call, engine: Engine, positions: list[int]) -> list[Any]:
+    """Observe the call; an error counts as an outcome, by its type."""
+    try:
+        return observe(call, engine, positions)
+    except engine.refusals as error:
+        return ["refused", f"{type(error).__name__}: {error}"]
+    except Exception as error:  # noqa: BLE001 (whatever plain torch raises, paged must raise too)
+        return ["raised", type(error).__name__]
+
+
+def is_stable(call: Call, expected: list[Any], runs: int) -> bool:
+    return all(outcome(call, PlainEngine(), []) == expected for _ in range(runs))
+
+
+def selections(positions: list[int]) -> Iterator[list[int]]:
+    """Each argument by itself, then all together."""
+    yield from ([position] for position in positions)
+    if len(positions) > 1:
+        yield positions
+
+
+def check(call: Call, engine: Engine, tally: Tally) -> None:
+    tally.calls += 1
+    expected = outcome(call, PlainEngine(), [])
+    stable = is_stable(call, expected, runs=1)
+    for positions in selections(call.pageable()):
+        tally.paged_calls += 1
+        seen = outcome(call, engine, positions)
+        where = f"{call.name}, paged out: {positions}"
+        if seen[0] == "refused":
+            tally.refused.append(f"{where}: {seen[1]}")
+        elif stable and seen != expected:
+            stable = is_stable(call, expected, runs=8)
+            if stable:
+                tally.problems.append(f"{where}: {differences(seen, expected)}")
+    tally.unstable_calls += not stable
+
+
+def differences(seen: list[Any], expected: list[Any]) -> str:
+    if "raised" in (seen[0], expected[0]):
+        return (
+            f"{seen if seen[0] == 'raised' else 'a result'} instead of {expected if expected[0] == 'raised' else 'one'}"
+        )
+    parts = ("result", "gradients", "arguments afterwards")
+    return "wrong " + ", ".join(name for name, a, b in zip(parts, seen, expected, strict=True) if a != b)
+
+
+def operators() -> list[OpInfo]:
+    """Every operator of torch's test database that runs on a CPU."""
+    return [operator for operator in op_db if operator.dtypes]
+
+
+def sweep(operator: OpInfo, engine: Engine) -> Tally:
+    tally = Tally(operator.formatted_name)
+    faulthandler.dump_traceback_later(OPERATOR_SECONDS, exit=True)
+    for call in calls_of(operator, chosen_dtype(operator)):
+        check(call, engine, tally)
+    faulthandler.cancel_dump_traceback_later()
+    return tally
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shard", type=int, default=0)
+    parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--start", type=int, default=0, help="position in the shard to start at")
+    parser.add_argument("--only", help="substring of the operators' names")
+    parser.add_argument("--scratch", default=".")
+    parser.add_argument("--plain", action="store_true")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    engine = PlainEngine() if options.plain else PagingEngine(options.scratch)
+    for position, operator in enumerate(operators()[options.shard :: options.shards]):
+        if position < options.start or (options.only or "") not in operator.formatted_name:
+            continue
+        emit({"position": position, "operator": operator.formatted_name})
+        emit({"position": position, "tally": asdict(sweep(operator, engine)), "statistics": engine.statistics()})
+
+
+def emit(line: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(line, default=str) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

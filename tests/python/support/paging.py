@@ -1,0 +1,50 @@
+"""Ways to page things out, to see what was fetched, and to compare paged with plain."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import torch_offload
+from support.bits import fingerprint
+
+
+def assert_bitwise_equal(found: Any, expected: Any) -> None:
+    """Every tensor in two nests has the same dtype, shape and bits, every other value the same text."""
+    assert fingerprint(found) == fingerprint(expected)
+
+
+def page_out(target: nn.Module | torch.Tensor) -> None:
+    """Send all of it to SSD and make sure that it went."""
+    assert torch_offload.evict(target) == 0
+    tensors = [target] if isinstance(target, torch.Tensor) else list(target.parameters())
+    assert not any(torch_offload.is_resident(tensor) for tensor in tensors)
+
+
+def read_bytes() -> int:
+    """Bytes read from SSD so far."""
+    return torch_offload.report().ssd_read_bytes
+
+
+def assert_an_update_was_recorded() -> None:
+    """A step was written down, not run; the engine may apply it at any time before the next read."""
+    assert torch_offload.report().counters["recorded_elements"] > 0
+
+
+@contextmanager
+def reading_nothing() -> Iterator[None]:
+    """Fails if the block fetches or faults."""
+    before = torch_offload.report()
+    yield
+    after = torch_offload.report()
+    assert (after.ssd_read_bytes, after.faults) == (before.ssd_read_bytes, before.faults)
+
+
+@contextmanager
+def reading(at_least_bytes: int) -> Iterator[None]:
+    """Fails if the block fetches less: it did not touch what it should, or that was not away."""
+    before = read_bytes()
+    yield
+    assert read_bytes() - before >= at_least_bytes

@@ -1,0 +1,41 @@
+"""Train PyTorch models several times larger than memory, unmodified and with the same numbers.
+
+    model = torch_offload.wrap(model, ram="8GiB", ssd="/mnt/nvme")
+
+Everything else stays as it was: the training loop or ``Trainer``, the optimizer, saving and loading.
+"""
+
+from torch_offload import _compat
+
+_compat.check_torch()
+
+from torch_offload.config import Config  # noqa: E402  after the check, which names the remedy
+from torch_offload.errors import (  # noqa: E402
+    ConfigError,
+    OffloadError,
+    OutOfTierMemory,
+    PageCorruptError,
+    TierIOError,
+)
+from torch_offload.report import Report  # noqa: E402
+from torch_offload.wrap import evict, flush, is_resident, prefetch, report, unwrap, wrap  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "OffloadError",
+    "OutOfTierMemory",
+    "PageCorruptError",
+    "Report",
+    "TierIOError",
+    "__version__",
+    "evict",
+    "flush",
+    "is_resident",
+    "prefetch",
+    "report",
+    "unwrap",
+    "wrap",
+]

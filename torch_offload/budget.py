@@ -1,0 +1,202 @@
+"""How much memory may be used and where scratch may lie, read from what the system says.
+
+Every function takes the root of the file system it reads, so that tests can show it another machine.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from torch_offload.errors import ConfigError
+
+DEFAULT_SHARE = 0.8
+RESERVE_BYTES = 256 << 20
+IN_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+
+_SYSTEM_ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One line of ``/proc/self/mountinfo``."""
+
+    root: str
+    point: str
+    filesystem: str
+    options: frozenset[str]
+
+
+def default_ram_bytes(*, root: Path = _SYSTEM_ROOT) -> int:
+    """Return the budget used where none is given: 80 % of the free memory less a reserve, at least half of it.
+
+    Units: bytes.
+    Raises: ConfigError: If the system does not say how much memory is free.
+    """
+    free_bytes = free_memory_bytes(root=root)
+    return max(int(free_bytes * DEFAULT_SHARE) - RESERVE_BYTES, free_bytes // 2)
+
+
+def free_memory_bytes(*, root: Path = _SYSTEM_ROOT) -> int:
+    """Return what this process may still allocate: the least of the system's and every memory cgroup's free bytes.
+
+    Raises:
+        ConfigError: If neither ``/proc/meminfo`` nor a cgroup says it.
+    """
+    known = [*_system_free_bytes(root), *_cgroup_free_bytes(root)]
+    if not known:
+        raise ConfigError("the system does not say how much memory is free; give a budget, such as ram='8GiB'")
+    return max(0, min(known))
+
+
+def filesystem_of(directory: Path, *, root: Path = _SYSTEM_ROOT) -> str | None:
+    """Return the type of the file system that `directory` lies on, None where the system does not say."""
+    resolved = PurePosixPath(os.path.realpath(directory))
+    best: Mount | None = None
+    for mount in _mounts(root):
+        longer = best is None or len(mount.point) >= len(best.point)
+        if longer and resolved.is_relative_to(mount.point):
+            best = mount
+    return None if best is None else best.filesystem
+
+
+def scratch_refusal(directory: Path, *, root: Path = _SYSTEM_ROOT) -> str | None:
+    """Say why `directory` cannot hold pages, or return None where nothing speaks against it."""
+    if not directory.exists():
+        return f"{directory} does not exist; create it or name another directory on a disk"
+    if not directory.is_dir():
+        return f"{directory} is not a directory"
+    filesystem = filesystem_of(directory, root=root)
+    if filesystem in IN_MEMORY_FILESYSTEMS:
+        return f"{directory} is on {filesystem}, which is memory; name a directory on a disk"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return f"{directory} cannot be written to; name a directory that can"
+    return None
+
+
+def default_scratch_directory(*, needed_bytes: int, root: Path = _SYSTEM_ROOT) -> Path:
+    """Return the first usual directory for temporary files on a real disk with room for `needed_bytes`.
+
+    Where none has the room, the one with the most is returned: the caller knows best what to say.
+
+    Raises:
+        ConfigError: If none of them is on a disk that can be written to. The message gives every reason.
+    """
+    refusals = []
+    usable: list[tuple[int, Path]] = []
+    for directory in _usual_directories():
+        reason = scratch_refusal(directory, root=root)
+        if reason is not None:
+            refusals.append(reason)
+            continue
+        free_bytes = free_disk_bytes(directory)
+        if free_bytes >= needed_bytes:
+            return directory
+        usable.append((free_bytes, directory))
+    if not usable:
+        raise ConfigError("no directory for pages: " + "; ".join(refusals) + ". Give one, such as ssd='/mnt/nvme'")
+    return max(usable)[1]
+
+
+def free_disk_bytes(directory: Path) -> int:
+    """Return the bytes that an ordinary user may still write under `directory`."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def _usual_directories() -> Iterator[Path]:
+    """The order of ``tempfile``, with the disk-backed ones before ``/tmp``, each directory once."""
+    named = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
+    candidates = [name for name in named if name]
+    candidates += ["/var/tmp", "/tmp", os.path.expanduser("~/.cache"), os.getcwd()]
+    yield from (Path(name) for name in dict.fromkeys(candidates))
+
+
+def _system_free_bytes(root: Path) -> Iterator[int]:
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            yield int(value.split()[0]) * 1024
+
+
+def _cgroup_free_bytes(root: Path) -> Iterator[int]:
+    """Yield the free bytes of this process's memory cgroups and of all their parents, version 1 and 2."""
+    mounts = list(_mounts(root))
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount = _first(mounts, filesystem="cgroup2", option=None)
+            limit_name, usage_name, cache_name = "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount = _first(mounts, filesystem="cgroup", option="memory")
+            limit_name, usage_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache_name = "total_inactive_file"
+        else:
+            continue
+        if mount is None:
+            continue
+        for folder in _folders_upwards(root, mount, path):
+            limit = _number(folder / limit_name)
+            usage = _number(folder / usage_name)
+            if limit is not None and usage is not None:
+                yield limit - usage + _statistic(folder / "memory.stat", cache_name)
+
+
+def _folders_upwards(root: Path, mount: Mount, path: str) -> Iterator[Path]:
+    """Yield the folders of a cgroup and of its parents, as far as this mount shows them."""
+    point = root / mount.point.lstrip("/")
+    own = PurePosixPath(path)
+    # In a container the path is often the host's, while only the container's own part is mounted.
+    inside = own.relative_to(mount.root) if own.is_relative_to(mount.root) else PurePosixPath()
+    for part in (inside, *inside.parents):
+        if (point / part).is_dir():
+            yield point / part
+
+
+def _first(mounts: Iterable[Mount], *, filesystem: str, option: str | None) -> Mount | None:
+    for mount in mounts:
+        if mount.filesystem == filesystem and (option is None or option in mount.options):
+            return mount
+    return None
+
+
+def _mounts(root: Path) -> Iterator[Mount]:
+    for line in _lines(root / "proc/self/mountinfo"):
+        left, separator, right = line.partition(" - ")
+        place, kind = left.split(), right.split()
+        if not separator or len(place) < 5 or len(kind) < 3:
+            continue
+        yield Mount(
+            root=_unescape(place[3]),
+            point=_unescape(place[4]),
+            filesystem=kind[0],
+            options=frozenset(kind[2].split(",")),
+        )
+
+
+def _unescape(path: str) -> str:
+    """Undo the octal escapes that the kernel writes for spaces, tabs, line ends and backslashes."""
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        path = path.replace(code, character)
+    return path
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None if it is missing, not readable or says ``max``."""
+    words = " ".join(_lines(path)).split()
+    return int(words[0]) if words and words[0].isdigit() else None
+
+
+def _statistic(path: Path, name: str) -> int:
+    for line in _lines(path):
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

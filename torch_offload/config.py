@@ -1,0 +1,149 @@
+"""What a user may set, checked. Three settings are meant for everybody (the module, ``ram``, ``ssd``)."""
+
+import difflib
+import os
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from torch_offload.errors import ConfigError
+
+SECTOR_BYTES = 4096
+DEFAULT_PAGE_ELEMENTS = 1 << 20
+DEFAULT_MIN_PAGED_BYTES = 64 << 10
+DEFAULT_QUEUE_DEPTH = 16
+
+IoEngine = Literal["auto", "uring_fixed", "uring", "threads"]
+
+_ACCEPTED_SIZES = "a whole number of bytes, or a string such as '24GiB', '1.5GiB', '512 MiB', '64kB' or '8GB'"
+_SIZE_PATTERN = re.compile(r"\s*(?P<count>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*", re.ASCII)
+_UNIT_BYTES = {"": 1, "b": 1}
+_UNIT_BYTES |= {f"{letter}ib": 1 << 10 * (power + 1) for power, letter in enumerate("kmgt")}
+_UNIT_BYTES |= {f"{letter}b": 1000 ** (power + 1) for power, letter in enumerate("kmgt")}
+
+
+def parse_size(size: object) -> int:
+    """Return the bytes that `size` means.
+
+    KiB, MiB, GiB and TiB are powers of 1024; kB, MB, GB and TB are powers of 1000. Case does not matter; a part of
+    a byte is dropped.
+
+    Raises:
+        ConfigError: If `size` is neither a whole number nor such a string. The message names the accepted forms.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise ConfigError(f"a size cannot be negative, got {size}")
+        return size
+    match = _SIZE_PATTERN.fullmatch(size) if isinstance(size, str) else None
+    unit_bytes = None if match is None else _UNIT_BYTES.get(match["unit"].lower())
+    if match is None or unit_bytes is None:
+        raise ConfigError(f"cannot read {size!r} as a size; accepted: {_ACCEPTED_SIZES}")
+    return int(Decimal(match["count"]) * unit_bytes)
+
+
+def format_size(size_bytes: int) -> str:
+    """Return bytes in the largest binary unit that keeps the number at or above 1, such as ``1.5 GiB``."""
+    count = float(size_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+Bytes = Annotated[int, BeforeValidator(parse_size)]
+
+
+class Config(BaseModel):
+    """Budgets and places of an engine. Frozen: :meth:`replace` makes a changed copy.
+
+    Attributes:
+        ram: Bytes of memory for parameters, gradients, optimizer states, activations and temporaries together.
+            A hard limit. None: 80 % of what is free under the memory cgroup, measured by ``wrap``.
+        ssd: Directory on a real disk for an unnamed scratch file; nothing stays there after the process. None: the
+            first usual directory for temporary files that is on a disk.
+        min_paged_bytes: Tensors smaller than this stay in memory; 0 pages everything. The default of 64 KiB keeps
+            norms and biases resident: together they are far below 1 % of a language model, and a read of fewer
+            bytes takes as long.
+        page_elements: Elements per page, the unit of transfer, a multiple of 4,096. The default moves 4 MiB of fp32
+            or 2 MiB of bf16 at a time.
+        queue_depth: Transfers in flight on the SSD.
+        io_engine: How pages are read and written. ``auto`` takes the first that the system allows, in this order:
+            io_uring with registered buffers, plain io_uring, threads with ``preadv`` and ``pwritev``.
+        device: Where the module computes. Only ``cpu``: memory under the budget is compute memory.
+
+    Raises:
+        ConfigError: If a value cannot be used or a setting does not exist. The message names the nearest one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ram: Bytes | None = Field(default=None, gt=0)
+    ssd: Path | None = None
+    min_paged_bytes: Bytes = DEFAULT_MIN_PAGED_BYTES
+    page_elements: int = Field(default=DEFAULT_PAGE_ELEMENTS, gt=0, multiple_of=SECTOR_BYTES, strict=True)
+    queue_depth: int = Field(default=DEFAULT_QUEUE_DEPTH, ge=1, le=4096, strict=True)
+    io_engine: IoEngine = "auto"
+    device: Literal["cpu"] = "cpu"
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            ram: int | str | None = None,
+            ssd: str | os.PathLike[str] | None = None,
+            min_paged_bytes: int | str = DEFAULT_MIN_PAGED_BYTES,
+            page_elements: int = DEFAULT_PAGE_ELEMENTS,
+            queue_depth: int = DEFAULT_QUEUE_DEPTH,
+            io_engine: IoEngine = "auto",
+            device: Literal["cpu"] = "cpu",
+        ) -> None: ...
+
+    else:
+
+        def __init__(self, **settings: object) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                _raise_config_error(error)
+
+    @field_validator("ssd", mode="before")
+    @classmethod
+    def _expand_home(cls, directory: object) -> object:
+        """Make ``~`` mean what it means in a shell."""
+        return os.path.expanduser(directory) if isinstance(directory, (str, Path)) else directory
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> "Config":
+        """Check a mapping of settings; as the constructor, this raises ConfigError."""
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            _raise_config_error(error)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise ConfigError(f"a Config does not change; use config.replace({name}=...) for a changed copy")
+
+    def replace(self, **changes: Any) -> "Config":
+        """Return a copy with some settings changed, checked like a new one."""
+        return Config(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
+
+
+def _raise_config_error(error: ValidationError) -> NoReturn:
+    """Say all that is wrong with a Config in one line per setting."""
+    raise ConfigError("; ".join(_explain(part["type"], part) for part in error.errors())) from None
+
+
+def _explain(kind: str, part: Any) -> str:
+    name = ".".join(str(step) for step in part["loc"])
+    if kind == "extra_forbidden":
+        nearest = difflib.get_close_matches(name, Config.model_fields, n=1, cutoff=0.35)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(Config.model_fields)}"
+        return f"unknown setting {name!r}; {hint}"
+    reason = str(part["msg"]).removeprefix("Value error, ")
+    return f"{name}: {reason}" if kind == "value_error" else f"{name}: {reason}, got {part['input']!r}"

@@ -1,0 +1,311 @@
+"""The engine of this process and what is installed while there is one.
+
+Torch has one CPU allocator and one set of global hooks per process, so there is one engine per process: modules
+wrapped together share its budget. The session opens with the first wrapped module. It closes when nothing is paged
+any more, and gives everything back that it replaced.
+"""
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from torch_offload import _C, loading, raw_access
+from torch_offload.config import Config
+from torch_offload.errors import ConfigError
+from torch_offload.patches import Patches
+from torch_offload.report import Report
+from torch_offload.tracking import WrappedModule, refusal
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """One engine, the modules it pages, and the hooks and replacements that live as long.
+
+    Threads: opening, closing and wrapping, one at a time; hooks run where torch calls them.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Start an engine.
+
+        Args:
+            config: With ``ram`` and ``ssd`` decided.
+
+        Raises:
+            OffloadError: If the budget or the directory cannot be used; nothing stays installed.
+        """
+        self.config = config
+        self.engine = _C.Engine(
+            budget_bytes=config.ram or 0,
+            directory=str(config.ssd),
+            io_engine=config.io_engine,
+            queue_depth=config.queue_depth,
+            page_elements=config.page_elements,
+            min_paged_bytes=config.min_paged_bytes,
+        )
+        self._wrapped: weakref.WeakKeyDictionary[nn.Module, WrappedModule] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WrappedModule, str]] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._patches = Patches()
+        self._hooks: list[RemovableHandle] = []
+        try:
+            self._install()
+        except BaseException:
+            self.close()
+            raise
+        logger.info("engine with a budget of %d bytes and pages in %s", config.ram, config.ssd)
+
+    def _install(self) -> None:
+        raw_access.install(self._patches, budget_bytes=self.config.ram or 0)
+        loading.install(self._patches, self.engine, budget_bytes=self.config.ram or 0)
+        self._hooks = [
+            register_module_parameter_registration_hook(self._on_parameter),
+            register_module_module_registration_hook(self._on_submodule_added),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self.engine.install_allocator()
+
+    # --- modules ---------------------------------------------------------------------------------------------------
+    def is_wrapped(self, module: nn.Module) -> bool:
+        """Whether this very module was wrapped, as opposed to one that contains it."""
+        return module in self._wrapped
+
+    def add(self, module: nn.Module) -> None:
+        """Page the module's tensors, all or none.
+
+        Raises:
+            OffloadError: As from ``Engine.manage``. What had been paged is ordinary memory again.
+        """
+        before = {id(tensor) for _, tensor in self.tensors()}
+        wrapped = self._wrapped[module] = WrappedModule(module, self.engine, on_submodule=self._place)
+        try:
+            wrapped.scan()
+        except BaseException:
+            self._forget(module)
+            for _, tensor in wrapped.tensors():
+                if id(tensor) not in before:
+                    self._release(tensor)
+            raise
+
+    def remove(self, module: nn.Module) -> None:
+        """Make everything of the module ordinary memory, except what another wrapped module shares.
+
+        Raises:
+            OffloadError: If bytes cannot be brought back; the module stays wrapped and the call can be repeated.
+        """
+        self.engine.flush()
+        wrapped = self._wrapped[module]
+        wrapped.refresh()
+        shared = {
+            tensor.untyped_storage().data_ptr()
+            for other, tensors in self._wrapped.items()
+            if other is not module
+            for _, tensor in tensors.tensors()
+            if _C.is_managed(tensor)
+        }
+        for _, tensor in wrapped.tensors():
+            if _C.is_managed(tensor) and tensor.untyped_storage().data_ptr() not in shared:
+                for state in self._states_of(tensor):
+                    self._release(state)
+                self._release(tensor)
+        self._forget(module)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield label and tensor of everything tracked, over all wrapped modules."""
+        for wrapped in list(self._wrapped.values()):
+            yield from wrapped.tensors()
+
+    def tensors_of(self, module: nn.Module) -> list[torch.Tensor]:
+        """Return what is paged for a module or a part of one: parameters, buffers, gradients, optimizer states."""
+        found = [*module.parameters(), *module.buffers()]
+        for parameter in list(module.parameters()):
+            found += [] if parameter.grad is None else [parameter.grad]
+            found += self._states_of(parameter)
+        return [tensor for tensor in found if _C.is_managed(tensor)]
+
+    def is_idle(self) -> bool:
+        """Whether no wrapped module is alive."""
+        return not self._wrapped
+
+    def has_pages(self) -> bool:
+        """Whether tensors are paged, those that outlived their module included."""
+        return self.engine.managed_count() > 0
+
+    def close(self) -> None:
+        """Give back what was replaced. Tensors that are still paged stay usable. Safe to call twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for module in list(self._wrapped):
+            self._forget(module)
+        self._patches.undo()
+        self.engine.remove_allocator()
+
+    def _place(self, wrapped: WrappedModule, part: nn.Module, path: str) -> None:
+        self._places[part] = (wrapped, path)
+
+    def _forget(self, module: nn.Module) -> None:
+        wrapped = self._wrapped.pop(module)
+        wrapped.remove_hooks()
+        for part in [part for part, (owner, _) in self._places.items() if owner is wrapped]:
+            del self._places[part]
+
+    def _states_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        states = [optimizer.state.get(parameter, {}) for optimizer in list(self._optimizers)]
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+    def _release(self, tensor: torch.Tensor) -> None:
+        if tensor.grad is not None and _C.is_managed(tensor.grad):
+            self.engine.unmanage(tensor.grad)
+        if _C.is_managed(tensor):
+            self.engine.unmanage(tensor)
+
+    # --- hooks -----------------------------------------------------------------------------------------------------
+    def _on_parameter(self, module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
+        place = self._places.get(module)
+        if place is not None and parameter is not None:
+            wrapped, path = place
+            wrapped.adopt_parameter(f"{path}.{name}" if path else name, parameter)
+
+    def _on_submodule_added(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        place = self._places.get(module)
+        if place is None or submodule is None:
+            return
+        wrapped, path = place
+        wrapped.mark_stale()
+        for label, parameter in submodule.named_parameters(prefix=f"{path}.{name}" if path else name):
+            wrapped.adopt_parameter(label, parameter)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        if not any(_C.is_managed(parameter) for parameter in _parameters(optimizer)):
+            return
+        self._optimizers.add(optimizer)
+        for wrapped in list(self._wrapped.values()):
+            wrapped.refresh()
+        for parameter in _parameters(optimizer):
+            # Complete already, unless it became trainable behind our back.
+            gradient = parameter.grad
+            if gradient is None or _C.is_managed(gradient) or refusal(gradient) is not None:
+                continue
+            if _C.is_managed(parameter):
+                self.engine.gradient_complete(parameter)
+        self.engine.begin_optimizer_step()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        if optimizer not in self._optimizers:
+            return
+        try:
+            self._adopt_states(optimizer)
+        finally:
+            self.engine.end_optimizer_step()
+
+    def _adopt_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Page the states that did not come from a step, such as those that ``load_state_dict`` put there."""
+        for parameter in _parameters(optimizer):
+            if not _C.is_managed(parameter):
+                continue
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, torch.Tensor) or value.dim() == 0 or _C.is_managed(value):
+                    continue
+                if refusal(value) is None:
+                    label = f"{self._label_of(parameter)}.{name}"
+                    self.engine.manage(value, kind="state", label=label, anchor=parameter)
+
+    def _label_of(self, parameter: torch.Tensor) -> str:
+        labels = (wrapped.label_of(parameter) for wrapped in list(self._wrapped.values()))
+        return next((label for label in labels if label is not None), "parameter")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+class _Slot:
+    """Where the one session of the process is kept, and the last report of the one before."""
+
+    session: Session | None = None
+    last_report: Report | None = None
+
+
+def current() -> Session | None:
+    """Return the open session, if any."""
+    return _Slot.session
+
+
+def open_session(config: Config) -> Session:
+    """Return the session to wrap a module into: the open one, or a new one.
+
+    Args:
+        config: With ``ram`` and ``ssd`` decided unless there is a session.
+
+    Raises:
+        ConfigError: If a setting differs from the open session's. The message says which.
+        OffloadError: If an engine cannot be started.
+    """
+    session = joinable(config)
+    if session is None:
+        close_session()
+        _C.set_log_level(logging.getLogger("torch_offload").getEffectiveLevel())
+        session = _Slot.session = Session(config)
+    return session
+
+
+def joinable(config: Config) -> Session | None:
+    """Return the open session if modules are wrapped in it.
+
+    Raises:
+        ConfigError: If `config` asks for what that session does not have.
+    """
+    session = _Slot.session
+    if session is not None and _difference(config, session.config) is not None:
+        gc.collect()  # a module in a reference cycle may be waiting to go
+    if session is None or session.is_idle():
+        return None
+    difference = _difference(config, session.config)
+    if difference is not None:
+        raise ConfigError(f"{difference}; modules share one engine: unwrap the others first, or leave the setting out")
+    return session
+
+
+def close_if_unused() -> None:
+    """Close the session once nothing is paged any more."""
+    session = _Slot.session
+    if session is not None and session.is_idle() and not session.has_pages():
+        close_session()
+
+
+def close_session() -> None:
+    """Close the session, if one is open, and keep its last report."""
+    session, _Slot.session = _Slot.session, None
+    if session is not None:
+        _Slot.last_report = Report.from_statistics(session.engine.statistics())
+        session.close()
+
+
+def last_report() -> Report | None:
+    """Return the figures at the end of the session before, if there was one."""
+    return _Slot.last_report
+
+
+def _difference(wanted: Config, running: Config) -> str | None:
+    for name in sorted(wanted.model_fields_set):
+        value, there = getattr(wanted, name), getattr(running, name)
+        if isinstance(value, Path):
+            value = value.resolve()
+        if value is not None and value != there:
+            return f"the engine runs with {name}={there!r}, not {value!r}"
+    return None
