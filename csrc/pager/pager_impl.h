@@ -175,6 +175,7 @@ struct Pager::Impl final : MoverClient {
 
     std::atomic<std::uint32_t> progress{0};  // grows whenever memory or a page may have become available
     std::atomic<int> transients{0};          // claims, wanted or held, of threads that give up rather than wait
+    std::atomic<int> memory_waiters{0};      // threads that wait for memory: reads ahead of use stand back
     std::atomic<bool> has_kept_error{false};
     std::atomic<std::uint64_t> clock{0};
     std::atomic<std::size_t> moving_pages{0};   // loading or leaving: each ends with progress

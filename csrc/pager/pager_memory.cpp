@@ -7,6 +7,25 @@
 #include "pager/pager_impl.h"
 
 namespace torch_offload {
+namespace {
+
+/// A thread that waits for memory: counted, so that reads ahead of use stand back, and timed.
+class MemoryWait {
+public:
+    explicit MemoryWait(Pager::Impl& pager)
+        : pager_(pager), stall_(pager.stalls[static_cast<std::size_t>(StallCause::memory)]) {
+        pager_.memory_waiters.fetch_add(1, std::memory_order_acq_rel);
+    }
+    ~MemoryWait() { pager_.memory_waiters.fetch_sub(1, std::memory_order_acq_rel); }
+    MemoryWait(const MemoryWait&) = delete;
+    MemoryWait& operator=(const MemoryWait&) = delete;
+
+private:
+    Pager::Impl& pager_;
+    StallClock stall_;
+};
+
+}  // namespace
 
 void Pager::Impl::announce_progress() noexcept {
     progress.fetch_add(1, std::memory_order_acq_rel);
@@ -23,7 +42,7 @@ void Pager::Impl::end_transient() noexcept {
 /// Takes memory with `take` (called under the lock), evicting and waiting until it succeeds.
 template <typename Take>
 auto Pager::Impl::acquire(std::size_t size_bytes, Take take) {
-    std::optional<StallClock> stall;
+    std::optional<MemoryWait> wait;
     while (true) {
         const std::uint32_t seen = progress.load(std::memory_order_acquire);
         std::size_t available_bytes = 0;
@@ -45,7 +64,7 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take) {
             transients.load(std::memory_order_acquire) == 0 && progress.load(std::memory_order_acquire) == seen) {
             raise_out_of_memory(size_bytes);
         }
-        if (!stall) stall.emplace(stalls[static_cast<std::size_t>(StallCause::memory)]);
+        if (!wait) wait.emplace(*this);
         progress.wait(seen, std::memory_order_acquire);
     }
 }
@@ -58,17 +77,20 @@ std::span<std::byte> Pager::Impl::acquire_range(std::size_t size_bytes) {
     return acquire(size_bytes, [&] { return arena.try_take_range(size_bytes); });
 }
 
-/// Takes a frame if memory is free or pages used no sooner than `keep_within` can be dropped without a write.
+/// Takes a frame for a read ahead of use if that leaves the headroom, to which only demand is entitled, or if pages used
+/// no sooner than `keep_within` can make up for it without a write. Never competes with a thread that waits.
 std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, Distance keep_within) {
+    const std::size_t wanted_bytes = size_bytes + headroom_bytes();
     for (int attempt = 0; attempt < 2; ++attempt) {
+        if (memory_waiters.load(std::memory_order_acquire) != 0) break;
         std::size_t available_bytes = 0;
         {
             const std::lock_guard lock(mutex);
-            if (std::optional<Frame> frame = arena.try_take_frame(size_bytes)) return frame;
             available_bytes = arena.usage().available_bytes();
+            if (available_bytes >= wanted_bytes) return arena.try_take_frame(size_bytes);
         }
         const std::size_t coming_bytes = available_bytes + leaving_bytes.load(std::memory_order_acquire);
-        if (coming_bytes >= size_bytes || evict_for(size_bytes - coming_bytes, keep_within) == 0) break;
+        if (coming_bytes >= wanted_bytes || evict_for(wanted_bytes - coming_bytes, keep_within) == 0) break;
     }
     return std::nullopt;
 }
