@@ -3,11 +3,7 @@
 #pragma once
 
 #if defined(__SANITIZE_ADDRESS__)
-inline constexpr bool kSanitized = true;
 extern "C" const char* __asan_default_options() { return "handle_segv=0:allow_user_segv_handler=1"; }
 #elif defined(__SANITIZE_THREAD__)
-inline constexpr bool kSanitized = true;
 extern "C" const char* __tsan_default_options() { return "handle_segv=0:allow_user_segv_handler=1"; }
-#else
-inline constexpr bool kSanitized = false;
 #endif
