@@ -70,7 +70,7 @@ TEST(AddressArena, ManyDistinctSizesOfOneClassReuseOneBlock) {
 
 // Exhaustion is an answer, not a wrong block. Method: fill the arena, take once more, free one, take again.
 TEST(AddressArena, FullArenaGivesNothing) {
-    AddressArena arena(2 * kHugePageBytes);
+    AddressArena arena(3 * kHugePageBytes);
     const std::optional<std::size_t> first = arena.take(kHugePageBytes);
     ASSERT_TRUE(arena.take(kSectorBytes).has_value());
     EXPECT_FALSE(arena.take(kHugePageBytes).has_value());
