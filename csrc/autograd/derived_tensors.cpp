@@ -67,8 +67,8 @@ bool makes_derived(const OperatorTraits& traits, c10::DispatchKeySet keys, c10::
 bool try_make_zeros(const c10::OperatorHandle& op, const OperatorTraits& traits, torch::jit::Stack* stack) {
     const std::size_t count = op.schema().arguments().size();
     const c10::ArrayRef<c10::IValue> arguments = torch::jit::last(*stack, count);
-    const bool is_zero = traits.likeness == Likeness::zeros ||
-                         (traits.likeness == Likeness::full && fills_with_zero_bits(arguments[1]));
+    const bool is_zero =
+        traits.likeness == Likeness::zeros || (traits.likeness == Likeness::full && fills_with_zero_bits(arguments[1]));
     if (!is_zero || !has_usual_options(op, arguments)) return false;
     const at::Tensor like = arguments[0].toTensor();
     const c10::IValue* dtype = given(op, arguments, "dtype");

@@ -1,6 +1,5 @@
-#include "autograd/dispatch_pager.h"
-
-#include <ATen/EmptyTensor.h>
+// The boxed fallback on the key that managed tensors carry: pages in what an operator touches, runs it, lets go.
+// The dispatcher calls it for every operator that meets such a tensor, above autograd.
 #include <torch/library.h>
 
 #include <utility>
@@ -135,8 +134,7 @@ void call(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::Disp
     }
 }
 
-}  // namespace
-
+/// Engine errors leave as Python exceptions where Python is there, else as they are.
 void page_in_and_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const OperatorTraits& traits = traits_of(op);
     const bool is_shape_only = keys.has_backend(c10::BackendComponent::MetaBit);
@@ -147,8 +145,7 @@ void page_in_and_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, t
     across_torch([&] { call(op, traits, keys, stack); });
 }
 
-}  // namespace torch_offload
+TORCH_LIBRARY_IMPL(_, DeferredInit, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&page_in_and_call>()); }
 
-TORCH_LIBRARY_IMPL(_, DeferredInit, m) {
-    m.fallback(torch::CppFunction::makeFromBoxedFunction<&torch_offload::page_in_and_call>());
-}
+}  // namespace
+}  // namespace torch_offload

@@ -11,14 +11,16 @@ namespace torch_offload {
 namespace {
 
 /// A mode would see an operator that the script never called.
-bool is_watched() {
-    return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Python);
-}
+bool is_watched() { return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Python); }
 
 void keep_norm(Engine& engine, const at::Tensor& gradient, Block& block) {
     block.norm.store(nullptr);
     if (!engine.wants_norms() || gradient.requires_grad() || at::in_parallel_region() || is_watched()) return;
     const std::uint64_t write_count = block.write_count.load();
+    const PinRequest request{block.segment, Access::read};
+    const PinGuard guard = engine.pin({&request, 1});
+    // Past the fallback, which would take this for the script asking for norms.
+    const c10::impl::ExcludeDispatchKeyGuard below_fallback(kPagedKey);
     const c10::NoGradGuard no_grad;
     auto norm = std::make_shared<GradientNorm>();
     norm->value = at::_foreach_norm({gradient}, 2).front();

@@ -1,4 +1,5 @@
-// Gradients that become pages as soon as they are complete, and their norms, kept while they are at hand. Layer autograd.
+// Gradients that become pages as soon as they are complete, and their norms, kept while they are at hand. Layer
+// autograd.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -232,7 +232,10 @@ void call_list(const c10::OperatorHandle& op, const OperatorTraits& traits, c10:
     ListCall call{op, traits, keys, Arguments(rest.begin(), rest.end()), common_length(rest)};
     torch::jit::drop(*stack, count);
     torch::jit::Stack results;
-    if (!is_plain || call.length == 0) {
+    if (call.length == 0) {  // nothing to do, or lists of different lengths: the kernel says so before it reads
+        results = std::move(call.arguments);
+        op.redispatchBoxed(keys_below(keys), &results);
+    } else if (!is_plain) {
         results = run_chunk(call, 0, call.length, false);
     } else if (traits.kind == OperatorKind::list_norm) {
         results = run_norms(std::move(call), *engine);

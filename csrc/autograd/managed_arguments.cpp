@@ -20,10 +20,9 @@ std::uint64_t functionality_of(c10::DispatchKeySet keys) {
     return keys.raw_repr() & ~static_cast<std::uint64_t>(c10::full_backend_mask);
 }
 
-const std::uint64_t kPlainFunctionality = functionality_of(
-    c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::BackendSelect, c10::DispatchKey::ADInplaceOrView,
-                         c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradOther,
-                         c10::DispatchKey::AutocastCPU, kPagedKey}));
+const std::uint64_t kPlainFunctionality = functionality_of(c10::DispatchKeySet(
+    {c10::DispatchKey::CPU, c10::DispatchKey::BackendSelect, c10::DispatchKey::ADInplaceOrView,
+     c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradOther, c10::DispatchKey::AutocastCPU, kPagedKey}));
 const std::uint64_t kCpuBackend =
     c10::DispatchKeySet(c10::DispatchKey::CPU).raw_repr() & static_cast<std::uint64_t>(c10::full_backend_mask);
 

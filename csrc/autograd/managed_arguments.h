@@ -23,19 +23,21 @@ inline c10::DispatchKeySet keys_below(c10::DispatchKeySet keys) {
 /// then may a call be answered in another way than by running it as it is.
 bool is_plain_call(c10::DispatchKeySet keys) noexcept;
 
-/// Calls `visit(position, tensor)` for every defined tensor among the arguments, in lists too.
+/// Calls `visit(tensor)` for every defined tensor in the value: one, or those of a list, of optional ones or of lists.
 template <typename Visit>
-void for_each_tensor(c10::ArrayRef<c10::IValue> arguments, Visit visit) {
+void for_each_tensor_in(const c10::IValue& value, const Visit& visit) {
+    if (value.isTensor()) {
+        if (value.toTensor().defined()) visit(value.toTensor());
+    } else if (value.isList() && !value.isIntList() && !value.isDoubleList() && !value.isBoolList()) {
+        for (const c10::IValue& element : value.toListRef()) for_each_tensor_in(element, visit);
+    }
+}
+
+/// The same for all arguments of a call: `visit(position, tensor)`.
+template <typename Visit>
+void for_each_tensor(c10::ArrayRef<c10::IValue> arguments, const Visit& visit) {
     for (std::size_t position = 0; position < arguments.size(); ++position) {
-        const c10::IValue& argument = arguments[position];
-        if (argument.isTensor()) {
-            if (argument.toTensor().defined()) visit(position, argument.toTensor());
-        } else if (argument.isList()) {
-            for (const c10::IValue& element : argument.toListRef()) {
-                if (!element.isTensor()) break;  // a list holds tensors, perhaps optional ones, or none at all
-                if (element.toTensor().defined()) visit(position, element.toTensor());
-            }
-        }
+        for_each_tensor_in(arguments[position], [&](const at::Tensor& tensor) { visit(position, tensor); });
     }
 }
 

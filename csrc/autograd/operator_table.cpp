@@ -18,21 +18,43 @@ using namespace std::string_view_literals;
 
 // Read sizes, strides, types or options of their arguments, never elements; a result is a view or new memory.
 constexpr std::array kMetadataOnly = {
-    "_assert_tensor_metadata"sv, "_has_same_storage_numel"sv,
-    "_new_zeros_with_same_feature_meta"sv, "_unsafe_view"sv, "dense_dim"sv, "empty_like"sv, "full_like"sv,
-    "is_coalesced"sv, "is_pinned"sv, "is_same_size"sv, "is_set_to"sv, "lift"sv, "new_empty"sv, "new_empty_strided"sv,
-    "new_full"sv, "new_ones"sv, "new_zeros"sv, "ones_like"sv, "qscheme"sv, "rand_like"sv, "randint_like"sv,
-    "randn_like"sv, "sparse_dim"sv, "zeros_like"sv,
+    "_assert_tensor_metadata"sv,
+    "_has_same_storage_numel"sv,
+    "_new_zeros_with_same_feature_meta"sv,
+    "_unsafe_view"sv,
+    "dense_dim"sv,
+    "empty_like"sv,
+    "full_like"sv,
+    "is_coalesced"sv,
+    "is_pinned"sv,
+    "is_same_size"sv,
+    "is_set_to"sv,
+    "lift"sv,
+    "new_empty"sv,
+    "new_empty_strided"sv,
+    "new_full"sv,
+    "new_ones"sv,
+    "new_zeros"sv,
+    "ones_like"sv,
+    "qscheme"sv,
+    "rand_like"sv,
+    "randint_like"sv,
+    "randn_like"sv,
+    "sparse_dim"sv,
+    "zeros_like"sv,
 };
 
 // Marked as writing because they change sizes, strides, history or the storage of self; its bytes stay as they are.
 constexpr std::array kMetadataWriting = {
-    "_resize_output_"sv, "as_strided_"sv, "detach_"sv, "record_stream"sv, "resize_as_"sv, "set_"sv,
-    "squeeze_"sv, "t_"sv, "transpose_"sv, "unsqueeze_"sv,
+    "_resize_output_"sv, "as_strided_"sv, "detach_"sv,    "record_stream"sv, "resize_as_"sv, "set_"sv,
+    "squeeze_"sv,        "t_"sv,          "transpose_"sv, "unsqueeze_"sv,
 };
 
 constexpr std::array kSplittable = {
-    "_amp_foreach_non_finite_check_and_unscale_"sv, "_fused_adagrad_"sv, "_fused_adam_"sv, "_fused_adamw_"sv,
+    "_amp_foreach_non_finite_check_and_unscale_"sv,
+    "_fused_adagrad_"sv,
+    "_fused_adam_"sv,
+    "_fused_adamw_"sv,
     "_fused_sgd_"sv,
 };
 
@@ -41,8 +63,8 @@ struct NamedOverwrite {
     Overwrite overwrite;
 };
 constexpr std::array kOverwriting = {
-    NamedOverwrite{"aten::zero_", Overwrite::zero},     NamedOverwrite{"aten::fill_.Scalar", Overwrite::fill},
-    NamedOverwrite{"aten::copy_", Overwrite::copy},     NamedOverwrite{"aten::normal_", Overwrite::normal},
+    NamedOverwrite{"aten::zero_", Overwrite::zero},       NamedOverwrite{"aten::fill_.Scalar", Overwrite::fill},
+    NamedOverwrite{"aten::copy_", Overwrite::copy},       NamedOverwrite{"aten::normal_", Overwrite::normal},
     NamedOverwrite{"aten::uniform_", Overwrite::uniform},
 };
 
@@ -100,7 +122,8 @@ OperatorKind kind_of(const c10::OperatorHandle& op, bool writes) {
     if (!name.starts_with("aten::")) return OperatorKind::ordinary;
     name.remove_prefix("aten::"sv.size());
     if (contains(writes ? std::span<const std::string_view>(kMetadataWriting)
-                        : std::span<const std::string_view>(kMetadataOnly), name)) {
+                        : std::span<const std::string_view>(kMetadataOnly),
+                 name)) {
         return OperatorKind::passing;
     }
     if (name == "resize_") return OperatorKind::resizing;
@@ -167,7 +190,8 @@ private:
     static void insert(Slots& slots, const Entry* entry) {
         const std::size_t mask = slots.entries.size() - 1;
         std::size_t i = hash(entry->key) & mask;
-        for (const Entry* held = nullptr; (held = slots.entries[i].load(std::memory_order_relaxed)); i = (i + 1) & mask) {
+        for (const Entry* held = nullptr; (held = slots.entries[i].load(std::memory_order_relaxed));
+             i = (i + 1) & mask) {
             if (held->key == entry->key) break;
         }
         slots.entries[i].store(entry, std::memory_order_release);

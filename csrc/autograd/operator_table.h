@@ -10,14 +10,14 @@
 namespace torch_offload {
 
 enum class OperatorKind : std::uint8_t {
-    passing,    // composite, pure view or metadata: touches no bytes itself
-    ordinary,   // reads and writes what its schema says
-    list,       // elementwise over lists, so that lists may be cut anywhere
-    list_norm,  // _foreach_norm.Scalar: a list operator that may be answered from the cache
-    set_data,   // makes self another tensor
-    data_query, // _has_compatible_shallow_copy_type: asked just before self is made another tensor
-    resizing,   // touches bytes only when the storage grows
-    casting,    // _to_copy: touches no bytes when it goes to the meta device
+    passing,     // composite, pure view or metadata: touches no bytes itself
+    ordinary,    // reads and writes what its schema says
+    list,        // elementwise over lists, so that lists may be cut anywhere
+    list_norm,   // _foreach_norm.Scalar: a list operator that may be answered from the cache
+    set_data,    // makes self another tensor
+    data_query,  // _has_compatible_shallow_copy_type: asked just before self is made another tensor
+    resizing,    // touches bytes only when the storage grows
+    casting,     // _to_copy: touches no bytes when it goes to the meta device
 };
 
 /// How an operator writes all of its first argument without reading it.

@@ -56,7 +56,8 @@ void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, const std:
     for (std::size_t page = 0; page < segment->page_count(); ++page) {
         const std::size_t begin = page * segment->page_bytes();
         const PinGuard guard = engine.pin_pages(segment, page, 1, Access::overwrite);
-        std::memcpy(segment->range().data() + begin, source + begin, std::min(segment->page_bytes(), size_bytes - begin));
+        std::memcpy(segment->range().data() + begin, source + begin,
+                    std::min(segment->page_bytes(), size_bytes - begin));
     }
 }
 
@@ -64,7 +65,8 @@ void copy_out(Engine& engine, const std::shared_ptr<Segment>& segment, std::byte
     for (std::size_t page = 0; page < segment->page_count(); ++page) {
         const std::size_t begin = page * segment->page_bytes();
         const PinGuard guard = engine.pin_pages(segment, page, 1, Access::read);
-        std::memcpy(target + begin, segment->range().data() + begin, std::min(segment->page_bytes(), size_bytes - begin));
+        std::memcpy(target + begin, segment->range().data() + begin,
+                    std::min(segment->page_bytes(), size_bytes - begin));
     }
 }
 

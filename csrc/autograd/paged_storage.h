@@ -58,10 +58,10 @@ bool is_manageable(const at::Tensor& tensor);
 /// True if the tensor's elements are the whole storage, each once: nothing of the storage lies outside of it.
 bool covers_storage(const at::Tensor& tensor);
 
-/// Makes the tensor's storage a segment and keys the tensor. A storage that is a temporary of this engine (temporaries.h)
-/// is adopted where it lies; any other is copied once into a new segment and its old memory freed. A storage that is managed
-/// already keeps its segment, which is returned: tied tensors share it.
-/// Pre: is_manageable(tensor). The whole storage becomes the segment; its address never changes again.
+/// Makes the tensor's storage a segment and keys the tensor. A storage that is a temporary of this engine
+/// (temporaries.h) is adopted where it lies; any other is copied once into a new segment and its old memory freed. A
+/// storage that is managed already keeps its segment, which is returned: tied tensors share it. Pre:
+/// is_manageable(tensor). The whole storage becomes the segment; its address never changes again.
 std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role);
 
 /// A tensor of zeros shaped like `like`, keyed, over a new segment that owns no bytes yet. Pre: `like` has elements.

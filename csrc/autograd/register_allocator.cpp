@@ -20,10 +20,13 @@ namespace {
 
 constexpr std::uint8_t kPriority = 100;
 
-// Small allocations reach the pager's account in lumps, so that each costs two atomic additions and no lock.
+// Small allocations reach the pager's account in lumps, so that each costs two atomic operations and no lock.
 constexpr std::ptrdiff_t kReportBytes = static_cast<std::ptrdiff_t>(kMiB);
 
 thread_local int bypass_depth = 0;
+
+// A report can make the pager drop pages, and with a segment's record go small tensors: not a reason to report.
+thread_local bool is_reporting = false;
 
 }  // namespace
 
@@ -97,21 +100,23 @@ void RegisterAllocator::free_memory(void* address) {
     allocator.count_small(-size_bytes);
 }
 
-void RegisterAllocator::count_small(std::ptrdiff_t delta_bytes) noexcept {
+void RegisterAllocator::count_small(std::ptrdiff_t delta_bytes) {
     const std::ptrdiff_t now = small_bytes_.fetch_add(delta_bytes, std::memory_order_relaxed) + delta_bytes;
     const std::ptrdiff_t last = last_report_bytes_.load(std::memory_order_relaxed);
     if (std::abs(now - last) >= kReportBytes) report_small();
 }
 
-void RegisterAllocator::report_small() noexcept {
-    if (in_forked_child()) return;  // the pager's lock may have been held when the process forked
+void RegisterAllocator::report_small() {
+    if (is_reporting || in_forked_child()) return;  // the pager's lock may have been held when the process forked
     const std::shared_ptr<Engine> engine = engine_.load();
     if (!engine) return;
     const std::lock_guard lock(report_mutex_);
     // Below zero only by what was allocated raw before the installation and freed after it.
     const std::ptrdiff_t now = std::max<std::ptrdiff_t>(small_bytes_.load(std::memory_order_relaxed), 0);
     last_report_bytes_.store(now, std::memory_order_relaxed);
+    is_reporting = true;
     engine->pager().count_small(now - std::exchange(reported_bytes_, now));
+    is_reporting = false;
 }
 
 }  // namespace torch_offload

@@ -41,13 +41,13 @@ private:
     RegisterAllocator();
     c10::DataPtr allocate_large(std::shared_ptr<Engine> engine, std::size_t size_bytes);
     static void free_memory(void* address);
-    void count_small(std::ptrdiff_t delta_bytes) noexcept;
-    void report_small() noexcept;
+    void count_small(std::ptrdiff_t delta_bytes);
+    void report_small();
 
     c10::Allocator* previous_;
     c10::DeleterFnPtr previous_deleter_;  // nullptr: small allocations of an unknown allocator are not counted
     std::atomic<std::shared_ptr<Engine>> engine_;
-    std::atomic<std::ptrdiff_t> small_bytes_{0};     // small allocations less frees since the last installation
+    std::atomic<std::ptrdiff_t> small_bytes_{0};  // small allocations less frees since the last installation
     std::atomic<std::ptrdiff_t> last_report_bytes_{0};
     std::mutex report_mutex_;            // taken before the pager's lock
     std::ptrdiff_t reported_bytes_ = 0;  // what the installed engine knows of

@@ -34,8 +34,7 @@ public:
 /// A transfer to or from a tier failed. Maps to a Python `OSError`.
 class TierIoError : public OffloadError {
 public:
-    TierIoError(const std::string& message, int error_number)
-        : OffloadError(message), error_number_(error_number) {}
+    TierIoError(const std::string& message, int error_number) : OffloadError(message), error_number_(error_number) {}
 
     /// The positive `errno` value, 0 where there is none.
     int error_number() const noexcept { return error_number_; }
@@ -61,9 +60,9 @@ std::string concat(const Parts&... parts) {
 }  // namespace torch_offload
 
 /// Throws `Type` with the joined message parts unless `condition` holds; active in release builds.
-#define OFFLOAD_CHECK(condition, Type, ...)                          \
-    do {                                                             \
-        if (!(condition)) [[unlikely]] {                             \
-            throw Type(::torch_offload::concat(__VA_ARGS__));        \
-        }                                                            \
+#define OFFLOAD_CHECK(condition, Type, ...)                   \
+    do {                                                      \
+        if (!(condition)) [[unlikely]] {                      \
+            throw Type(::torch_offload::concat(__VA_ARGS__)); \
+        }                                                     \
     } while (false)

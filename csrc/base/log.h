@@ -21,13 +21,13 @@ void write_log(LogLevel level, const std::string& line);
 }  // namespace torch_offload
 
 /// OFFLOAD_LOG(info, "opened ", path): formats only when the level is enabled.
-#define OFFLOAD_LOG(level, ...)                                                               \
-    do {                                                                                      \
-        if (::torch_offload::log_enabled(::torch_offload::LogLevel::level)) {                 \
-            std::ostringstream offload_log_line;                                              \
-            ::torch_offload::log_parts(offload_log_line, __VA_ARGS__);                        \
+#define OFFLOAD_LOG(level, ...)                                                                   \
+    do {                                                                                          \
+        if (::torch_offload::log_enabled(::torch_offload::LogLevel::level)) {                     \
+            std::ostringstream offload_log_line;                                                  \
+            ::torch_offload::log_parts(offload_log_line, __VA_ARGS__);                            \
             ::torch_offload::write_log(::torch_offload::LogLevel::level, offload_log_line.str()); \
-        }                                                                                     \
+        }                                                                                         \
     } while (false)
 
 namespace torch_offload {

@@ -22,8 +22,6 @@ constexpr std::size_t round_up(std::size_t value, std::size_t unit) noexcept {
 }
 
 /// Pre: `unit` is not 0.
-constexpr std::size_t divide_up(std::size_t value, std::size_t unit) noexcept {
-    return (value + unit - 1) / unit;
-}
+constexpr std::size_t divide_up(std::size_t value, std::size_t unit) noexcept { return (value + unit - 1) / unit; }
 
 }  // namespace torch_offload

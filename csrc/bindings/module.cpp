@@ -150,42 +150,49 @@ void flush_engine(Engine& engine) {
 
 void bind_engine(py::module_& module) {
     py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final())
-        .def(py::init(&make_engine), py::kw_only(), py::arg("budget_bytes"), py::arg("directory"),
-             py::arg("io_engine"), py::arg("queue_depth"), py::arg("page_elements"), py::arg("min_paged_bytes"))
+        .def(py::init(&make_engine), py::kw_only(), py::arg("budget_bytes"), py::arg("directory"), py::arg("io_engine"),
+             py::arg("queue_depth"), py::arg("page_elements"), py::arg("min_paged_bytes"))
         .def("install_allocator", [](Engine& self) { RegisterAllocator::process().install(self.shared_from_this()); })
         .def("remove_allocator", [](Engine& self) { RegisterAllocator::process().remove(self); })
         .def("manage", &manage_tensor, py::arg("tensor"), py::kw_only(), py::arg("kind"), py::arg("label"),
              py::arg("anchor") = py::none())
         .def("unmanage", &unmanage_tensor, py::arg("tensor"))
-        .def("gradient_complete",
-             [](Engine&, const at::Tensor& parameter) { waiting([&] { gradient_complete(parameter); }); },
-             py::arg("parameter"))
+        .def(
+            "gradient_complete",
+            [](Engine&, const at::Tensor& parameter) { waiting([&] { gradient_complete(parameter); }); },
+            py::arg("parameter"))
         .def("begin_optimizer_step", [](Engine& self) { waiting([&] { self.begin_optimizer_step(); }); })
         .def("end_optimizer_step", [](Engine& self) { waiting([&] { self.end_optimizer_step(); }); })
         .def("evict", &evict_tensor, py::arg("tensor"))
-        .def("prefetch",
-             [](Engine& self, const at::Tensor& tensor) {
-                 waiting([&] { self.pager().prefetch(managed_segment(tensor)); });
-             },
-             py::arg("tensor"))
-        .def("pin", [](Engine&, const at::Tensor& tensor) { return waiting([&] { return make_pin(tensor); }); },
-             py::arg("tensor"))
-        .def("lease", [](Engine&, const at::Tensor& view) {
-                 waiting([&] {
-                     managed_segment(view);
-                     block_of(view)->engine->lease(view);
-                 });
-             },
-             py::arg("view"))
-        .def("is_resident",
-             [](Engine& self, const at::Tensor& tensor) { return self.pager().is_resident(*managed_segment(tensor)); },
-             py::arg("tensor"))
-        .def("has_pending_work",
-             [](Engine& self, const at::Tensor& tensor) {
-                 refuse_in_forked_child();
-                 return self.deferred().has_work(*managed_segment(tensor));
-             },
-             py::arg("tensor"))
+        .def(
+            "prefetch",
+            [](Engine& self, const at::Tensor& tensor) {
+                waiting([&] { self.pager().prefetch(managed_segment(tensor)); });
+            },
+            py::arg("tensor"))
+        .def(
+            "pin", [](Engine&, const at::Tensor& tensor) { return waiting([&] { return make_pin(tensor); }); },
+            py::arg("tensor"))
+        .def(
+            "lease",
+            [](Engine&, const at::Tensor& view) {
+                waiting([&] {
+                    managed_segment(view);
+                    block_of(view)->engine->lease(view);
+                });
+            },
+            py::arg("view"))
+        .def(
+            "is_resident",
+            [](Engine& self, const at::Tensor& tensor) { return self.pager().is_resident(*managed_segment(tensor)); },
+            py::arg("tensor"))
+        .def(
+            "has_pending_work",
+            [](Engine& self, const at::Tensor& tensor) {
+                refuse_in_forked_child();
+                return self.deferred().has_work(*managed_segment(tensor));
+            },
+            py::arg("tensor"))
         .def("flush", &flush_engine)
         .def("statistics",
              [](Engine& self) {
@@ -217,16 +224,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("has_liburing") = false;
 #endif
     m.def("set_log_level", &collect_log, py::arg("level"));
-    m.def("is_managed",
-          [](const at::Tensor& tensor) { return has_paged_key(tensor) && block_of(tensor) != nullptr; },
-          py::arg("tensor"));
+    m.def(
+        "is_managed", [](const at::Tensor& tensor) { return has_paged_key(tensor) && block_of(tensor) != nullptr; },
+        py::arg("tensor"));
     bind_pin(m);
     bind_engine(m);
-    m.def("engine_of",
-          [](const at::Tensor& tensor) -> std::shared_ptr<Engine> {
-              const Block* block = block_of(tensor);
-              return block ? block->engine : nullptr;
-          },
-          py::arg("tensor"));
+    m.def(
+        "engine_of",
+        [](const at::Tensor& tensor) -> std::shared_ptr<Engine> {
+            const Block* block = block_of(tensor);
+            return block ? block->engine : nullptr;
+        },
+        py::arg("tensor"));
     remove_allocator_at_exit();
 }

@@ -1,5 +1,6 @@
 #include "bindings/python_errors.h"
 
+#include <ATen/Parallel.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 
@@ -58,6 +59,9 @@ void translate(std::exception_ptr thrown) {
 
 void raise_python(const OffloadError& error) {
     if (!is_python_there()) return;
+    // A worker of a kernel's parallel loop must not wait for the GIL, which the thread that waits for the loop may
+    // hold. The loop hands the C++ exception over to that thread.
+    if (at::in_parallel_region() && !PyGILState_Check()) return;
     const py::gil_scoped_acquire gil;
     set_python_error(error);
     // Persisted: the thread may have no Python state of its own once the GIL is given back.

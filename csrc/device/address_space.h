@@ -34,7 +34,8 @@ enum class Protection : std::uint8_t { none, read, read_write };
 class AddressSpace {
 public:
     /// Made on first use: reserves the arena, installs the handler.
-    /// Throws: OutOfTierMemory if no arena can be reserved; InvalidArgument on a kernel without MREMAP_DONTUNMAP (< 5.7).
+    /// Throws: OutOfTierMemory if no arena can be reserved; InvalidArgument on a kernel without MREMAP_DONTUNMAP
+    /// (< 5.7).
     static AddressSpace& process();
 
     /// Reserves addresses for `size_bytes` (rounded up to sectors; aligned to kHugePageBytes from that size on).

@@ -26,9 +26,7 @@ void Arena::charge(std::size_t& account, std::size_t size_bytes) noexcept {
 
 /// Gives free memory back to the system, largest first, until `size_bytes` more fit the limit.
 bool Arena::make_room(std::size_t size_bytes) {
-    const auto fits = [&] {
-        return usage_.used_bytes() + usage_.reserve_bytes + size_bytes <= usage_.limit_bytes;
-    };
+    const auto fits = [&] { return usage_.used_bytes() + usage_.reserve_bytes + size_bytes <= usage_.limit_bytes; };
     while (!fits() && !idle_ranges_.empty()) {
         const auto largest = std::prev(idle_ranges_.end());
         AddressSpace::process().release(largest->second);

@@ -15,8 +15,8 @@ struct EvictionCandidate {
     std::shared_ptr<Segment> segment;
     Page* page = nullptr;
     std::size_t size_bytes = 0;
-    Distance next_use = kNever;       // from the trace; equal for all without one
-    std::uint64_t last_use = 0;       // a clock that grows; decides among equals, oldest first
+    Distance next_use = kNever;  // from the trace; equal for all without one
+    std::uint64_t last_use = 0;  // a clock that grows; decides among equals, oldest first
     bool is_dirty = false;
 };
 

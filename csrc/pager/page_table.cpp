@@ -9,8 +9,8 @@
 namespace torch_offload {
 
 bool Page::change(PageWord& expected, PageWord desired) noexcept {
-    const bool changed = word.compare_exchange_strong(expected.bits, desired.bits, std::memory_order_acq_rel,
-                                                      std::memory_order_acquire);
+    const bool changed =
+        word.compare_exchange_strong(expected.bits, desired.bits, std::memory_order_acq_rel, std::memory_order_acquire);
     if (changed) word.notify_all();
     return changed;
 }

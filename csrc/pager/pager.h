@@ -23,7 +23,7 @@ namespace torch_offload {
 
 struct PagerOptions {
     std::size_t budget_bytes = 0;
-    std::string directory;                             // on a real disk
+    std::string directory;  // on a real disk
     IoEngineKind engine = IoEngineKind::automatic;
     std::size_t queue_depth = 16;                      // transfers in flight
     std::size_t page_elements = std::size_t{1} << 20;  // per page, a multiple of kSectorBytes
@@ -38,16 +38,16 @@ inline constexpr std::size_t kStallCauseCount = 4;
 
 struct PagerStatistics {
     ArenaUsage memory;
-    std::uint64_t stored_bytes = 0;         // live extents on SSD
-    std::uint64_t file_bytes = 0;           // preallocated on SSD
+    std::uint64_t stored_bytes = 0;  // live extents on SSD
+    std::uint64_t file_bytes = 0;    // preallocated on SSD
     std::uint64_t read_bytes[kSegmentKindCount] = {};
     std::uint64_t written_bytes[kSegmentKindCount] = {};
-    std::uint64_t pins = 0;                 // page pins
-    std::uint64_t misses = 0;               // page pins that had to wait for a read
-    std::uint64_t faults = 0;               // accesses behind the dispatcher
+    std::uint64_t pins = 0;    // page pins
+    std::uint64_t misses = 0;  // page pins that had to wait for a read
+    std::uint64_t faults = 0;  // accesses behind the dispatcher
     std::uint64_t evictions = 0;
-    std::uint64_t clean_drops = 0;          // evictions without I/O
-    std::uint64_t prefetches = 0;           // pages read ahead of use
+    std::uint64_t clean_drops = 0;  // evictions without I/O
+    std::uint64_t prefetches = 0;   // pages read ahead of use
     std::uint64_t stall_ns[kStallCauseCount] = {};
     std::string engine;
 };

@@ -326,8 +326,7 @@ UpdateClaim Pager::claim_for_update(std::span<const std::shared_ptr<Segment>> se
     UpdateClaim claim;
     for (const std::shared_ptr<Segment>& segment : segments) {
         bool is_pinned = false;
-        const auto bytes =
-            impl_->claim_page(segment, index, may_wait ? Patience::wait : Patience::give_up, is_pinned);
+        const auto bytes = impl_->claim_page(segment, index, may_wait ? Patience::wait : Patience::give_up, is_pinned);
         if (bytes.empty()) return {};
         segment->page(index).add_pin();
         PageAccess::add_to_claim(claim, segment, segment->page(index), bytes, is_pinned);

@@ -77,8 +77,8 @@ std::span<std::byte> Pager::Impl::acquire_range(std::size_t size_bytes) {
     return acquire(size_bytes, [&] { return arena.try_take_range(size_bytes); });
 }
 
-/// Takes a frame for a read ahead of use if that leaves the headroom, to which only demand is entitled, or if pages used
-/// no sooner than `keep_within` can make up for it without a write. Never competes with a thread that waits.
+/// Takes a frame for a read ahead of use if that leaves the headroom, to which only demand is entitled, or if pages
+/// used no sooner than `keep_within` can make up for it without a write. Never competes with a thread that waits.
 std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, Distance keep_within) {
     const std::size_t wanted_bytes = size_bytes + headroom_bytes();
     for (int attempt = 0; attempt < 2; ++attempt) {
@@ -165,8 +165,8 @@ void Pager::Impl::raise_out_of_memory(std::size_t wanted_bytes) {
     throw OutOfTierMemory(concat("host memory tier: ", wanted_bytes, " more bytes do not fit the budget of ",
                                  usage.limit_bytes, " bytes: ", usage.frame_bytes, " in pages that are pinned, ",
                                  usage.range_bytes, " in activations and temporaries, ", usage.small_bytes,
-                                 " in small allocations and ", usage.reserve_bytes, " kept for them, ", usage.available_bytes(),
-                                 " available; raise `ram`, or lower the batch size"));
+                                 " in small allocations and ", usage.reserve_bytes, " kept for them, ",
+                                 usage.available_bytes(), " available; raise `ram`, or lower the batch size"));
 }
 
 }  // namespace torch_offload

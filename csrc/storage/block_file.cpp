@@ -23,7 +23,7 @@ constexpr std::size_t kGrowthBytes = 64 * kMiB;
 constexpr std::uint64_t kGrowthShare = 8;  // one step takes at most this part of the free disk, or what is asked for
 
 void check_directory(const std::string& directory) {
-    struct stat status {};
+    struct stat status{};
     const int error = ::stat(directory.c_str(), &status) == 0 ? 0 : errno;
     OFFLOAD_CHECK(error != ENOENT && error != ENOTDIR, InvalidArgument, "scratch directory ", directory,
                   " does not exist; create it or name another");
@@ -34,7 +34,7 @@ void check_directory(const std::string& directory) {
     }
     OFFLOAD_CHECK(S_ISDIR(status.st_mode), InvalidArgument, "scratch directory ", directory,
                   " is not a directory; name one");
-    struct statfs filesystem {};
+    struct statfs filesystem{};
     const bool known = ::statfs(directory.c_str(), &filesystem) == 0;
     const auto type = static_cast<std::uint64_t>(filesystem.f_type);
     OFFLOAD_CHECK(!known || (type != TMPFS_MAGIC && type != RAMFS_MAGIC), InvalidArgument, "scratch directory ",
@@ -76,7 +76,7 @@ bool enable_direct_io(int file) noexcept {
 
 /// Bytes that a user may still write to the disk of `file`; all there are where the filesystem does not say.
 std::uint64_t free_disk_bytes(int file) noexcept {
-    struct statvfs status {};
+    struct statvfs status{};
     if (::fstatvfs(file, &status) != 0 || status.f_blocks == 0) return std::numeric_limits<std::uint64_t>::max();
     return static_cast<std::uint64_t>(status.f_bavail) * status.f_frsize;
 }

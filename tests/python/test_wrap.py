@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import resource
 import warnings
 import weakref
 
@@ -461,3 +462,21 @@ def test_an_operator_too_large_for_the_budget_is_a_typed_error_and_training_goes
         module(batch)
     del batch
     assert_bitwise_equal(step(module, adamw(module)), expected)
+
+
+def test_a_disk_that_fills_up_is_a_typed_error_and_nothing_is_lost(config):
+    """Method: a limit on the size of files. Once there is room again the same pages leave."""
+    module = make_module()
+    before = snapshot(module)
+    torch_offload.wrap(module, config=config)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))
+    try:
+        with pytest.raises(TierIOError):
+            torch_offload.evict(module)
+        assert_bitwise_equal(snapshot(module), before)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    page_out(module)
+    assert torch_offload.report().ssd_written_bytes >= sum(weight.nbytes for weight in module.parameters())
+    assert_bitwise_equal(snapshot(module), before)

@@ -200,8 +200,7 @@ TYPED_TEST_P(IoEngineContract, WakeFromAnotherThread) {
 TYPED_TEST_P(IoEngineContract, WakeFromASignalHandler) {
     static std::atomic<IoEngine*> woken{nullptr};
     woken = this->engine.get();
-    struct sigaction action {
-    }, previous{};
+    struct sigaction action{}, previous{};
     action.sa_handler = [](int) { woken.load()->wake(); };
     ASSERT_EQ(::sigaction(SIGUSR1, &action, &previous), 0);
     ASSERT_EQ(::raise(SIGUSR1), 0);

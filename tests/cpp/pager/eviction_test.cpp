@@ -35,8 +35,8 @@ TEST(Eviction, PagesWithinTheHorizonStay) {
 // Without a prediction clean pages go before dirty ones, and the least recently used first. Method: equal distances.
 TEST(Eviction, CleanThenOldestAmongEquals) {
     Pages p;
-    const auto victims = choose_victims({p.candidate(0, kNever, 1, true), p.candidate(1, kNever, 3, false),
-                                         p.candidate(2, kNever, 2, false)}, 30, 0);
+    const auto victims = choose_victims(
+        {p.candidate(0, kNever, 1, true), p.candidate(1, kNever, 3, false), p.candidate(2, kNever, 2, false)}, 30, 0);
     ASSERT_EQ(victims.size(), 3u);
     EXPECT_EQ(victims[0].page, &p.pages[2]);
     EXPECT_EQ(victims[1].page, &p.pages[1]);

@@ -10,7 +10,8 @@ namespace {
 
 struct FaultyPager {
     explicit FaultyPager(std::uint64_t seed = 1, const SimChances& chances = {}, std::size_t budget_pages = 12)
-        : engine(new SimEngine(8, seed, chances)), pager(options_with(budget_pages), std::unique_ptr<IoEngine>(engine)) {}
+        : engine(new SimEngine(8, seed, chances)),
+          pager(options_with(budget_pages), std::unique_ptr<IoEngine>(engine)) {}
 
     SimEngine* engine;  // the pager's
     Pager pager;
@@ -70,7 +71,8 @@ TEST(PagerFaults, FlippedBitIsReadAgain) {
     EXPECT_TRUE(holds(*segment, 1));
 }
 
-// An access behind the dispatcher that cannot be served ends on 0xFF, and the next pin raises why. Method: EIO, read raw.
+// An access behind the dispatcher that cannot be served ends on 0xFF, and the next pin raises why. Method: EIO, read
+// raw.
 TEST(PagerFaults, RawAccessToALostPageIsRaisedByTheNextPin) {
     FaultyPager f;
     const auto lost = filled_segment(f.pager, 1, 1);

