@@ -21,7 +21,8 @@ namespace {
 constexpr std::uint8_t kPriority = 100;
 
 // Small allocations reach the pager's account in lumps, so that each costs two atomic operations and no lock.
-constexpr std::ptrdiff_t kReportBytes = static_cast<std::ptrdiff_t>(kMiB);
+constexpr std::size_t kMaxReportBytes = kMiB;
+constexpr std::size_t kReportShare = 256;  // of the budget
 
 thread_local int bypass_depth = 0;
 
@@ -45,6 +46,8 @@ RegisterAllocator::RegisterAllocator()
 
 void RegisterAllocator::install(std::shared_ptr<Engine> engine) {
     remove_any();
+    const std::size_t share_bytes = engine->pager().options().budget_bytes / kReportShare;
+    report_bytes_.store(static_cast<std::ptrdiff_t>(std::clamp(share_bytes, kSectorBytes, kMaxReportBytes)));
     small_bytes_.store(0, std::memory_order_relaxed);  // what lives already is not the new engine's
     engine_.store(std::move(engine));
     report_small();
@@ -103,14 +106,17 @@ void RegisterAllocator::free_memory(void* address) {
 void RegisterAllocator::count_small(std::ptrdiff_t delta_bytes) {
     const std::ptrdiff_t now = small_bytes_.fetch_add(delta_bytes, std::memory_order_relaxed) + delta_bytes;
     const std::ptrdiff_t last = last_report_bytes_.load(std::memory_order_relaxed);
-    if (std::abs(now - last) >= kReportBytes) report_small();
+    if (std::abs(now - last) >= report_bytes_.load(std::memory_order_relaxed)) report_small();
 }
 
 void RegisterAllocator::report_small() {
     if (is_reporting || in_forked_child()) return;  // the pager's lock may have been held when the process forked
     const std::shared_ptr<Engine> engine = engine_.load();
     if (!engine) return;
-    const std::lock_guard lock(report_mutex_);
+    // A report may wait for pages to leave. Whoever comes meanwhile leaves its bytes to the next report: it may be the
+    // thread that the waiting one waits for.
+    const std::unique_lock lock(report_mutex_, std::try_to_lock);
+    if (!lock) return;
     // Below zero only by what was allocated raw before the installation and freed after it.
     const std::ptrdiff_t now = std::max<std::ptrdiff_t>(small_bytes_.load(std::memory_order_relaxed), 0);
     last_report_bytes_.store(now, std::memory_order_relaxed);

@@ -47,7 +47,8 @@ private:
     c10::Allocator* previous_;
     c10::DeleterFnPtr previous_deleter_;  // nullptr: small allocations of an unknown allocator are not counted
     std::atomic<std::shared_ptr<Engine>> engine_;
-    std::atomic<std::ptrdiff_t> small_bytes_{0};  // small allocations less frees since the last installation
+    std::atomic<std::ptrdiff_t> small_bytes_{0};   // small allocations less frees since the last installation
+    std::atomic<std::ptrdiff_t> report_bytes_{0};  // a change by this much is reported
     std::atomic<std::ptrdiff_t> last_report_bytes_{0};
     std::mutex report_mutex_;            // taken before the pager's lock
     std::ptrdiff_t reported_bytes_ = 0;  // what the installed engine knows of

@@ -25,8 +25,8 @@ void Arena::charge(std::size_t& account, std::size_t size_bytes) noexcept {
 }
 
 /// Gives free memory back to the system, largest first, until `size_bytes` more fit the limit.
-bool Arena::make_room(std::size_t size_bytes) {
-    const auto fits = [&] { return usage_.used_bytes() + usage_.reserve_bytes + size_bytes <= usage_.limit_bytes; };
+bool Arena::make_room(std::size_t size_bytes, std::size_t reserve_bytes) {
+    const auto fits = [&] { return usage_.used_bytes() + reserve_bytes + size_bytes <= usage_.limit_bytes; };
     while (!fits() && !idle_ranges_.empty()) {
         const auto largest = std::prev(idle_ranges_.end());
         AddressSpace::process().release(largest->second);
@@ -51,7 +51,7 @@ std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes) {
         charge(usage_.frame_bytes, size_bytes);
         return frame;
     }
-    if (usage_.available_bytes() < size_bytes || !make_room(size_bytes)) return std::nullopt;
+    if (usage_.available_bytes() < size_bytes || !make_room(size_bytes, usage_.reserve_bytes)) return std::nullopt;
     AddressSpace& space = AddressSpace::process();
     const Frame frame{space.reserve(size_bytes, nullptr)};
     space.commit(frame.slot);
@@ -74,7 +74,7 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
         charge(usage_.range_bytes, size_bytes);
         return range;
     }
-    if (usage_.available_bytes() < size_bytes || !make_room(size_bytes)) return std::nullopt;
+    if (usage_.available_bytes() < size_bytes || !make_room(size_bytes, usage_.reserve_bytes)) return std::nullopt;
     AddressSpace& space = AddressSpace::process();
     const std::span<std::byte> range = space.reserve(size_bytes, nullptr);
     space.commit(range);
@@ -100,10 +100,14 @@ void Arena::release_frame(const Frame& frame) {
     AddressSpace::process().release(frame.slot);
 }
 
-void Arena::count_small(std::ptrdiff_t delta_bytes) {
-    if (delta_bytes > 0) make_room(static_cast<std::size_t>(delta_bytes));
-    usage_.small_bytes = static_cast<std::size_t>(static_cast<std::ptrdiff_t>(usage_.small_bytes) + delta_bytes);
-    usage_.peak_bytes = std::max(usage_.peak_bytes, usage_.used_bytes());
+bool Arena::try_count_small(std::size_t size_bytes) {
+    if (!make_room(size_bytes, 0)) return false;
+    charge(usage_.small_bytes, size_bytes);
+    return true;
+}
+
+void Arena::count_small(std::ptrdiff_t delta_bytes) noexcept {
+    charge(usage_.small_bytes, static_cast<std::size_t>(delta_bytes));
 }
 
 std::vector<Frame> Arena::take_registered_free_frames(std::size_t at_least_bytes) {

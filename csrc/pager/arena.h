@@ -57,8 +57,10 @@ public:
     /// Gives the frame's memory back to the system at once. Pre: it is not registered with the I/O engine.
     void release_frame(const Frame& frame);
 
-    /// Counts bytes that were allocated elsewhere; gives free memory back if they need it.
-    void count_small(std::ptrdiff_t delta_bytes);
+    /// Counts bytes allocated elsewhere if they fit the limit, giving free memory back where they need it.
+    bool try_count_small(std::size_t size_bytes);
+    /// Counts bytes allocated (or, below zero, freed) elsewhere, whether they fit or not.
+    void count_small(std::ptrdiff_t delta_bytes) noexcept;
 
     /// Free frames that the I/O engine has registered: only its owner may take them, to unregister and release them.
     std::vector<Frame> take_registered_free_frames(std::size_t at_least_bytes);
@@ -66,7 +68,7 @@ public:
     ArenaUsage usage() const noexcept { return usage_; }
 
 private:
-    bool make_room(std::size_t size_bytes);
+    bool make_room(std::size_t size_bytes, std::size_t reserve_bytes);
     void charge(std::size_t& account, std::size_t size_bytes) noexcept;
 
     ArenaUsage usage_;

@@ -173,15 +173,10 @@ void Pager::free_range(std::span<std::byte> range) noexcept {
 }
 
 void Pager::count_small(std::ptrdiff_t delta_bytes) {
-    ArenaUsage usage;
-    {
-        const std::lock_guard lock(impl_->mutex);
-        impl_->arena.count_small(delta_bytes);
-        usage = impl_->arena.usage();
-    }
-    const std::size_t wanted_bytes = usage.used_bytes() + usage.reserve_bytes;
-    const std::size_t coming_bytes = usage.limit_bytes + impl_->leaving_bytes.load(std::memory_order_acquire);
-    if (delta_bytes > 0 && wanted_bytes > coming_bytes) impl_->evict_for(wanted_bytes - coming_bytes, 0);
+    const bool may_wait = !impl_->service->is_current();  // others may wait for what that thread holds
+    if (delta_bytes > 0 && may_wait && impl_->count_small_within_limit(static_cast<std::size_t>(delta_bytes))) return;
+    const std::lock_guard lock(impl_->mutex);
+    impl_->arena.count_small(delta_bytes);
 }
 
 // --- The trace ----------------------------------------------------------------------------------------------------

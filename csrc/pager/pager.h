@@ -178,7 +178,8 @@ public:
     /// Throws: OutOfTierMemory; TierIoError for a failed write-back.
     std::span<std::byte> allocate_range(std::size_t size_bytes);
     void free_range(std::span<std::byte> range) noexcept;
-    /// Counts memory that was allocated or freed elsewhere; pages start to leave if the budget needs it. Never waits.
+    /// Counts memory that was allocated or freed elsewhere. Waits for pages to leave while the budget has no room for
+    /// it; if none can, it is counted all the same, and the next allocation or pin is refused.
     void count_small(std::ptrdiff_t delta_bytes);
 
     // --- The trace ------------------------------------------------------------------------------------------------

@@ -77,6 +77,32 @@ std::span<std::byte> Pager::Impl::acquire_range(std::size_t size_bytes) {
     return acquire(size_bytes, [&] { return arena.try_take_range(size_bytes); });
 }
 
+/// False if the pages that could go do not make enough room in a few rounds: progress elsewhere wakes this thread too.
+bool Pager::Impl::count_small_within_limit(std::size_t size_bytes) {
+    constexpr int kMaxRounds = 32;
+    std::optional<MemoryWait> wait;
+    for (int round = 0; round < kMaxRounds; ++round) {
+        const std::uint32_t seen = progress.load(std::memory_order_acquire);
+        std::size_t coming_bytes = leaving_bytes.load(std::memory_order_acquire);
+        {
+            const std::lock_guard lock(mutex);
+            if (arena.try_count_small(size_bytes)) return true;
+            const ArenaUsage usage = arena.usage();
+            coming_bytes += usage.available_bytes() + usage.reserve_bytes;
+            if (usage.free_frame_bytes != 0) unregister_wanted_bytes = size_bytes;
+        }
+        if (round == 0) mover->kick();
+        const bool is_coming = coming_bytes >= size_bytes || evict_for(size_bytes - coming_bytes, 0) > 0;
+        if (!is_coming && moving_pages.load(std::memory_order_acquire) == 0 &&
+            transients.load(std::memory_order_acquire) == 0 && progress.load(std::memory_order_acquire) == seen) {
+            return false;
+        }
+        if (!wait) wait.emplace(*this);
+        progress.wait(seen, std::memory_order_acquire);
+    }
+    return false;
+}
+
 /// Takes a frame for a read ahead of use if that leaves the headroom, to which only demand is entitled, or if pages
 /// used no sooner than `keep_within` can make up for it without a write. Never competes with a thread that waits.
 std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, Distance keep_within) {

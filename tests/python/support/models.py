@@ -17,6 +17,7 @@ from transformers import (
 )
 
 VOCABULARY = 256
+LAYERS = {"mixtral": 6}
 LORA_TARGETS = {"gpt2": ["c_attn"], "bert": ["query", "value"]}
 
 
@@ -37,7 +38,7 @@ def tiny_config(name: str, *, tied: bool, hidden: int, layers: int) -> Pretraine
     if name == "gemma":
         return GemmaConfig(**common, head_dim=hidden // 4)
     if name == "mixtral":
-        common["intermediate_size"] = hidden
+        common["intermediate_size"] = hidden // 2
         return MixtralConfig(**common, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
     raise ValueError(f"no tiny model of the name {name!r}")
 
@@ -49,11 +50,12 @@ def tiny_model(
     dtype: torch.dtype = torch.float32,
     lora: bool = False,
     hidden: int = 128,
-    layers: int = 4,
+    layers: int | None = None,
 ) -> torch.nn.Module:
     """Return a seeded model in training mode, with adapters on its attention where `lora` is set."""
     torch.manual_seed(0)
     auto = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
+    layers = layers or LAYERS.get(name, 4)
     model = auto.from_config(tiny_config(name, tied=tied, hidden=hidden, layers=layers), dtype=dtype)
     if lora:
         targets = LORA_TARGETS.get(name, ["q_proj", "v_proj"])
