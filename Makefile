@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 NEWER_TORCH ?= 2.15.0
 JOBS ?= 2
+PYTHON_TESTS ?= tests/python
 
 VENV := .venv
 NEWER_VENV := .venv-2.15
@@ -92,7 +93,7 @@ $(RUNS:%=cpp-test-%): cpp-test-%: .system
 
 .PHONY: python-test
 python-test: build $(VENV)/.demo ## Python tests on the torch in .venv
-	$(VENV)/bin/python -m pytest tests/python
+	$(VENV)/bin/python -m pytest $(PYTHON_TESTS)
 
 .PHONY: clean
 clean: ## Remove what was built; the environments stay
