@@ -13,12 +13,12 @@ namespace torch_offload {
 namespace {
 
 const char* label_of(Engine::Derived derived) {
-    return derived == Engine::Derived::list_result ? "optimizer temporary" : "optimizer state";
+    return derived == Engine::Derived::temporary ? "optimizer temporary" : "optimizer state";
 }
 
 SegmentRole derived_role(Engine& engine, const Segment& source, Engine::Derived derived) {
     const TraceId parameter = parameter_role_of(source);
-    const SegmentKind kind = derived == Engine::Derived::list_result ? SegmentKind::other : SegmentKind::state;
+    const SegmentKind kind = derived == Engine::Derived::temporary ? SegmentKind::other : SegmentKind::state;
     return {kind, label_of(derived), engine.derived_role(parameter, derived), parameter};
 }
 
@@ -58,10 +58,12 @@ void manage_derived(const std::shared_ptr<Engine>& engine, const at::Tensor& res
     manage(engine, result, derived_role(*engine, source, derived));
 }
 
-bool makes_derived(const OperatorTraits& traits, c10::DispatchKeySet keys, c10::ArrayRef<c10::IValue> arguments) {
-    if (traits.likeness == Likeness::none || !arguments[0].isTensor()) return false;
+const Block* derivation_source(c10::DispatchKeySet keys, c10::ArrayRef<c10::IValue> arguments) {
+    if (arguments.empty() || !arguments[0].isTensor()) return nullptr;
     const Block* block = block_of(arguments[0].toTensor());
-    return block && block->engine->in_optimizer_step() && is_plain_call(keys) && !c10::InferenceMode::is_enabled();
+    const bool derives =
+        block && block->engine->in_optimizer_step() && is_plain_call(keys) && !c10::InferenceMode::is_enabled();
+    return derives ? block : nullptr;
 }
 
 bool try_make_zeros(const c10::OperatorHandle& op, const OperatorTraits& traits, torch::jit::Stack* stack) {

@@ -21,11 +21,12 @@ TraceId parameter_role_of(const Segment& segment) noexcept;
 void manage_derived(const std::shared_ptr<Engine>& engine, const at::Tensor& result, const Segment& source,
                     Engine::Derived derived);
 
-/// True if the call is one of `zeros_like`, `clone` and the like on a managed tensor inside an optimizer step.
-bool makes_derived(const OperatorTraits& traits, c10::DispatchKeySet keys, c10::ArrayRef<c10::IValue> arguments);
+/// The first argument's block if it is managed and the call comes from inside an optimizer step, where results may be
+/// states that stay; else nullptr.
+const Block* derivation_source(c10::DispatchKeySet keys, c10::ArrayRef<c10::IValue> arguments);
 
 /// Replaces the arguments on the stack by a managed tensor of zeros that owns no bytes, if that is what the call
-/// asks for with ordinary options. Pre: makes_derived().
+/// asks for with ordinary options. Pre: the operator has a likeness and derivation_source() is there.
 bool try_make_zeros(const c10::OperatorHandle& op, const OperatorTraits& traits, torch::jit::Stack* stack);
 
 }  // namespace torch_offload

@@ -83,26 +83,31 @@ bool goes_to_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     return false;
 }
 
-/// `zeros_like`, `clone` and the like on a managed tensor inside an optimizer step.
+/// An operator on a managed tensor inside an optimizer step. What it makes may be a state (`zeros_like`, `clone`) or
+/// become one (SGD clones the decayed gradient), so it is managed from the start.
 void call_deriving(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::DispatchKeySet keys,
-                   torch::jit::Stack* stack) {
-    if (try_make_zeros(op, traits, stack)) return;
-    const at::Tensor source = arguments_of(op, stack)[0].toTensor();
+                   const Block& source, torch::jit::Stack* stack) {
+    if (traits.likeness != Likeness::none && try_make_zeros(op, traits, stack)) return;
+    const std::shared_ptr<Engine> engine = source.engine;
+    const std::shared_ptr<Segment> segment = source.segment;
     if (traits.kind == OperatorKind::passing) {
         op.redispatchBoxed(keys_below(keys), stack);
     } else {
         call_pinned(op, traits, keys, stack);
     }
-    const Block* block = block_of(source);
-    if (!block || !stack->back().isTensor()) return;
-    manage_derived(block->engine, stack->back().toTensor(), *block->segment, Engine::Derived::copy);
+    if (op.schema().returns().size() != 1 || !stack->back().isTensor()) return;
+    const Engine::Derived derived =
+        traits.likeness != Likeness::none ? Engine::Derived::copy : Engine::Derived::temporary;
+    manage_derived(engine, stack->back().toTensor(), *segment, derived);
 }
 
 void call(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::DispatchKeySet keys,
           torch::jit::Stack* stack) {
-    if (traits.likeness != Likeness::none && makes_derived(traits, keys, arguments_of(op, stack))) {
-        call_deriving(op, traits, keys, stack);
-        return;
+    if (traits.likeness != Likeness::none || traits.kind == OperatorKind::ordinary) {
+        if (const Block* source = derivation_source(keys, arguments_of(op, stack))) {
+            call_deriving(op, traits, keys, *source, stack);
+            return;
+        }
     }
     switch (traits.kind) {
         case OperatorKind::passing:

@@ -60,6 +60,10 @@ std::span<std::byte> Engine::allocate_range(std::size_t size_bytes) {
     return with_dead_leases_dropped([&] { return pager_->allocate_range(size_bytes); });
 }
 
+void Engine::reserve_small(std::size_t size_bytes) {
+    with_dead_leases_dropped([&] { pager_->reserve_small(size_bytes); });
+}
+
 bool Engine::try_manage(const at::Tensor& tensor, SegmentRole role) {
     if (block_of(tensor)) {
         add_paged_key(tensor);

@@ -50,6 +50,7 @@ public:
     PinGuard pin(std::span<const PinRequest> requests);
     PinGuard pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count, Access access);
     std::span<std::byte> allocate_range(std::size_t size_bytes);
+    void reserve_small(std::size_t size_bytes);
 
     /// Manages the tensor if it is large enough and of a kind that can be. Returns whether it is managed now.
     bool try_manage(const at::Tensor& tensor, SegmentRole role);
@@ -62,7 +63,7 @@ public:
 
     /// Roles that come again in every step: of the gradient of a parameter, and of the n-th tensor of its kind made
     /// for a parameter in this step.
-    enum class Derived : std::uint8_t { gradient, state, copy, list_result };
+    enum class Derived : std::uint8_t { gradient, state, copy, temporary };
     TraceId derived_role(TraceId parameter_role, Derived derived);
 
     /// Whether gradient norms are worth computing early: false after some steps in a row in which nobody asked.

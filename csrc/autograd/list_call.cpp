@@ -106,7 +106,7 @@ void manage_results(const ListCall& call, c10::ArrayRef<c10::IValue> sources, to
             const Block* source = block_of(sources[i].toTensor());
             if (!source || !source->engine->in_optimizer_step() || c10::InferenceMode::is_enabled()) continue;
             manage_derived(source->engine, result.toListRef()[i].toTensor(), *source->segment,
-                           Engine::Derived::list_result);
+                           Engine::Derived::temporary);
         }
     }
 }

@@ -20,14 +20,23 @@ namespace {
 
 constexpr std::uint8_t kPriority = 100;
 
-// Small allocations reach the pager's account in lumps, so that each costs two atomic operations and no lock.
-constexpr std::size_t kMaxReportBytes = kMiB;
-constexpr std::size_t kReportShare = 256;  // of the budget
+// The budget grants small allocations memory in lumps, so that each costs two atomic operations and no lock.
+constexpr std::size_t kMaxLumpBytes = kMiB;
+constexpr std::size_t kLumpShare = 256;  // of the budget
+constexpr std::ptrdiff_t kMaxSurplusLumps = 3;
 
 thread_local int bypass_depth = 0;
 
-// A report can make the pager drop pages, and with a segment's record go small tensors: not a reason to report.
-thread_local bool is_reporting = false;
+// Growing the grant can make the pager drop pages, and with a segment's record go small tensors: no reason to settle.
+thread_local bool is_settling = false;
+
+class SettlingScope {
+public:
+    SettlingScope() noexcept { is_settling = true; }
+    ~SettlingScope() { is_settling = false; }
+    SettlingScope(const SettlingScope&) = delete;
+    SettlingScope& operator=(const SettlingScope&) = delete;
+};
 
 }  // namespace
 
@@ -46,11 +55,11 @@ RegisterAllocator::RegisterAllocator()
 
 void RegisterAllocator::install(std::shared_ptr<Engine> engine) {
     remove_any();
-    const std::size_t share_bytes = engine->pager().options().budget_bytes / kReportShare;
-    report_bytes_.store(static_cast<std::ptrdiff_t>(std::clamp(share_bytes, kSectorBytes, kMaxReportBytes)));
+    const std::size_t share_bytes = engine->pager().options().budget_bytes / kLumpShare;
+    lump_bytes_.store(static_cast<std::ptrdiff_t>(std::clamp(share_bytes, kSectorBytes, kMaxLumpBytes)));
     small_bytes_.store(0, std::memory_order_relaxed);  // what lives already is not the new engine's
     engine_.store(std::move(engine));
-    report_small();
+    settle_grant();
     c10::SetCPUAllocator(this, kPriority);
 }
 
@@ -58,8 +67,8 @@ void RegisterAllocator::remove(const Engine& engine) {
     const std::shared_ptr<Engine> installed = engine_.load();
     if (installed.get() != &engine) return;
     engine_.store(nullptr);
-    const std::lock_guard lock(report_mutex_);
-    installed->pager().count_small(-std::exchange(reported_bytes_, 0));
+    const std::lock_guard lock(grant_mutex_);
+    installed->pager().count_small(-granted_bytes_.exchange(0));
 }
 
 void RegisterAllocator::remove_any() {
@@ -72,7 +81,7 @@ c10::DataPtr RegisterAllocator::allocate(std::size_t size_bytes) {
     }
     c10::DataPtr small = previous_->allocate(size_bytes);
     if (previous_deleter_ && small.compare_exchange_deleter(previous_deleter_, &free_memory) && small) {
-        count_small(static_cast<std::ptrdiff_t>(malloc_usable_size(small.get())));
+        note_allocated(malloc_usable_size(small.get()));  // if it throws, the allocation goes and is noted as freed
     }
     return small;
 }
@@ -98,31 +107,43 @@ void RegisterAllocator::free_memory(void* address) {
         }
         return;
     }
-    const auto size_bytes = static_cast<std::ptrdiff_t>(malloc_usable_size(address));
+    const std::size_t size_bytes = malloc_usable_size(address);
     allocator.previous_deleter_(address);
-    allocator.count_small(-size_bytes);
+    allocator.note_freed(size_bytes);
 }
 
-void RegisterAllocator::count_small(std::ptrdiff_t delta_bytes) {
+void RegisterAllocator::note_allocated(std::size_t size_bytes) {
+    const auto delta_bytes = static_cast<std::ptrdiff_t>(size_bytes);
     const std::ptrdiff_t now = small_bytes_.fetch_add(delta_bytes, std::memory_order_relaxed) + delta_bytes;
-    const std::ptrdiff_t last = last_report_bytes_.load(std::memory_order_relaxed);
-    if (std::abs(now - last) >= report_bytes_.load(std::memory_order_relaxed)) report_small();
+    if (now > granted_bytes_.load(std::memory_order_relaxed)) settle_grant();
 }
 
-void RegisterAllocator::report_small() {
-    if (is_reporting || in_forked_child()) return;  // the pager's lock may have been held when the process forked
+void RegisterAllocator::note_freed(std::size_t size_bytes) {
+    const auto delta_bytes = static_cast<std::ptrdiff_t>(size_bytes);
+    const std::ptrdiff_t now = small_bytes_.fetch_sub(delta_bytes, std::memory_order_relaxed) - delta_bytes;
+    const std::ptrdiff_t surplus_bytes = granted_bytes_.load(std::memory_order_relaxed) - std::max(now, std::ptrdiff_t{0});
+    if (surplus_bytes > kMaxSurplusLumps * lump_bytes_.load(std::memory_order_relaxed)) settle_grant();
+}
+
+/// Has the engine's budget hold what small allocations take, and a lump more. A thread that grows the grant may wait
+/// for pages to leave; whoever comes meanwhile goes on, its bytes are in the next grant: it may be the thread that the
+/// waiting one waits for.
+void RegisterAllocator::settle_grant() {
+    if (is_settling || in_forked_child()) return;  // the pager's lock may have been held when the process forked
     const std::shared_ptr<Engine> engine = engine_.load();
     if (!engine) return;
-    // A report may wait for pages to leave. Whoever comes meanwhile leaves its bytes to the next report: it may be the
-    // thread that the waiting one waits for.
-    const std::unique_lock lock(report_mutex_, std::try_to_lock);
+    const std::unique_lock lock(grant_mutex_, std::try_to_lock);
     if (!lock) return;
+    const SettlingScope scope;
     // Below zero only by what was allocated raw before the installation and freed after it.
     const std::ptrdiff_t now = std::max<std::ptrdiff_t>(small_bytes_.load(std::memory_order_relaxed), 0);
-    last_report_bytes_.store(now, std::memory_order_relaxed);
-    is_reporting = true;
-    engine->pager().count_small(now - std::exchange(reported_bytes_, now));
-    is_reporting = false;
+    const std::ptrdiff_t delta_bytes = now + lump_bytes_.load(std::memory_order_relaxed) - granted_bytes_.load();
+    if (delta_bytes <= 0 || bypass_depth != 0) {
+        engine->pager().count_small(delta_bytes);
+    } else {
+        across_torch([&] { engine->reserve_small(static_cast<std::size_t>(delta_bytes)); });
+    }
+    granted_bytes_.fetch_add(delta_bytes);
 }
 
 }  // namespace torch_offload

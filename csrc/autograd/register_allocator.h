@@ -41,20 +41,20 @@ private:
     RegisterAllocator();
     c10::DataPtr allocate_large(std::shared_ptr<Engine> engine, std::size_t size_bytes);
     static void free_memory(void* address);
-    void count_small(std::ptrdiff_t delta_bytes);
-    void report_small();
+    void note_allocated(std::size_t size_bytes);
+    void note_freed(std::size_t size_bytes);
+    void settle_grant();
 
     c10::Allocator* previous_;
     c10::DeleterFnPtr previous_deleter_;  // nullptr: small allocations of an unknown allocator are not counted
     std::atomic<std::shared_ptr<Engine>> engine_;
-    std::atomic<std::ptrdiff_t> small_bytes_{0};   // small allocations less frees since the last installation
-    std::atomic<std::ptrdiff_t> report_bytes_{0};  // a change by this much is reported
-    std::atomic<std::ptrdiff_t> last_report_bytes_{0};
-    std::mutex report_mutex_;            // taken before the pager's lock
-    std::ptrdiff_t reported_bytes_ = 0;  // what the installed engine knows of
+    std::atomic<std::ptrdiff_t> small_bytes_{0};    // small allocations less frees since the last installation
+    std::atomic<std::ptrdiff_t> granted_bytes_{0};  // what the installed engine's budget holds for them
+    std::atomic<std::ptrdiff_t> lump_bytes_{0};     // granted ahead
+    std::mutex grant_mutex_;                        // one thread changes the grant; the others do not wait for it
 };
 
-/// While one lives, large allocations of this thread go to the previous allocator.
+/// While one lives, large allocations of this thread go to the previous allocator, and small ones are never refused.
 class AllocatorBypass {
 public:
     AllocatorBypass() noexcept;

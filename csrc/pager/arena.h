@@ -19,16 +19,21 @@ struct ArenaUsage {
     std::size_t free_frame_bytes = 0;  // frames kept for the next page
     std::size_t range_bytes = 0;       // live temporaries
     std::size_t idle_range_bytes = 0;  // freed temporaries kept for reuse
-    std::size_t small_bytes = 0;       // small allocations, counted after the fact
+    std::size_t small_bytes = 0;       // small allocations, counted a lump ahead
     std::size_t reserve_bytes = 0;     // kept free for small allocations to come
     std::size_t peak_bytes = 0;
 
     std::size_t used_bytes() const noexcept {
         return frame_bytes + free_frame_bytes + range_bytes + idle_range_bytes + small_bytes;
     }
-    /// What could be had at once, without evicting a page.
-    std::size_t available_bytes() const noexcept {
-        const std::size_t fixed = frame_bytes + range_bytes + small_bytes + reserve_bytes;
+    /// What pages and temporaries could have at once, without evicting a page.
+    std::size_t available_bytes() const noexcept { return left_of_limit(reserve_bytes); }
+    /// The same for small allocations, which the reserve is for.
+    std::size_t available_small_bytes() const noexcept { return left_of_limit(0); }
+
+private:
+    std::size_t left_of_limit(std::size_t kept_bytes) const noexcept {
+        const std::size_t fixed = frame_bytes + range_bytes + small_bytes + kept_bytes;
         return fixed >= limit_bytes ? 0 : limit_bytes - fixed;
     }
 };
@@ -38,7 +43,8 @@ struct ArenaUsage {
 /// Threads: none; the pager's lock covers it.
 class Arena {
 public:
-    /// `reserve_bytes` of the limit are kept free for small allocations to come, which cannot be refused.
+    /// `reserve_bytes` of the limit are kept free for small allocations to come, which an operation makes while its
+    /// pages are pinned.
     explicit Arena(std::size_t limit_bytes, std::size_t reserve_bytes = 0);
     ~Arena();
     Arena(const Arena&) = delete;

@@ -17,7 +17,7 @@ std::uint64_t next_store_id() {
     return ++last;
 }
 
-/// Small allocations are made before they are counted and cannot be refused: what they may need at once.
+/// What operations may allocate in small pieces while all other memory is pinned.
 std::size_t small_reserve(std::size_t budget_bytes) { return std::min(budget_bytes / 16, 4 * kMiB); }
 
 }  // namespace
@@ -172,11 +172,14 @@ void Pager::free_range(std::span<std::byte> range) noexcept {
     impl_->announce_progress();
 }
 
-void Pager::count_small(std::ptrdiff_t delta_bytes) {
-    const bool may_wait = !impl_->service->is_current();  // others may wait for what that thread holds
-    if (delta_bytes > 0 && may_wait && impl_->count_small_within_limit(static_cast<std::size_t>(delta_bytes))) return;
-    const std::lock_guard lock(impl_->mutex);
-    impl_->arena.count_small(delta_bytes);
+void Pager::reserve_small(std::size_t size_bytes) { impl_->acquire_small(size_bytes); }
+
+void Pager::count_small(std::ptrdiff_t delta_bytes) noexcept {
+    {
+        const std::lock_guard lock(impl_->mutex);
+        impl_->arena.count_small(delta_bytes);
+    }
+    if (delta_bytes < 0) impl_->announce_progress();
 }
 
 // --- The trace ----------------------------------------------------------------------------------------------------

@@ -178,9 +178,11 @@ public:
     /// Throws: OutOfTierMemory; TierIoError for a failed write-back.
     std::span<std::byte> allocate_range(std::size_t size_bytes);
     void free_range(std::span<std::byte> range) noexcept;
-    /// Counts memory that was allocated or freed elsewhere. Waits for pages to leave while the budget has no room for
-    /// it; if none can, it is counted all the same, and the next allocation or pin is refused.
-    void count_small(std::ptrdiff_t delta_bytes);
+    /// Counts memory that is about to be allocated elsewhere; evicts pages to make room.
+    /// Throws: what allocate_range() throws; nothing was counted then.
+    void reserve_small(std::size_t size_bytes);
+    /// Counts memory that was allocated or (below zero) freed elsewhere, whether the budget has room for it or not.
+    void count_small(std::ptrdiff_t delta_bytes) noexcept;
 
     // --- The trace ------------------------------------------------------------------------------------------------
     TraceId new_trace_id();

@@ -98,9 +98,9 @@ struct Pager::Impl final : MoverClient {
     Frame acquire_frame(std::size_t size_bytes);
     std::optional<Frame> try_acquire_frame(std::size_t size_bytes, Distance keep_within);
     std::span<std::byte> acquire_range(std::size_t size_bytes);
-    bool count_small_within_limit(std::size_t size_bytes);
-    template <typename Take>
-    auto acquire(std::size_t size_bytes, Take take);
+    void acquire_small(std::size_t size_bytes);
+    template <typename Take, typename Available>
+    auto acquire(std::size_t size_bytes, Take take, Available available);
     std::size_t evict_for(std::size_t wanted_bytes, Distance keep_within);
     std::vector<EvictionCandidate> candidates();
     bool evict_page(Page& page, const std::shared_ptr<Segment>& segment);

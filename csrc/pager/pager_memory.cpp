@@ -1,5 +1,6 @@
 // Getting memory: take it if the budget has it, else evict and wait.
 #include <algorithm>
+#include <functional>
 
 #include "base/log.h"
 #include "base/units.h"
@@ -39,17 +40,19 @@ void Pager::Impl::end_transient() noexcept {
     announce_progress();
 }
 
-/// Takes memory with `take` (called under the lock), evicting and waiting until it succeeds.
-template <typename Take>
-auto Pager::Impl::acquire(std::size_t size_bytes, Take take) {
+/// Takes memory with `take` (called under the lock), evicting and waiting until it succeeds. `available` says how much
+/// of it could be had without evicting a page.
+template <typename Take, typename Available>
+auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available) {
     std::optional<MemoryWait> wait;
     while (true) {
         const std::uint32_t seen = progress.load(std::memory_order_acquire);
         std::size_t available_bytes = 0;
         {
             const std::lock_guard lock(mutex);
-            if (auto taken = take()) return *taken;
-            available_bytes = arena.usage().available_bytes();
+            if (auto taken = take()) return taken;
+            available_bytes = std::invoke(available, arena.usage());
+            // Free frames that the I/O engine has registered: what was not has been given back by `take`.
             if (available_bytes >= size_bytes) unregister_wanted_bytes = size_bytes;
         }
         raise_kept_error();
@@ -58,7 +61,7 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take) {
             mover->kick();
         } else {
             const std::size_t coming_bytes = available_bytes + leaving_bytes.load(std::memory_order_acquire);
-            if (coming_bytes < size_bytes) is_coming = evict_for(size_bytes - coming_bytes, 0) > 0;
+            is_coming = coming_bytes >= size_bytes || evict_for(size_bytes - coming_bytes, 0) > 0;
         }
         if (!is_coming && moving_pages.load(std::memory_order_acquire) == 0 &&
             transients.load(std::memory_order_acquire) == 0 && progress.load(std::memory_order_acquire) == seen) {
@@ -70,37 +73,15 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take) {
 }
 
 Frame Pager::Impl::acquire_frame(std::size_t size_bytes) {
-    return acquire(size_bytes, [&] { return arena.try_take_frame(size_bytes); });
+    return *acquire(size_bytes, [&] { return arena.try_take_frame(size_bytes); }, &ArenaUsage::available_bytes);
 }
 
 std::span<std::byte> Pager::Impl::acquire_range(std::size_t size_bytes) {
-    return acquire(size_bytes, [&] { return arena.try_take_range(size_bytes); });
+    return *acquire(size_bytes, [&] { return arena.try_take_range(size_bytes); }, &ArenaUsage::available_bytes);
 }
 
-/// False if the pages that could go do not make enough room in a few rounds: progress elsewhere wakes this thread too.
-bool Pager::Impl::count_small_within_limit(std::size_t size_bytes) {
-    constexpr int kMaxRounds = 32;
-    std::optional<MemoryWait> wait;
-    for (int round = 0; round < kMaxRounds; ++round) {
-        const std::uint32_t seen = progress.load(std::memory_order_acquire);
-        std::size_t coming_bytes = leaving_bytes.load(std::memory_order_acquire);
-        {
-            const std::lock_guard lock(mutex);
-            if (arena.try_count_small(size_bytes)) return true;
-            const ArenaUsage usage = arena.usage();
-            coming_bytes += usage.available_bytes() + usage.reserve_bytes;
-            if (usage.free_frame_bytes != 0) unregister_wanted_bytes = size_bytes;
-        }
-        if (round == 0) mover->kick();
-        const bool is_coming = coming_bytes >= size_bytes || evict_for(size_bytes - coming_bytes, 0) > 0;
-        if (!is_coming && moving_pages.load(std::memory_order_acquire) == 0 &&
-            transients.load(std::memory_order_acquire) == 0 && progress.load(std::memory_order_acquire) == seen) {
-            return false;
-        }
-        if (!wait) wait.emplace(*this);
-        progress.wait(seen, std::memory_order_acquire);
-    }
-    return false;
+void Pager::Impl::acquire_small(std::size_t size_bytes) {
+    acquire(size_bytes, [&] { return arena.try_count_small(size_bytes); }, &ArenaUsage::available_small_bytes);
 }
 
 /// Takes a frame for a read ahead of use if that leaves the headroom, to which only demand is entitled, or if pages

@@ -78,7 +78,11 @@ class Outcome:
 
 def make_model(case: Case) -> torch.nn.Module:
     dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
-    model = tiny_model(case.model, tied=case.head == "tied", dtype=dtype, lora=case.tuning == "lora")
+    # Frozen weights have no gradient and no moments: a wider model, so that a share of its state is more than what one
+    # operation needs at once.
+    is_lora = case.tuning == "lora"
+    hidden = 256 if is_lora else 128
+    model = tiny_model(case.model, tied=case.head == "tied", dtype=dtype, lora=is_lora, hidden=hidden)
     if case.checkpointing != "stored":
         if case.tuning == "lora":
             model.enable_input_require_grads()
