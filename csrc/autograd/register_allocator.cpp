@@ -23,9 +23,11 @@ constexpr std::uint8_t kPriority = 100;
 // The budget grants small allocations memory in lumps, so that each costs two atomic operations and no lock.
 constexpr std::size_t kMaxLumpBytes = kMiB;
 constexpr std::size_t kLumpShare = 256;  // of the budget
-constexpr std::ptrdiff_t kMaxSurplusLumps = 3;
+constexpr std::ptrdiff_t kMaxSurplusLumps = 8;
 
 thread_local int bypass_depth = 0;
+
+constexpr std::size_t kTrimStepBytes = 4 * kMiB;
 
 // Growing the grant can make the pager drop pages, and with a segment's record go small tensors: no reason to settle.
 thread_local bool is_settling = false;
@@ -39,6 +41,15 @@ public:
 };
 
 }  // namespace
+
+void note_heap_freed(std::size_t size_bytes) {
+    static std::atomic<std::size_t> waiting_bytes{0};
+    if (waiting_bytes.fetch_add(size_bytes, std::memory_order_relaxed) + size_bytes < kTrimStepBytes) return;
+    waiting_bytes.store(0, std::memory_order_relaxed);
+#ifdef __GLIBC__
+    malloc_trim(0);
+#endif
+}
 
 AllocatorBypass::AllocatorBypass() noexcept { ++bypass_depth; }
 AllocatorBypass::~AllocatorBypass() { --bypass_depth; }
@@ -138,6 +149,7 @@ void RegisterAllocator::settle_grant() {
     // Below zero only by what was allocated raw before the installation and freed after it.
     const std::ptrdiff_t now = std::max<std::ptrdiff_t>(small_bytes_.load(std::memory_order_relaxed), 0);
     const std::ptrdiff_t delta_bytes = now + lump_bytes_.load(std::memory_order_relaxed) - granted_bytes_.load();
+    if (delta_bytes < 0) note_heap_freed(static_cast<std::size_t>(-delta_bytes));
     if (delta_bytes <= 0 || bypass_depth != 0) {
         engine->pager().count_small(delta_bytes);
     } else {

@@ -14,7 +14,11 @@ namespace torch_offload {
 class Engine;
 
 /// Allocations from this size on get a range of their own.
-inline constexpr std::size_t kLargeAllocationBytes = 256 * kKiB;
+inline constexpr std::size_t kLargeAllocationBytes = 64 * kKiB;
+
+/// Says that heap memory was freed. It lies in holes of the C library's heap, beside the budget, until it is given back
+/// to the system: in steps of some MiB, since each walks the heap. Threads: any.
+void note_heap_freed(std::size_t size_bytes);
 
 /// Wraps the CPU allocator that was there before. There is one per process; once installed it stays torch's allocator
 /// for good, without an engine it only hands on: storages keep a pointer to the allocator that made them, and what

@@ -123,7 +123,9 @@ bool manage_tensor(Engine& engine, const at::Tensor& tensor, const std::string& 
         if (is_new && is_manageable(tensor) && tensor.nbytes() >= engine.min_paged_bytes()) {
             role.trace_id = engine.pager().new_trace_id();
         }
-        return engine.try_manage(tensor, std::move(role));
+        const bool is_managed = engine.try_manage(tensor, std::move(role));
+        if (is_managed && is_new) note_heap_freed(tensor.nbytes());
+        return is_managed;
     });
 }
 

@@ -363,12 +363,13 @@ void AddressSpace::release(std::span<std::byte> range) noexcept try {
     OFFLOAD_LOG(error, "addresses are lost: ", error.what());
 }
 
-void AddressSpace::commit(std::span<std::byte> range) {
+void AddressSpace::commit(std::span<std::byte> range, HugePages huge_pages) {
     state_->check_inside(range, "commit");
     if (!map_fresh(range, PROT_READ | PROT_WRITE)) throw_mapping_error("committing", range, errno);
     // Over the whole range, though huge pages only fit its aligned body: two kinds of flags would be two mappings, and
     // kernels before 6.17 move one mapping a call. Refused (EINVAL: built without them) costs speed only.
-    if (range.size() >= kHugePageBytes && madvise(range.data(), range.size(), MADV_HUGEPAGE) != 0) {
+    if (huge_pages == HugePages::never || range.size() < kHugePageBytes) return;
+    if (madvise(range.data(), range.size(), MADV_HUGEPAGE) != 0) {
         OFFLOAD_LOG(debug, "no huge pages for ", range.size(), " bytes: ", std::strerror(errno));
     }
 }

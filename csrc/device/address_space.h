@@ -25,6 +25,9 @@ public:
 
 enum class Protection : std::uint8_t { none, read, read_write };
 
+/// Whether the system may back memory by huge pages. Not for memory of which parts are moved or given back alone.
+enum class HugePages : std::uint8_t { never, allowed };
+
 /// The process's reserved arena of addresses. Physical memory is ordinary private anonymous memory that moves between
 /// addresses with mremap (MREMAP_DONTUNMAP): its page tables move, no byte is copied, a huge page moves whole, and it
 /// is resident at exactly one address at a time (docs/adr/0001).
@@ -49,8 +52,9 @@ public:
     /// Gives the memory under `range` back and keeps its addresses for later reservations of that size.
     void release(std::span<std::byte> range) noexcept;
 
-    /// Makes [range) readable and writable zeros; memory is used as it is touched. Huge pages where they fit.
-    void commit(std::span<std::byte> range);
+    /// Makes [range) readable and writable zeros; memory is used as it is touched. Huge pages, where
+    /// they are allowed and fit.
+    void commit(std::span<std::byte> range, HugePages huge_pages = HugePages::allowed);
 
     /// Drops the memory: the range is PROT_NONE again and costs nothing.
     void decommit(std::span<std::byte> range);

@@ -8,7 +8,7 @@
 
 namespace torch_offload {
 
-Arena::Arena(std::size_t limit_bytes, std::size_t reserve_bytes) {
+Arena::Arena(std::size_t limit_bytes, std::size_t reserve_bytes, HugePages huge_pages) : huge_pages_(huge_pages) {
     usage_.limit_bytes = limit_bytes;
     usage_.reserve_bytes = reserve_bytes;
 }
@@ -54,7 +54,7 @@ std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes) {
     if (usage_.available_bytes() < size_bytes || !make_room(size_bytes, usage_.reserve_bytes)) return std::nullopt;
     AddressSpace& space = AddressSpace::process();
     const Frame frame{space.reserve(size_bytes, nullptr)};
-    space.commit(frame.slot);
+    space.commit(frame.slot, huge_pages_);
     space.hide_from_fork(frame.slot, true);
     charge(usage_.frame_bytes, size_bytes);
     return frame;
@@ -77,7 +77,7 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
     if (usage_.available_bytes() < size_bytes || !make_room(size_bytes, usage_.reserve_bytes)) return std::nullopt;
     AddressSpace& space = AddressSpace::process();
     const std::span<std::byte> range = space.reserve(size_bytes, nullptr);
-    space.commit(range);
+    space.commit(range, huge_pages_);
     charge(usage_.range_bytes, size_bytes);
     return range;
 }

@@ -45,7 +45,7 @@ class Arena {
 public:
     /// `reserve_bytes` of the limit are kept free for small allocations to come, which an operation makes while its
     /// pages are pinned.
-    explicit Arena(std::size_t limit_bytes, std::size_t reserve_bytes = 0);
+    explicit Arena(std::size_t limit_bytes, std::size_t reserve_bytes = 0, HugePages huge_pages = HugePages::allowed);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
@@ -78,6 +78,7 @@ private:
     void charge(std::size_t& account, std::size_t size_bytes) noexcept;
 
     ArenaUsage usage_;
+    HugePages huge_pages_;
     std::multimap<std::size_t, Frame> free_frames_;
     std::multimap<std::size_t, std::span<std::byte>> idle_ranges_;
 };

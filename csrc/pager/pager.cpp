@@ -20,6 +20,14 @@ std::uint64_t next_store_id() {
 /// What operations may allocate in small pieces while all other memory is pinned.
 std::size_t small_reserve(std::size_t budget_bytes) { return std::min(budget_bytes / 16, 4 * kMiB); }
 
+/// A page moves alone. If it is not whole huge pages, the system keeps all of a huge page while any part of it is used,
+/// and the process grows beyond the budget.
+HugePages huge_pages_for(const PagerOptions& options) {
+    constexpr std::size_t kSmallestElementBytes = 2;
+    const bool is_whole = options.page_elements * kSmallestElementBytes % kHugePageBytes == 0;
+    return is_whole ? HugePages::allowed : HugePages::never;
+}
+
 }  // namespace
 
 Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_ptr<IoEngine> engine)
@@ -27,7 +35,7 @@ Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_p
       options(pager_options),
       file(pager_options.directory),
       store_id(next_store_id()),
-      arena(pager_options.budget_bytes, small_reserve(pager_options.budget_bytes)) {
+      arena(pager_options.budget_bytes, small_reserve(pager_options.budget_bytes), huge_pages_for(pager_options)) {
     OFFLOAD_CHECK(options.budget_bytes > 0, InvalidArgument, "the RAM budget is 0 bytes");
     OFFLOAD_CHECK(options.page_elements > 0 && options.page_elements % kSectorBytes == 0, InvalidArgument,
                   "page_elements must be a positive multiple of ", kSectorBytes, ", got ", options.page_elements);
