@@ -95,6 +95,12 @@ Frame Arena::adopt_into_frame(std::size_t size_bytes) {
     return frame;
 }
 
+void Arena::return_to_range(const Frame& frame) {
+    usage_.frame_bytes -= frame.slot.size();
+    usage_.range_bytes += frame.slot.size();
+    AddressSpace::process().release(frame.slot);
+}
+
 void Arena::release_frame(const Frame& frame) {
     usage_.frame_bytes -= frame.slot.size();
     AddressSpace::process().release(frame.slot);

@@ -60,6 +60,8 @@ public:
 
     /// Turns `size_bytes` of a live range into a frame of that size whose memory stays where it is.
     Frame adopt_into_frame(std::size_t size_bytes);
+    /// The reverse: the frame's memory lies in a range, which is live again; its slot is given up.
+    void return_to_range(const Frame& frame);
     /// Gives the frame's memory back to the system at once. Pre: it is not registered with the I/O engine.
     void release_frame(const Frame& frame);
 

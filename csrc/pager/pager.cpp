@@ -104,20 +104,47 @@ std::shared_ptr<Segment> Pager::adopt_range(std::span<std::byte> range, std::siz
     return segment;
 }
 
+/// Whether all of the segment's memory lies at its address as it came from allocate_range(): the next allocation of
+/// that size, a gradient of the next step, can have it without the system zeroing new memory.
+bool Pager::Impl::is_whole_in_place(const Segment& segment) {
+    for (std::size_t i = 0; i < segment.page_count(); ++i) {
+        const Page& page = segment.page(i);
+        const PageWord word = page.load();
+        const bool is_in_place = word.state() == PageState::mapped && word.has(PageWord::kWritable);
+        if (!is_in_place || page.frame.fixed_index != kUnregistered) return false;
+    }
+    return true;
+}
+
 /// The last owner of the segment is gone, so nothing of it is in flight or pinned.
 void Pager::Impl::forget(Segment& segment) {
-    AddressSpace& space = AddressSpace::process();
     const std::span<std::byte> range = whole_sectors(segment.range());
-    space.set_target(range, nullptr);
+    AddressSpace::process().set_target(range, nullptr);
     for (std::size_t i = 0; i < segment.page_count(); ++i) {
-        Page& page = segment.page(i);
-        if (page.load().state() == PageState::mapped) unmap_page(page);
-        if (page.extent) file.free(*page.extent);
-        const std::lock_guard lock(mutex);
-        if (page.frame) arena.give_frame(page.frame);
-        page_errors.erase(&page);
+        if (const Page& page = segment.page(i); page.extent) file.free(*page.extent);
     }
-    space.release(range);
+    const bool is_kept = is_whole_in_place(segment);
+    if (is_kept) {
+        AddressSpace::process().hide_from_fork(range, false);
+    } else {
+        for (std::size_t i = 0; i < segment.page_count(); ++i) {
+            if (Page& page = segment.page(i); page.load().state() == PageState::mapped) unmap_page(page);
+        }
+        AddressSpace::process().release(range);
+    }
+    {
+        const std::lock_guard lock(mutex);
+        for (std::size_t i = 0; i < segment.page_count(); ++i) {
+            const Page& page = segment.page(i);
+            page_errors.erase(&page);
+            if (is_kept) {
+                arena.return_to_range(page.frame);
+            } else if (page.frame) {
+                arena.give_frame(page.frame);
+            }
+        }
+        if (is_kept) arena.give_range(range);
+    }
     {
         const std::lock_guard lock(mutex);
         segments.erase(&segment);

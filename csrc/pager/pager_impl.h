@@ -88,6 +88,7 @@ struct Pager::Impl final : MoverClient {
 
     // Segments (pager.cpp)
     std::shared_ptr<Segment> make_segment(std::span<std::byte> range, std::size_t element_bytes, SegmentKind kind);
+    static bool is_whole_in_place(const Segment& segment);
     void forget(Segment& segment);
     std::shared_ptr<Segment> find_role(TraceId id);
     void keep_error(std::exception_ptr error);
