@@ -1,5 +1,6 @@
 #include "autograd/derived_tensors.h"
 
+#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -61,8 +62,9 @@ void manage_derived(const std::shared_ptr<Engine>& engine, const at::Tensor& res
 const Block* derivation_source(c10::DispatchKeySet keys, c10::ArrayRef<c10::IValue> arguments) {
     if (arguments.empty() || !arguments[0].isTensor()) return nullptr;
     const Block* block = block_of(arguments[0].toTensor());
-    const bool derives =
-        block && block->engine->in_optimizer_step() && is_plain_call(keys) && !c10::InferenceMode::is_enabled();
+    // With gradients enabled it is the closure of a step, which runs the model.
+    const bool derives = block && block->engine->in_optimizer_step() && is_plain_call(keys) &&
+                         !c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
     return derives ? block : nullptr;
 }
 

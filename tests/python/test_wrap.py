@@ -97,6 +97,71 @@ def test_training_is_bitwise_equal_with_everything_paged_out_at_every_turn(confi
     assert report.host_peak_bytes <= report.budget_bytes
 
 
+CLOSURE_OPTIMIZERS = {
+    "adamw": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True),
+    "sgd": lambda module: torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1, foreach=False),
+    "lbfgs": lambda module: torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3, history_size=3),
+}
+
+
+@pytest.mark.parametrize("name", CLOSURE_OPTIMIZERS)
+def test_steps_with_a_closure_are_bitwise_equal(config, name):
+    """The closure runs the model inside the optimizer's step."""
+    outcomes = []
+    for is_paged in (False, True):
+        module = make_module()
+        if is_paged:
+            torch_offload.wrap(module, config=config)
+        optimizer = CLOSURE_OPTIMIZERS[name](module)
+        losses = []
+        for seed in range(3):
+            batch = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))
+
+            def closure(module=module, optimizer=optimizer, batch=batch, losses=losses):
+                optimizer.zero_grad()
+                loss = module(batch).square().mean()
+                loss.backward()
+                losses.append(loss.item().hex())
+                return loss
+
+            if is_paged:
+                page_out(module)
+            optimizer.step(closure)
+        outcomes.append([losses, snapshot(module)])
+    assert_bitwise_equal(outcomes[1], outcomes[0])
+    assert torch_offload.report().ssd_read_bytes > 0
+
+
+def test_momentum_made_from_a_decayed_gradient_is_paged(config):
+    """SGD clones `gradient + decay * weight`, which is nobody's state before."""
+    module = make_module()
+    torch_offload.wrap(module, config=config)
+    optimizer = CLOSURE_OPTIMIZERS["sgd"](module)
+    step(module, optimizer)
+    large = [parameter for parameter in module.parameters() if parameter.dim() == 2]
+    assert all(_C.is_managed(optimizer.state[parameter]["momentum_buffer"]) for parameter in large)
+
+
+def test_an_optimizer_step_that_raises_leaves_the_engine_as_it_was(config):
+    """Results of the forward after it are ordinary, and training goes on equal."""
+    plain, paged = make_module(), make_module()
+    torch_offload.wrap(paged, config=config)
+    outcomes = []
+    for module in (plain, paged):
+        optimizer = adamw(module)
+        step(module, optimizer)
+
+        def closure():
+            raise RuntimeError("from the closure")
+
+        with pytest.raises(RuntimeError, match="from the closure"):
+            optimizer.step(closure)
+        assert not _C.is_managed(module(torch.randn(8, 128, generator=torch.Generator().manual_seed(9))))
+        step(module, optimizer, seed=2)
+        outcomes.append(snapshot(module, optimizer))
+    assert_bitwise_equal(outcomes[1], outcomes[0])
+
+
 def test_unwrap_gives_ordinary_tensors_back(config):
     """Parameters, gradients and moments keep values, address nothing of ours and need no engine; hooks are gone."""
     plain, paged = make_module(), make_module()
