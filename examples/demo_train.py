@@ -35,7 +35,7 @@ def train(model: Any, rows: list[dict[str, list[int]]], steps: int) -> dict[str,
         save_strategy="no",
         logging_strategy="no",
         report_to=[],
-        disable_tqdm=True,
+        disable_tqdm=False,
     )
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[clock]).train()
     hook.remove()

@@ -132,7 +132,8 @@ void RegisterAllocator::note_allocated(std::size_t size_bytes) {
 void RegisterAllocator::note_freed(std::size_t size_bytes) {
     const auto delta_bytes = static_cast<std::ptrdiff_t>(size_bytes);
     const std::ptrdiff_t now = small_bytes_.fetch_sub(delta_bytes, std::memory_order_relaxed) - delta_bytes;
-    const std::ptrdiff_t surplus_bytes = granted_bytes_.load(std::memory_order_relaxed) - std::max(now, std::ptrdiff_t{0});
+    const std::ptrdiff_t surplus_bytes =
+        granted_bytes_.load(std::memory_order_relaxed) - std::max(now, std::ptrdiff_t{0});
     if (surplus_bytes > kMaxSurplusLumps * lump_bytes_.load(std::memory_order_relaxed)) settle_grant();
 }
 
