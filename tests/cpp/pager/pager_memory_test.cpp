@@ -1,0 +1,88 @@
+#include <gtest/gtest.h>
+
+#include "pager/pager.h"
+#include "support/pager_fixture.h"
+
+namespace torch_offload::test {
+namespace {
+
+constexpr std::size_t kLumpBytes = kPageBytes / 8;
+
+/// Grants lumps until the pager refuses; returns the bytes granted.
+std::size_t grant_all(Pager& pager) {
+    std::size_t granted_bytes = 0;
+    while (true) {
+        try {
+            pager.reserve_small(kLumpBytes);
+        } catch (const OutOfTierMemory&) {
+            return granted_bytes;
+        }
+        granted_bytes += kLumpBytes;
+    }
+}
+
+// Small allocations make pages leave, frames that the I/O engine registered included, up to the last byte of the
+// budget, and are refused after that rather than waited for. Method: pages that were written and read, lumps until
+// refused, everything back, pages read again.
+TEST(PagerMemory, SmallGrantsTakeAllThatPagesCanGive) {
+    Pager pager(options_with(12));
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (std::uint32_t i = 0; i < 5; ++i) segments.push_back(filled_segment(pager, 4, i));
+    for (int round = 0; round < 4; ++round) {
+        const std::size_t granted_bytes = grant_all(pager);
+        EXPECT_EQ(granted_bytes, 12 * kPageBytes);
+        EXPECT_EQ(pager.statistics().memory.frame_bytes, 0u);
+        pager.count_small(-static_cast<std::ptrdiff_t>(granted_bytes));
+        for (std::uint32_t i = 0; i < 5; ++i) {
+            const PinGuard guard = pin(pager, segments[i], Access::read);
+            ASSERT_TRUE(holds(*segments[i], i));
+        }
+    }
+    EXPECT_LE(pager.statistics().memory.peak_bytes, 12 * kPageBytes);
+}
+
+// What is pinned is left alone. Method: pin half, lumps until refused, the pinned bytes are there.
+TEST(PagerMemory, SmallGrantsLeavePinnedPagesAlone) {
+    Pager pager(options_with(8));
+    const auto held = filled_segment(pager, 4, 1);
+    const auto other = filled_segment(pager, 4, 2);
+    const PinGuard guard = pin(pager, held, Access::read);
+    EXPECT_EQ(grant_all(pager), 4 * kPageBytes);
+    EXPECT_FALSE(pager.is_resident(*other));
+    EXPECT_TRUE(holds(*held, 1));
+}
+
+// A gradient that dies where it was adopted leaves its range for the next one. Method: adopt, drop, allocate again.
+TEST(PagerMemory, SegmentThatDiesInPlaceLeavesItsRange) {
+    Pager pager(options_with(8));
+    const auto range = pager.allocate_range(4 * kPageBytes);
+    const std::byte* address = range.data();
+    auto gradient = pager.adopt_range(range, 4 * kPageBytes, 4, SegmentKind::gradient);
+    fill(*gradient, 3);
+    gradient.reset();
+    EXPECT_EQ(pager.statistics().memory.idle_range_bytes, 4 * kPageBytes);
+    EXPECT_EQ(pager.statistics().memory.frame_bytes, 0u);
+    const auto next = pager.allocate_range(4 * kPageBytes);
+    EXPECT_EQ(next.data(), address);
+    EXPECT_EQ(pager.statistics().memory.peak_bytes, 4 * kPageBytes);
+    pager.free_range(next);
+}
+
+// One of which a page has left gives back frames. Method: the same with an eviction between.
+TEST(PagerMemory, SegmentThatDiesElsewhereLeavesFrames) {
+    Pager pager(options_with(8));
+    auto gradient = pager.adopt_range(pager.allocate_range(4 * kPageBytes), 4 * kPageBytes, 4, SegmentKind::gradient);
+    fill(*gradient, 3);
+    EXPECT_EQ(pager.evict(gradient), 0u);
+    {
+        const PinGuard guard = pager.pin_pages(gradient, 1, 2, Access::read);
+    }
+    gradient.reset();
+    const ArenaUsage usage = pager.statistics().memory;
+    EXPECT_EQ(usage.idle_range_bytes, 0u);
+    EXPECT_EQ(usage.frame_bytes, 0u);
+    EXPECT_EQ(pager.statistics().stored_bytes, 0u);
+}
+
+}  // namespace
+}  // namespace torch_offload::test
