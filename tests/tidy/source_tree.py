@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT_SUFFIXES = {".h", ".cpp", ".cu", ".py", ".pyi", ".md", ".toml", ".txt", ".sh"}
+TEXT_SUFFIXES = {".h", ".cpp", ".cu", ".py", ".pyi", ".md", ".toml", ".txt", ".sh", ".json"}
 TEXT_NAMES = {"Makefile", "CMakeLists.txt", "LICENSE", "run"}
 
 # Paths relative to the root, as in "csrc/base/check.h".
