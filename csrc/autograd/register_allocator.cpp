@@ -25,9 +25,9 @@ constexpr std::size_t kMaxLumpBytes = kMiB;
 constexpr std::size_t kLumpShare = 256;  // of the budget
 constexpr std::ptrdiff_t kMaxSurplusLumps = 8;
 
-thread_local int bypass_depth = 0;
-
 constexpr std::size_t kTrimStepBytes = 4 * kMiB;
+
+thread_local int bypass_depth = 0;
 
 // Growing the grant can make the pager drop pages, and with a segment's record go small tensors: no reason to settle.
 thread_local bool is_settling = false;
@@ -70,7 +70,7 @@ void RegisterAllocator::install(std::shared_ptr<Engine> engine) {
     lump_bytes_.store(static_cast<std::ptrdiff_t>(std::clamp(share_bytes, kSectorBytes, kMaxLumpBytes)));
     small_bytes_.store(0, std::memory_order_relaxed);  // what lives already is not the new engine's
     engine_.store(std::move(engine));
-    settle_grant();
+    settle_grant(GrantChange::any);
     c10::SetCPUAllocator(this, kPriority);
 }
 
@@ -126,7 +126,7 @@ void RegisterAllocator::free_memory(void* address) {
 void RegisterAllocator::note_allocated(std::size_t size_bytes) {
     const auto delta_bytes = static_cast<std::ptrdiff_t>(size_bytes);
     const std::ptrdiff_t now = small_bytes_.fetch_add(delta_bytes, std::memory_order_relaxed) + delta_bytes;
-    if (now > granted_bytes_.load(std::memory_order_relaxed)) settle_grant();
+    if (now > granted_bytes_.load(std::memory_order_relaxed)) settle_grant(GrantChange::any);
 }
 
 void RegisterAllocator::note_freed(std::size_t size_bytes) {
@@ -134,13 +134,15 @@ void RegisterAllocator::note_freed(std::size_t size_bytes) {
     const std::ptrdiff_t now = small_bytes_.fetch_sub(delta_bytes, std::memory_order_relaxed) - delta_bytes;
     const std::ptrdiff_t surplus_bytes =
         granted_bytes_.load(std::memory_order_relaxed) - std::max(now, std::ptrdiff_t{0});
-    if (surplus_bytes > kMaxSurplusLumps * lump_bytes_.load(std::memory_order_relaxed)) settle_grant();
+    if (surplus_bytes > kMaxSurplusLumps * lump_bytes_.load(std::memory_order_relaxed)) {
+        settle_grant(GrantChange::shrink);
+    }
 }
 
-/// Has the engine's budget hold what small allocations take, and a lump more. A thread that grows the grant may wait
-/// for pages to leave; whoever comes meanwhile goes on, its bytes are in the next grant: it may be the thread that the
-/// waiting one waits for.
-void RegisterAllocator::settle_grant() {
+/// Has the engine's budget hold what small allocations take, and a lump more. Only growing can throw. A thread that
+/// grows the grant may wait for pages to leave; whoever comes meanwhile goes on, its bytes are in the next grant: it
+/// may be the thread that the waiting one waits for.
+void RegisterAllocator::settle_grant(GrantChange allowed) {
     if (is_settling || in_forked_child()) return;  // the pager's lock may have been held when the process forked
     const std::shared_ptr<Engine> engine = engine_.load();
     if (!engine) return;
@@ -150,6 +152,7 @@ void RegisterAllocator::settle_grant() {
     // Below zero only by what was allocated raw before the installation and freed after it.
     const std::ptrdiff_t now = std::max<std::ptrdiff_t>(small_bytes_.load(std::memory_order_relaxed), 0);
     const std::ptrdiff_t delta_bytes = now + lump_bytes_.load(std::memory_order_relaxed) - granted_bytes_.load();
+    if (delta_bytes > 0 && allowed == GrantChange::shrink) return;
     if (delta_bytes < 0) note_heap_freed(static_cast<std::size_t>(-delta_bytes));
     if (delta_bytes <= 0 || bypass_depth != 0) {
         engine->pager().count_small(delta_bytes);

@@ -4,6 +4,7 @@
 #include <c10/core/Allocator.h>
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 
@@ -47,7 +48,8 @@ private:
     static void free_memory(void* address);
     void note_allocated(std::size_t size_bytes);
     void note_freed(std::size_t size_bytes);
-    void settle_grant();
+    enum class GrantChange : std::uint8_t { shrink, any };
+    void settle_grant(GrantChange allowed);
 
     c10::Allocator* previous_;
     c10::DeleterFnPtr previous_deleter_;  // nullptr: small allocations of an unknown allocator are not counted
