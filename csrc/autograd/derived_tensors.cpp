@@ -59,9 +59,9 @@ void manage_derived(const std::shared_ptr<Engine>& engine, const at::Tensor& res
     manage(engine, result, derived_role(*engine, source, derived));
 }
 
-const Block* derivation_source(c10::DispatchKeySet keys, c10::ArrayRef<c10::IValue> arguments) {
-    if (arguments.empty() || !arguments[0].isTensor()) return nullptr;
-    const Block* block = block_of(arguments[0].toTensor());
+const Block* derivation_source(c10::DispatchKeySet keys, const c10::IValue& argument) {
+    if (!argument.isTensor()) return nullptr;
+    const Block* block = block_of(argument.toTensor());
     // With gradients enabled it is the closure of a step, which runs the model.
     const bool derives = block && block->engine->in_optimizer_step() && is_plain_call(keys) &&
                          !c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();

@@ -21,9 +21,9 @@ TraceId parameter_role_of(const Segment& segment) noexcept;
 void manage_derived(const std::shared_ptr<Engine>& engine, const at::Tensor& result, const Segment& source,
                     Engine::Derived derived);
 
-/// The first argument's block if it is managed and the call comes from inside an optimizer step, where results may be
-/// states that stay; else nullptr.
-const Block* derivation_source(c10::DispatchKeySet keys, c10::ArrayRef<c10::IValue> arguments);
+/// The argument's block if it is a managed tensor and the call comes from inside an optimizer step, where results may
+/// be states that stay; else nullptr.
+const Block* derivation_source(c10::DispatchKeySet keys, const c10::IValue& argument);
 
 /// Replaces the arguments on the stack by a managed tensor of zeros that owns no bytes, if that is what the call
 /// asks for with ordinary options. Pre: the operator has a likeness and derivation_source() is there.

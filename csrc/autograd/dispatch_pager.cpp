@@ -104,7 +104,9 @@ void call_deriving(const c10::OperatorHandle& op, const OperatorTraits& traits, 
 void call(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::DispatchKeySet keys,
           torch::jit::Stack* stack) {
     if (traits.likeness != Likeness::none || traits.kind == OperatorKind::ordinary) {
-        if (const Block* source = derivation_source(keys, arguments_of(op, stack))) {
+        const c10::ArrayRef<c10::IValue> arguments = arguments_of(op, stack);
+        const Block* source = arguments.empty() ? nullptr : derivation_source(keys, arguments[0]);
+        if (source) {
             call_deriving(op, traits, keys, *source, stack);
             return;
         }

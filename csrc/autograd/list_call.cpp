@@ -1,7 +1,6 @@
 #include "autograd/list_call.h"
 
 #include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <iterator>
@@ -103,15 +102,15 @@ void manage_results(const ListCall& call, c10::ArrayRef<c10::IValue> sources, to
     for (const c10::IValue& result : results) {
         if (!is_tensor_list(result) || result.toListRef().size() != sources.size()) continue;
         for (std::size_t i = 0; i < sources.size(); ++i) {
-            const Block* source = block_of(sources[i].toTensor());
-            if (!source || !source->engine->in_optimizer_step() || c10::InferenceMode::is_enabled()) continue;
+            const Block* source = derivation_source(call.keys, sources[i]);
+            if (!source) continue;
             manage_derived(source->engine, result.toListRef()[i].toTensor(), *source->segment,
                            Engine::Derived::temporary);
         }
     }
 }
 
-torch::jit::Stack run_chunk(const ListCall& call, std::size_t begin, std::size_t end, bool is_plain) {
+torch::jit::Stack run_chunk(const ListCall& call, std::size_t begin, std::size_t end) {
     torch::jit::Stack stack;
     stack.reserve(call.arguments.size());
     for (std::size_t i = 0; i < call.arguments.size(); ++i) stack.push_back(slice(call, i, begin, end));
@@ -119,7 +118,7 @@ torch::jit::Stack run_chunk(const ListCall& call, std::size_t begin, std::size_t
     if (!managed.empty()) managed.pin();
     const c10::IValue sources = stack.front();
     call.op.redispatchBoxed(keys_below(call.keys), &stack);
-    if (is_plain && is_tensor_list(sources)) manage_results(call, sources.toListRef(), stack);
+    if (is_tensor_list(sources)) manage_results(call, sources.toListRef(), stack);
     managed.manage_replaced();
     return stack;
 }
@@ -142,7 +141,7 @@ torch::jit::Stack run_chunks(const ListCall& call, Engine& engine) {
     torch::jit::Stack results;
     std::size_t begin = 0;
     for (const std::size_t end : ends) {
-        append(results, run_chunk(call, begin, end, true));
+        append(results, run_chunk(call, begin, end));
         begin = end;
     }
     return results;
@@ -236,7 +235,7 @@ void call_list(const c10::OperatorHandle& op, const OperatorTraits& traits, c10:
         results = std::move(call.arguments);
         op.redispatchBoxed(keys_below(keys), &results);
     } else if (!is_plain) {
-        results = run_chunk(call, 0, call.length, false);
+        results = run_chunk(call, 0, call.length);
     } else if (traits.kind == OperatorKind::list_norm) {
         results = run_norms(std::move(call), *engine);
     } else {

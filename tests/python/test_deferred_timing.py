@@ -14,6 +14,14 @@ from torch import Tensor, nn
 from torch_offload import _C
 
 
+def leave_step_pending(run: Run) -> None:
+    """A gradient, everything sent away, and a step that is recorded and not ended."""
+    run.optimizer = adamw(run.parameters)
+    run.backward()
+    run.evict()
+    run.unended_step()
+
+
 def test_nothing_is_read_for_a_step(scratch: Path) -> None:
     """A step over pages on SSD reads none of them; reading one weight then runs the work of that weight only."""
     run = Run(make_engine(scratch))
@@ -55,10 +63,7 @@ def test_raw_access_runs_the_work(scratch: Path) -> None:
     """A numpy view made while work is outstanding shows the value after it."""
     plain, paged = Run(), Run(make_engine(scratch))
     for run in (plain, paged):
-        run.optimizer = adamw(run.parameters)
-        run.backward()
-        run.evict()
-        run.unended_step()
+        leave_step_pending(run)
     assert paged.engine.has_pending_work(paged.parameters[0])
     shown = torch.from_numpy(paged.parameters[0].detach().numpy().copy())
     assert torch.equal(shown, plain.parameters[0])
@@ -176,10 +181,7 @@ def test_many_readers(scratch: Path) -> None:
 def test_flush_leaves_nothing_outstanding(scratch: Path) -> None:
     """After a flush every recorded operator has run on every page."""
     run = Run(make_engine(scratch))
-    run.optimizer = adamw(run.parameters)
-    run.backward()
-    run.evict()
-    run.unended_step()
+    leave_step_pending(run)
     run.engine.flush()
     managed = [p for p in run.parameters if _C.is_managed(p)]
     assert not any(run.engine.has_pending_work(p) for p in managed)
@@ -190,10 +192,7 @@ def test_flush_leaves_nothing_outstanding(scratch: Path) -> None:
 def test_dropped_gradients_go_when_their_work_is_done(scratch: Path) -> None:
     """A gradient set to None lives as long as the recorded step needs it, and no longer."""
     run = Run(make_engine(scratch))
-    run.optimizer = adamw(run.parameters)
-    run.backward()
-    run.evict()
-    run.unended_step()
+    leave_step_pending(run)
     run.engine.flush()
     run.evict()
     with_gradients = run.count("stored_bytes")
@@ -228,10 +227,7 @@ def test_unmanage_applies_what_is_recorded(scratch: Path) -> None:
     """A tensor that leaves the engine has the value after its recorded work, and is ordinary memory."""
     plain, paged = Run(), Run(make_engine(scratch))
     for run in (plain, paged):
-        run.optimizer = adamw(run.parameters)
-        run.backward()
-        run.evict()
-        run.unended_step()
+        leave_step_pending(run)
     for parameter in paged.parameters:
         if _C.is_managed(parameter):
             paged.engine.unmanage(parameter)
