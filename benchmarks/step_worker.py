@@ -1,6 +1,6 @@
 """Trains a random-init Llama step by step on request: one worker is plain torch, others are paged.
 
-Reads one command per line from stdin ("step" or "finish") and answers each with a JSON line on stdout.
+Reads one command per line from stdin ("step", "replay" or "finish") and answers each with a JSON line on stdout.
 """
 
 import argparse
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from machine import CpuSeconds
+from replay import least_traffic
 from transformers import LlamaConfig, LlamaForCausalLM
 
+REPLAYED_STEPS = 4
 KINDS_OF_STATE = 4  # weights, gradients, two moments
 
 
@@ -76,6 +78,25 @@ class Worker:
         outside = {f"{name}_between_steps": count for name, count in between.items()}
         return measured | traffic | outside | {"loss": loss.item().hex()}
 
+    def replay(self) -> dict[str, Any]:
+        """Take steps with every use of a page listed, and replay the list under the best eviction there is."""
+        from torch_offload import session
+
+        current = session.current()
+        if current is None:
+            return {}
+        self.traffic_since_last_call()
+        current.engine.start_use_log()
+        for _ in range(REPLAYED_STEPS):
+            step = self.step()
+        least_read, least_written = least_traffic(current.engine.take_use_log(), current.config.ram or 0)
+        return {
+            "least_read_bytes": least_read,
+            "least_written_bytes": least_written,
+            "ssd_read_bytes": step["ssd_read_bytes"],
+            "ssd_written_bytes": step["ssd_written_bytes"],
+        }
+
     def traffic_since_last_call(self) -> dict[str, float]:
         earlier, self.traffic_so_far = self.traffic_so_far, self.traffic()
         return {name: count - earlier[name] for name, count in self.traffic_so_far.items()}
@@ -120,7 +141,7 @@ def main() -> None:
     worker = Worker(parse_options())
     answers.write(json.dumps(worker.describe()) + "\n")
     for line in sys.stdin:
-        answer = worker.step() if line.strip() == "step" else worker.finish()
+        answer = {"step": worker.step, "replay": worker.replay, "finish": worker.finish}[line.strip()]()
         answers.write(json.dumps(answer) + "\n")
 
 

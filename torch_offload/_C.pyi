@@ -35,7 +35,7 @@ class Engine:
         self,
         *,
         budget_bytes: int,
-        directory: str,
+        directories: list[str],
         io_engine: str,
         queue_depth: int,
         page_elements: int,
@@ -65,5 +65,9 @@ class Engine:
     def flush(self) -> None:
         """Apply all deferred work and wait for all writes; raises what failed."""
     def statistics(self) -> dict[str, object]: ...
+    def start_use_log(self) -> None:
+        """List every use of a page from now on."""
+    def take_use_log(self) -> list[tuple[str, int, int, int, int, int, int, int]]:
+        """End the list: (kind, segment, first page, pages, page bytes, segment bytes, bytes not in pages, call)."""
     def managed_count(self) -> int:
         """Number of live segments."""

@@ -49,7 +49,7 @@ class Session:
         self.config = config
         self.engine = _C.Engine(
             budget_bytes=config.ram or 0,
-            directory=str(config.ssd),
+            directories=[str(config.ssd)],
             io_engine=config.io_engine,
             queue_depth=config.queue_depth,
             page_elements=config.page_elements,

@@ -25,6 +25,10 @@ constexpr std::size_t kMaxLength = 64;
 using Segments = std::vector<std::shared_ptr<Segment>>;
 using ChainPointer = std::shared_ptr<DeferredChain>;
 
+/// Of a segment that the program cannot reach any more, while a page of it is worked on: the chain, the work, the
+/// claim.
+constexpr long kOwnersInAdvance = 3;
+
 /// Marks the page of every segment that lets itself be marked. True if all did.
 bool postpone(Pager& pager, const Segments& segments, std::size_t index) {
     bool all_marked = true;
@@ -146,6 +150,9 @@ std::optional<std::size_t> DeferredOps::Impl::Turn::advance(const PageWork& work
         count_applied();
     }
     claim.finish();
+    for (std::size_t place = 0; place < work.segments.size(); ++place) {
+        if (work.segments[place].use_count() <= kOwnersInAdvance) claim.discard(place);
+    }
     return work.operations.size();
 }
 

@@ -49,7 +49,7 @@ bool fills_with_zero_bits(const c10::IValue& value) {
 }  // namespace
 
 TraceId parameter_role_of(const Segment& segment) noexcept {
-    return segment.kind() == SegmentKind::parameter ? segment.trace_id : segment.anchor_id;
+    return segment.kind() == SegmentKind::parameter ? segment.trace_id : segment.anchor_id.load();
 }
 
 void manage_derived(const std::shared_ptr<Engine>& engine, const at::Tensor& result, const Segment& source,

@@ -103,7 +103,7 @@ void copy_storage(const std::shared_ptr<Engine>& engine, c10::StorageImpl& stora
 }  // namespace
 
 SegmentRole role_of(const Segment& segment) {
-    return {segment.kind(), segment.label, segment.trace_id, segment.anchor_id};
+    return {segment.kind(), segment.label, segment.trace_id, segment.anchor_id.load()};
 }
 
 Block* block_of(const c10::StorageImpl& storage) noexcept {

@@ -102,11 +102,12 @@ void bind_pin(py::module_& module) {
 
 // --- Engine -------------------------------------------------------------------------------------------------------
 
-std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::string directory, const std::string& io_engine,
-                                    std::size_t queue_depth, std::size_t page_elements, std::size_t min_paged_bytes) {
+std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::string> directories,
+                                    const std::string& io_engine, std::size_t queue_depth, std::size_t page_elements,
+                                    std::size_t min_paged_bytes) {
     EngineOptions options;
     options.pager.budget_bytes = budget_bytes;
-    options.pager.directory = std::move(directory);
+    options.pager.directories = std::move(directories);
     options.pager.engine = value_named(kEngines, io_engine, "io_engine");
     options.pager.queue_depth = queue_depth;
     options.pager.page_elements = page_elements;
@@ -120,6 +121,7 @@ bool manage_tensor(Engine& engine, const at::Tensor& tensor, const std::string& 
     if (anchor && block_of(*anchor)) role.anchor_id = segment_of(*anchor)->trace_id;
     return waiting([&] {
         const bool is_new = !block_of(tensor);
+        if (!is_new && role.anchor_id != kNoTrace) engine.pager().set_anchor(*segment_of(tensor), role.anchor_id);
         if (is_new && is_manageable(tensor) && tensor.nbytes() >= engine.min_paged_bytes()) {
             role.trace_id = engine.pager().new_trace_id();
         }
@@ -152,8 +154,8 @@ void flush_engine(Engine& engine) {
 
 void bind_engine(py::module_& module) {
     py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final())
-        .def(py::init(&make_engine), py::kw_only(), py::arg("budget_bytes"), py::arg("directory"), py::arg("io_engine"),
-             py::arg("queue_depth"), py::arg("page_elements"), py::arg("min_paged_bytes"))
+        .def(py::init(&make_engine), py::kw_only(), py::arg("budget_bytes"), py::arg("directories"),
+             py::arg("io_engine"), py::arg("queue_depth"), py::arg("page_elements"), py::arg("min_paged_bytes"))
         .def("install_allocator", [](Engine& self) { RegisterAllocator::process().install(self.shared_from_this()); })
         .def("remove_allocator", [](Engine& self) { RegisterAllocator::process().remove(self); })
         .def("manage", &manage_tensor, py::arg("tensor"), py::kw_only(), py::arg("kind"), py::arg("label"),
@@ -202,6 +204,8 @@ void bind_engine(py::module_& module) {
                  deliver_log();
                  return statistics_of(self);
              })
+        .def("start_use_log", [](Engine& self) { self.pager().start_use_log(); })
+        .def("take_use_log", [](Engine& self) { return uses_of(self); })
         .def("managed_count", &Engine::live_segments);
 }
 

@@ -9,6 +9,7 @@ namespace {
 
 constexpr std::array<const char*, kSegmentKindCount> kKindNames = {"parameter", "gradient", "state", "other"};
 constexpr std::array<const char*, kStallCauseCount> kCauseNames = {"read", "memory", "update", "fault"};
+constexpr std::array<const char*, 5> kUseNames = {"read", "write", "create", "drop", "step"};
 constexpr double kNanosecondsPerSecond = 1e9;
 
 py::dict by_kind(const std::uint64_t (&values)[kSegmentKindCount]) {
@@ -52,6 +53,7 @@ void add_pager(py::dict& result, const PagerStatistics& pager) {
     result["clean_drops"] = pager.clean_drops;
     result["prefetches"] = pager.prefetches;
     result["stall_seconds"] = seconds_by_cause(pager.stall_ns);
+    result["own_update_seconds"] = static_cast<double>(pager.own_update_ns) / kNanosecondsPerSecond;
     result["engine"] = pager.engine;
 }
 
@@ -78,6 +80,15 @@ py::dict statistics_of(Engine& engine) {
     add_pager(result, engine.pager().statistics());
     add_deferred(result, engine.deferred().statistics());
     add_counters(result, engine.counters);
+    return result;
+}
+
+py::list uses_of(Engine& engine) {
+    py::list result;
+    for (const UseEvent& use : engine.pager().take_use_log()) {
+        result.append(py::make_tuple(kUseNames[static_cast<std::size_t>(use.kind)], use.segment_id, use.first_page,
+                                     use.page_count, use.page_bytes, use.size_bytes, use.other_bytes, use.call));
+    }
     return result;
 }
 

@@ -9,5 +9,7 @@ namespace torch_offload {
 
 /// Pre: the GIL is held.
 pybind11::dict statistics_of(Engine& engine);
+/// Ends the engine's use log and returns it as a list of tuples. Pre: the GIL is held.
+pybind11::list uses_of(Engine& engine);
 
 }  // namespace torch_offload

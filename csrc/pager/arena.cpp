@@ -22,6 +22,7 @@ Arena::~Arena() {
 void Arena::charge(std::size_t& account, std::size_t size_bytes) noexcept {
     account += size_bytes;
     usage_.peak_bytes = std::max(usage_.peak_bytes, usage_.used_bytes());
+    other_peak_bytes_ = std::max(other_peak_bytes_, usage_.range_bytes + usage_.small_bytes);
 }
 
 /// Gives free memory back to the system, largest first, until `size_bytes` more fit the limit.

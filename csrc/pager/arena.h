@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "pager/page_table.h"
@@ -75,11 +76,17 @@ public:
 
     ArenaUsage usage() const noexcept { return usage_; }
 
+    /// The most that temporaries and small allocations took together since the last call.
+    std::size_t take_other_peak_bytes() noexcept {
+        return std::exchange(other_peak_bytes_, usage_.range_bytes + usage_.small_bytes);
+    }
+
 private:
     bool make_room(std::size_t size_bytes, std::size_t reserve_bytes);
     void charge(std::size_t& account, std::size_t size_bytes) noexcept;
 
     ArenaUsage usage_;
+    std::size_t other_peak_bytes_ = 0;
     HugePages huge_pages_;
     std::multimap<std::size_t, Frame> free_frames_;
     std::multimap<std::size_t, std::span<std::byte>> idle_ranges_;

@@ -1,22 +1,29 @@
 #include "pager/eviction.h"
 
-#include <algorithm>
 #include <tuple>
 
 namespace torch_offload {
 
-std::vector<EvictionCandidate> choose_victims(std::vector<EvictionCandidate> candidates, std::size_t wanted_bytes,
-                                              Distance keep_within) {
-    std::erase_if(candidates, [&](const EvictionCandidate& c) { return c.next_use < keep_within; });
-    const auto goes_before = [](const EvictionCandidate& a, const EvictionCandidate& b) {
-        return std::tie(b.next_use, a.is_dirty, a.last_use) < std::tie(a.next_use, b.is_dirty, b.last_use);
-    };
-    std::sort(candidates.begin(), candidates.end(), goes_before);
-    std::size_t chosen_bytes = 0;
-    std::size_t count = 0;
-    while (count < candidates.size() && chosen_bytes < wanted_bytes) chosen_bytes += candidates[count++].size_bytes;
-    candidates.resize(count);
-    return candidates;
+bool EvictionQueue::Entry::operator<(const Entry& other) const noexcept {
+    return std::tie(other.rank.next_use, rank.last_use, segment) <
+           std::tie(rank.next_use, other.rank.last_use, other.segment);
+}
+
+void EvictionQueue::put(Segment& segment, const EvictionRank& rank) {
+    remove(segment);
+    entries_.insert({rank, &segment});
+    segment.eviction_rank = rank;
+}
+
+void EvictionQueue::remove(Segment& segment) noexcept {
+    if (!segment.eviction_rank) return;
+    entries_.erase({*segment.eviction_rank, &segment});
+    segment.eviction_rank.reset();
+}
+
+void EvictionQueue::clear() noexcept {
+    for (const Entry& entry : entries_) entry.segment->eviction_rank.reset();
+    entries_.clear();
 }
 
 }  // namespace torch_offload

@@ -1,29 +1,39 @@
-// Which pages should go: a pure function of candidates and predicted uses. Layer pager: includes base, trace.
+// Which segment's pages should go: all that have any in memory, ordered by their next use. Layer pager: includes base,
+// trace.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <vector>
+#include <set>
 
 #include "pager/trace.h"
 
 namespace torch_offload {
 
-/// A page that could go now.
-struct EvictionCandidate {
-    std::shared_ptr<Segment> segment;
-    Page* page = nullptr;
-    std::size_t size_bytes = 0;
-    Distance next_use = kNever;  // from the trace; equal for all without one
-    std::uint64_t last_use = 0;  // a clock that grows; decides among equals, oldest first
-    bool is_dirty = false;
-};
-
-/// Picks candidates with the furthest next use until they sum to `wanted_bytes` (or all of them), leaving those
-/// used within `keep_within`. Among equals clean pages go before dirty ones, then the least recently used.
+/// Segments, the one with the furthest next use first. Each change costs the logarithm of their number.
 /// Source: furthest next use after Belady, "A study of replacement algorithms", IBM Systems Journal 5(2), 1966.
-std::vector<EvictionCandidate> choose_victims(std::vector<EvictionCandidate> candidates, std::size_t wanted_bytes,
-                                              Distance keep_within);
+/// Threads: none; the pager's lock covers it.
+class EvictionQueue {
+public:
+    struct Entry {
+        EvictionRank rank;
+        Segment* segment = nullptr;
+
+        /// True for what should go first; the address only tells equals apart.
+        bool operator<(const Entry& other) const noexcept;
+    };
+    using Iterator = std::set<Entry>::const_iterator;
+
+    /// Adds the segment, or moves it to where its new rank belongs.
+    void put(Segment& segment, const EvictionRank& rank);
+    void remove(Segment& segment) noexcept;
+    void clear() noexcept;
+
+    Iterator begin() const noexcept { return entries_.begin(); }
+    Iterator end() const noexcept { return entries_.end(); }
+    std::size_t size() const noexcept { return entries_.size(); }
+
+private:
+    std::set<Entry> entries_;
+};
 
 }  // namespace torch_offload

@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "base/log.h"
 #include "base/units.h"
+#include "pager/stall_clock.h"
 
 namespace torch_offload {
 namespace {
@@ -15,10 +16,14 @@ namespace {
 constexpr std::chrono::milliseconds kIdleWait{200};
 constexpr std::size_t kReapBatch = 32;
 
+constexpr double kFirstReadRate = 1e9;             // bytes per second, until there is a measurement
+constexpr std::size_t kMeasuredBytes = 64 * kMiB;  // a measurement spans so many
+constexpr double kWeightOfLast = 0.5;              // of a new measurement in the running mean
+
 }  // namespace
 
-Mover::Mover(MoverClient& client, std::unique_ptr<IoEngine> engine, int file_descriptor)
-    : client_(client), engine_(std::move(engine)), file_descriptor_(file_descriptor) {}
+Mover::Mover(MoverClient& client, std::unique_ptr<IoEngine> engine)
+    : client_(client), engine_(std::move(engine)), read_rate_(kFirstReadRate) {}
 
 Mover::~Mover() { stop(); }
 
@@ -35,6 +40,7 @@ void Mover::stop() {
 
 void Mover::read(std::shared_ptr<Segment> segment, Page& page) {
     auto transfer = std::make_unique<Transfer>();
+    reads_in_flight_.fetch_add(1, std::memory_order_relaxed);
     transfer->request.direction = IoDirection::read;
     transfer->segment = std::move(segment);
     transfer->page = &page;
@@ -63,7 +69,9 @@ void Mover::kick() noexcept {
 }
 
 void Mover::run() {
+    StallClock::ignore_this_thread();
     std::array<IoRequest*, kReapBatch> finished{};
+    auto turn_start = std::chrono::steady_clock::now();
     while (true) {
         take_queue();
         submit_ready();
@@ -76,11 +84,29 @@ void Mover::run() {
             submit_ready();
         }
         const std::size_t count = engine_->reap(finished, kIdleWait);
+        std::size_t read_bytes = 0;
+        const bool was_reading = reads_in_flight() > 0;
         for (std::size_t i = 0; i < count; ++i) {
-            settle_finished(std::unique_ptr<Transfer>(static_cast<Transfer*>(finished[i]->context)));
+            std::unique_ptr<Transfer> transfer(static_cast<Transfer*>(finished[i]->context));
+            if (transfer->request.direction == IoDirection::read) read_bytes += transfer->request.buffer.size();
+            settle_finished(std::move(transfer));
         }
+        const auto now = std::chrono::steady_clock::now();
+        if (was_reading) note_reads(read_bytes, now - turn_start);
+        turn_start = now;
         if (count > 0) kicked_.store(true, std::memory_order_release);
     }
+}
+
+/// Time counts while reads are under way, whatever else the disk does meanwhile.
+void Mover::note_reads(std::size_t read_bytes, std::chrono::nanoseconds elapsed) {
+    measured_bytes_ += read_bytes;
+    measured_time_ += elapsed;
+    if (measured_bytes_ < kMeasuredBytes) return;
+    const double rate = static_cast<double>(measured_bytes_) / std::chrono::duration<double>(measured_time_).count();
+    read_rate_.store(kWeightOfLast * rate + (1 - kWeightOfLast) * read_rate(), std::memory_order_relaxed);
+    measured_bytes_ = 0;
+    measured_time_ = {};
 }
 
 void Mover::take_queue() {
@@ -129,7 +155,7 @@ bool Mover::prepare(Transfer& transfer) {
             return false;
         }
     }
-    request.file_descriptor = file_descriptor_;
+    request.file_descriptor = client_.file_descriptor(page);
     request.offset_bytes = page.extent->offset_bytes;
     request.buffer = page.frame.slot;
     request.fixed_index = page.frame.fixed_index;
@@ -163,6 +189,7 @@ void Mover::settle_read(std::unique_ptr<Transfer> transfer) {
         return;
     }
     in_flight_.fetch_sub(1, std::memory_order_relaxed);
+    reads_in_flight_.fetch_sub(1, std::memory_order_relaxed);
     if (error != 0) {
         client_.fail_read(page, std::strerror(error), error, transfer->request.offset_bytes);
     } else if (transfer->is_second_read && !client_.frame_matches(page)) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -33,6 +34,8 @@ public:
     virtual void fail_read(Page& page, const std::string& why, int error_number, std::uint64_t offset_bytes) = 0;
     virtual void fail_write(Page& page, const std::string& why, int error_number) = 0;
     virtual bool frame_matches(const Page& page) = 0;
+    /// Of the file that the page's extent is in.
+    virtual int file_descriptor(const Page& page) = 0;
     /// Registered frames that must be given back to the system now.
     virtual std::vector<Frame> frames_to_unregister() = 0;
     virtual void release_frame(const Frame& frame) = 0;
@@ -45,7 +48,7 @@ public:
 /// Threads: read, write and kick may be called from any; the rest happens on the mover's own thread.
 class Mover {
 public:
-    Mover(MoverClient& client, std::unique_ptr<IoEngine> engine, int file_descriptor);
+    Mover(MoverClient& client, std::unique_ptr<IoEngine> engine);
     ~Mover();
     Mover(const Mover&) = delete;
     Mover& operator=(const Mover&) = delete;
@@ -63,7 +66,10 @@ public:
     void kick() noexcept;
 
     std::size_t in_flight() const noexcept { return in_flight_.load(std::memory_order_relaxed); }
+    std::size_t reads_in_flight() const noexcept { return reads_in_flight_.load(std::memory_order_relaxed); }
     std::size_t capacity() const noexcept { return engine_->capacity(); }
+    /// Bytes per second that reads got lately while there were any to make.
+    double read_rate() const noexcept { return read_rate_.load(std::memory_order_relaxed); }
     std::string engine_name() const { return engine_->name(); }
 
 private:
@@ -72,18 +78,22 @@ private:
     void take_queue();
     void submit_ready();
     bool prepare(Transfer& transfer);
+    void note_reads(std::size_t read_bytes, std::chrono::nanoseconds elapsed);
     void settle_finished(std::unique_ptr<Transfer> transfer);
     void settle_read(std::unique_ptr<Transfer> transfer);
     void give_back_registered();
 
     MoverClient& client_;
     std::unique_ptr<IoEngine> engine_;
-    int file_descriptor_;
     std::mutex queue_mutex_;
     std::vector<std::unique_ptr<Transfer>> queue_;
     std::deque<std::unique_ptr<Transfer>> ready_reads_;   // mover's thread only
     std::deque<std::unique_ptr<Transfer>> ready_writes_;  // mover's thread only
     std::atomic<std::size_t> in_flight_{0};               // queued, ready or submitted
+    std::atomic<std::size_t> reads_in_flight_{0};
+    std::size_t measured_bytes_ = 0;  // of the measurement of the read rate under way; mover's thread only
+    std::chrono::nanoseconds measured_time_{0};
+    std::atomic<double> read_rate_;
     std::atomic<bool> kicked_{false};
     std::atomic<bool> stopping_{false};
     std::thread thread_;

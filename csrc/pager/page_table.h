@@ -100,6 +100,12 @@ inline constexpr std::size_t kSegmentKindCount = 4;
 using TraceId = std::uint32_t;
 inline constexpr TraceId kNoTrace = UINT32_MAX;
 
+/// Why a segment stands where it does in an EvictionQueue.
+struct EvictionRank {
+    std::uint64_t next_use = 0;  // a UsePosition of the trace; equal for all without one
+    std::uint64_t last_use = 0;  // a clock that grows; decides among equals, oldest first
+};
+
 /// The bytes of one storage, at one virtual address for life, as pages of equal size (the last may be shorter).
 /// Threads: word transitions are atomic; the pager's lock covers the rest.
 class Segment final : public FaultTarget {
@@ -119,6 +125,9 @@ public:
     const Page& page(std::size_t index) const noexcept { return pages_[index]; }
     std::size_t index_of(const Page& page) const noexcept { return static_cast<std::size_t>(&page - pages_.data()); }
 
+    /// Whether deferred work waits on it. Pages are worked off in order, so the last one tells.
+    bool has_pending() const noexcept { return pages_.back().load().has(PageWord::kPending); }
+
     /// The page's bytes at the segment's address; the memory behind them spans whole sectors.
     std::span<std::byte> page_range(std::size_t index) const noexcept;
     std::size_t frame_bytes(std::size_t index) const noexcept;
@@ -131,11 +140,13 @@ public:
     std::string label;
     /// The segment's own role in the trace, and the role whose use triggers its deferred work (a parameter's).
     TraceId trace_id = kNoTrace;
-    TraceId anchor_id = kNoTrace;
+    std::atomic<TraceId> anchor_id{kNoTrace};
     /// Deferred operations, owned by the layer above; nullptr: none. Guarded by that layer.
     std::shared_ptr<void> deferred;
     /// When it was last pinned, on the pager's clock.
     std::atomic<std::uint64_t> last_use{0};
+    /// Its place in the queue of what could go, if it is there. The pager's lock covers it.
+    std::optional<EvictionRank> eviction_rank;
 
 private:
     Pager& pager_;

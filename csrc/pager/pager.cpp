@@ -33,14 +33,14 @@ HugePages huge_pages_for(const PagerOptions& options) {
 Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_ptr<IoEngine> engine)
     : owner(pager),
       options(pager_options),
-      file(pager_options.directory),
+      file(pager_options.directories),
       store_id(next_store_id()),
       arena(pager_options.budget_bytes, small_reserve(pager_options.budget_bytes), huge_pages_for(pager_options)) {
     OFFLOAD_CHECK(options.budget_bytes > 0, InvalidArgument, "the RAM budget is 0 bytes");
     OFFLOAD_CHECK(options.page_elements > 0 && options.page_elements % kSectorBytes == 0, InvalidArgument,
                   "page_elements must be a positive multiple of ", kSectorBytes, ", got ", options.page_elements);
     service = std::make_unique<ServiceThread>(*this);
-    mover = std::make_unique<Mover>(*this, std::move(engine), file.file_descriptor());
+    mover = std::make_unique<Mover>(*this, std::move(engine));
     service->start();
     mover->start();
 }
@@ -95,11 +95,17 @@ std::shared_ptr<Segment> Pager::adopt_range(std::span<std::byte> range, std::siz
                   " bytes cannot become a segment of ", size_bytes);
     AddressSpace::process().hide_from_fork(range, true);
     auto segment = impl_->make_segment(range.first(size_bytes), element_bytes, kind);
-    const std::lock_guard lock(impl_->mutex);
-    for (std::size_t i = 0; i < segment->page_count(); ++i) {
-        Page& page = segment->page(i);
-        page.frame = impl_->arena.adopt_into_frame(segment->frame_bytes(i));
-        page.enter(PageState::mapped, PageWord::kDirty | PageWord::kWritable);
+    {
+        const std::lock_guard lock(impl_->mutex);
+        for (std::size_t i = 0; i < segment->page_count(); ++i) {
+            Page& page = segment->page(i);
+            page.frame = impl_->arena.adopt_into_frame(segment->frame_bytes(i));
+            page.enter(PageState::mapped, PageWord::kDirty | PageWord::kWritable);
+        }
+        impl_->rank(*segment);
+    }
+    if (UseLog& log = impl_->use_log; log.is_on()) {
+        impl_->log_use(*segment, 0, segment->page_count(), UseKind::create, log.next_call());
     }
     return segment;
 }
@@ -119,6 +125,7 @@ bool Pager::Impl::is_whole_in_place(const Segment& segment) {
 /// The last owner of the segment is gone, so nothing of it is in flight or pinned.
 void Pager::Impl::forget(Segment& segment) {
     const std::span<std::byte> range = whole_sectors(segment.range());
+    if (use_log.is_on()) log_use(segment, 0, segment.page_count(), UseKind::drop, use_log.next_call());
     AddressSpace::process().set_target(range, nullptr);
     for (std::size_t i = 0; i < segment.page_count(); ++i) {
         if (const Page& page = segment.page(i); page.extent) file.free(*page.extent);
@@ -147,6 +154,7 @@ void Pager::Impl::forget(Segment& segment) {
     }
     {
         const std::lock_guard lock(mutex);
+        evictable.remove(segment);
         segments.erase(&segment);
     }
     announce_progress();
@@ -154,7 +162,7 @@ void Pager::Impl::forget(Segment& segment) {
 
 // --- Hints and waits ----------------------------------------------------------------------------------------------
 
-void Pager::prefetch(const std::shared_ptr<Segment>& segment) { impl_->read_ahead(segment, 0); }
+void Pager::prefetch(const std::shared_ptr<Segment>& segment) { impl_->read_ahead(segment, 0, UpdateTime::at_once); }
 
 std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
     std::size_t pinned_bytes = 0;
@@ -225,21 +233,47 @@ TraceId Pager::new_trace_id() {
     return static_cast<TraceId>(impl_->roles.size() - 1);
 }
 
+void Pager::set_anchor(Segment& segment, TraceId anchor) {
+    const std::lock_guard lock(impl_->mutex);
+    segment.anchor_id = anchor;
+    if (segment.eviction_rank) impl_->rank(segment);
+}
+
 void Pager::touch(const std::shared_ptr<Segment>& segment) {
     segment->last_use.store(impl_->clock.fetch_add(1, std::memory_order_relaxed), std::memory_order_relaxed);
     if (segment->trace_id == kNoTrace) return;
     {
         const std::lock_guard lock(impl_->mutex);
-        impl_->trace.touch(segment->trace_id);
+        impl_->last_touch_ns = impl_->busy_ns();
+        impl_->trace.touch(segment->trace_id, {impl_->last_touch_ns, impl_->arena.take_other_peak_bytes()});
         impl_->roles[segment->trace_id] = segment;
+        if (segment->eviction_rank) impl_->rank(*segment);
     }
     impl_->kick_if_due();
 }
 
+void Pager::start_use_log() { impl_->use_log.switch_on(); }
+
+std::vector<UseEvent> Pager::take_use_log() { return impl_->use_log.take(); }
+
+void Pager::Impl::log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind,
+                          std::uint64_t call) {
+    ArenaUsage usage;
+    {
+        const std::lock_guard lock(mutex);
+        usage = arena.usage();
+    }
+    use_log.add({segment.id(), first, count, segment.page_bytes(), segment.size_bytes(),
+                 usage.range_bytes + usage.small_bytes + usage.reserve_bytes, call, kind});
+}
+
 void Pager::end_step() {
+    if (impl_->use_log.is_on()) impl_->use_log.add({.kind = UseKind::step});
     {
         const std::lock_guard lock(impl_->mutex);
-        impl_->trace.end_step();
+        impl_->last_touch_ns = impl_->busy_ns();
+        impl_->trace.end_step(impl_->last_touch_ns);
+        impl_->rank_all();
     }
     AddressSpace::process().ensure_handler_installed();
     impl_->mover->kick();
@@ -260,6 +294,7 @@ PagerStatistics Pager::statistics() const {
     for (std::size_t cause = 0; cause < kStallCauseCount; ++cause) {
         result.stall_ns[cause] = impl_->stalls[cause].get();
     }
+    result.own_update_ns = impl_->own_updates.get();
     result.pins = impl_->pins.get();
     result.misses = impl_->misses.get();
     result.faults = impl_->faults.get();

@@ -17,13 +17,14 @@
 #include "pager/arena.h"
 #include "pager/page_table.h"
 #include "pager/trace.h"
+#include "pager/use_log.h"
 #include "storage/io_engine.h"
 
 namespace torch_offload {
 
 struct PagerOptions {
     std::size_t budget_bytes = 0;
-    std::string directory;  // on a real disk
+    std::vector<std::string> directories;  // on real disks; pages are spread over them
     IoEngineKind engine = IoEngineKind::automatic;
     std::size_t queue_depth = 16;                      // transfers in flight
     std::size_t page_elements = std::size_t{1} << 20;  // per page, a multiple of kSectorBytes
@@ -32,7 +33,8 @@ struct PagerOptions {
 /// overwrite: every byte will be written, what was there is not read.
 enum class Access : std::uint8_t { read, write, overwrite };
 
-/// Why a thread of the program waited.
+/// What a thread of the program waited for: a read; room in memory, which writes make; deferred work that another
+/// thread applies; an access behind the dispatcher. Each nanosecond counts once.
 enum class StallCause : std::uint8_t { read, memory, update, fault };
 inline constexpr std::size_t kStallCauseCount = 4;
 
@@ -49,6 +51,7 @@ struct PagerStatistics {
     std::uint64_t clean_drops = 0;  // evictions without I/O
     std::uint64_t prefetches = 0;   // pages read ahead of use
     std::uint64_t stall_ns[kStallCauseCount] = {};
+    std::uint64_t own_update_ns = 0;  // in which threads of the program applied deferred work themselves
     std::string engine;
 };
 
@@ -106,6 +109,8 @@ public:
     std::span<std::byte> bytes(std::size_t k) const noexcept { return bytes_[k]; }
     /// The update succeeded: pending marks go when the claim is released.
     void finish() noexcept { finished_ = true; }
+    /// Nobody will read page k of the claim any more: it may leave without being written.
+    void discard(std::size_t k) noexcept { is_worthless_[k] = true; }
 
 private:
     friend struct PageAccess;
@@ -113,6 +118,7 @@ private:
     std::vector<std::shared_ptr<Segment>> segments_;
     std::vector<std::span<std::byte>> bytes_;
     std::vector<bool> pinned_;  // held by a pin at the segment's address, not in its slot
+    std::vector<bool> is_worthless_;
     bool finished_ = false;
     bool confirmed_ = false;     // the claim was completed: its bytes may have been changed
     bool is_transient_ = false;  // counted in the pager as held by a thread that does not wait
@@ -186,8 +192,15 @@ public:
 
     // --- The trace ------------------------------------------------------------------------------------------------
     TraceId new_trace_id();
+    /// The segment's deferred work will be triggered by another role: a state that became a parameter's.
+    void set_anchor(Segment& segment, TraceId anchor);
     void touch(const std::shared_ptr<Segment>& segment);
     void end_step();
+
+    /// Lists every use of a page from now on.
+    void start_use_log();
+    /// Ends it. Uses in the order in which they began; a drop where the segment ended.
+    std::vector<UseEvent> take_use_log();
 
     bool is_resident(const Segment& segment) const noexcept;
     PagerStatistics statistics() const;

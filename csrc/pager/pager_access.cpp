@@ -13,6 +13,18 @@ std::span<std::byte> mapped_range(const Page& page) {
     return whole_sectors(page.segment->page_range(page.segment->index_of(page)));
 }
 
+UseKind use_of(Access access) {
+    switch (access) {
+        case Access::read:
+            return UseKind::read;
+        case Access::write:
+            return UseKind::write;
+        case Access::overwrite:
+            return UseKind::create;
+    }
+    throw LogicError("an access of no kind");
+}
+
 }  // namespace
 
 void PageAccess::hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count) {
@@ -33,6 +45,7 @@ void PageAccess::add_to_claim(UpdateClaim& claim, std::shared_ptr<Segment> segme
     claim.pages_.push_back(&page);
     claim.bytes_.push_back(bytes);
     claim.pinned_.push_back(is_pinned);
+    claim.is_worthless_.push_back(false);
 }
 
 void PageAccess::confirm(UpdateClaim& claim, std::optional<Pager::Impl::Transient> transient) noexcept {
@@ -46,6 +59,7 @@ void UpdateClaim::swap(UpdateClaim& other) noexcept {
     pages_.swap(other.pages_);
     bytes_.swap(other.bytes_);
     pinned_.swap(other.pinned_);
+    is_worthless_.swap(other.is_worthless_);
     std::swap(finished_, other.finished_);
     std::swap(confirmed_, other.confirmed_);
     std::swap(is_transient_, other.is_transient_);
@@ -54,24 +68,39 @@ void UpdateClaim::swap(UpdateClaim& other) noexcept {
 UpdateClaim::~UpdateClaim() {
     for (std::size_t k = 0; k < pages_.size(); ++k) {
         Page& page = *pages_[k];
-        const std::uint32_t cleared = finished_ ? PageWord::kPending : 0;
+        const bool is_dirty = confirmed_ && !is_worthless_[k];
+        const std::uint32_t cleared = (finished_ ? PageWord::kPending : 0) | (is_worthless_[k] ? PageWord::kDirty : 0);
         if (pinned_[k]) {
             page.clear_flag(cleared);
         } else {
-            page.enter(PageState::loaded, confirmed_ ? PageWord::kDirty : 0, cleared);
+            page.enter(PageState::loaded, is_dirty ? PageWord::kDirty : 0, cleared);
         }
         page.drop_pin();
     }
     if (segments_.empty()) return;
     Pager::Impl& pager = *segments_.front()->pager().impl_;
+    if (finished_) pager.rank_updated(segments_);
     pager.announce_progress();
     if (is_transient_) pager.end_transient();
 }
 
 // --- Transitions --------------------------------------------------------------------------------------------------
 
+ProgramWait::ProgramWait(Pager::Impl& pager, StallCause cause) noexcept
+    : pager_(pager),
+      is_program_(!StallClock::is_thread_ignored()),
+      stall_(pager.stalls[static_cast<std::size_t>(cause)]) {
+    if (!is_program_) return;
+    pager_.program_waiters.fetch_add(1, std::memory_order_acq_rel);
+    pager_.service->wake();
+}
+
+ProgramWait::~ProgramWait() {
+    if (is_program_) pager_.program_waiters.fetch_sub(1, std::memory_order_acq_rel);
+}
+
 void Pager::Impl::wait_page(const Page& page, PageWord seen, StallCause cause) {
-    const StallClock stall(stalls[static_cast<std::size_t>(cause)]);
+    const ProgramWait wait(*this, cause);
     page.wait_change(seen);
 }
 
@@ -91,6 +120,7 @@ bool Pager::Impl::load_into(const std::shared_ptr<Segment>& segment, Page& page,
         if (!seen.is_absent()) return false;
     } while (!page.change(seen, seen.with(PageState::loading)));
     page.frame = frame;
+    if (const std::lock_guard lock(mutex); !segment->eviction_rank) rank(*segment);
     if (access == Access::overwrite) {
         page.enter(PageState::loaded, PageWord::kDirty);
     } else if (seen.state() == PageState::zero) {
@@ -139,7 +169,7 @@ void Pager::Impl::ensure_mapped(const std::shared_ptr<Segment>& segment, std::si
     while (true) {
         PageWord seen = page.load();
         if (seen.has(PageWord::kPending)) {
-            const StallClock stall(stalls[static_cast<std::size_t>(StallCause::update)]);
+            const StallClock clock(own_updates);
             resolve_pending(*segment, index, true);
             continue;
         }
@@ -206,7 +236,7 @@ void Pager::Impl::start_missing(const PinRequest& request) {
     for (std::size_t i = 0; i < segment.page_count(); ++i) {
         const PageWord word = segment.page(i).load();
         if (word.has(PageWord::kPending)) {
-            read_ahead_update(request.segment, i, 0);
+            read_ahead_update(request.segment, i, 0, UpdateTime::while_program_waits);
         } else if (word.is_absent()) {
             start_load(request.segment, segment.page(i), request.access);
         }
@@ -220,6 +250,12 @@ PinGuard Pager::pin(std::span<const PinRequest> requests) {
     for (const PinRequest& request : requests) {
         PageAccess::hold(guard, request.segment, 0, request.segment->page_count());
         impl_->pins.add(request.segment->page_count());
+    }
+    if (UseLog& log = impl_->use_log; log.is_on()) {
+        const std::uint64_t call = log.next_call();
+        for (const PinRequest& request : requests) {
+            impl_->log_use(*request.segment, 0, request.segment->page_count(), use_of(request.access), call);
+        }
     }
     for (const PinRequest& request : requests) impl_->start_missing(request);
     for (const PinRequest& request : requests) {
@@ -238,6 +274,9 @@ PinGuard Pager::pin_pages(const std::shared_ptr<Segment>& segment, std::size_t f
     PinGuard guard;
     PageAccess::hold(guard, segment, first, count);
     impl_->pins.add(count);
+    if (UseLog& log = impl_->use_log; log.is_on()) {
+        impl_->log_use(*segment, first, count, use_of(access), log.next_call());
+    }
     for (std::size_t i = first; i < first + count; ++i) impl_->ensure_mapped(segment, i, access);
     return guard;
 }
@@ -312,7 +351,21 @@ std::span<std::byte> Pager::Impl::claim_page(const std::shared_ptr<Segment>& seg
     }
 }
 
-bool Pager::set_pending(Segment& segment, std::size_t index) { return impl_->set_pending(segment, index); }
+/// Deferred work on the segment has begun or ended: it will be used at another time now.
+void Pager::Impl::rank_updated(std::span<const std::shared_ptr<Segment>> updated) {
+    const std::lock_guard lock(mutex);
+    for (const std::shared_ptr<Segment>& segment : updated) {
+        if (segment->eviction_rank) rank(*segment);
+    }
+}
+
+bool Pager::set_pending(Segment& segment, std::size_t index) {
+    const bool is_marked = impl_->set_pending(segment, index);
+    if (!is_marked || index + 1 != segment.page_count()) return is_marked;
+    const std::lock_guard lock(impl_->mutex);
+    if (segment.eviction_rank) impl_->rank(segment);
+    return true;
+}
 
 UpdateClaim Pager::claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                     bool may_wait) {
@@ -332,6 +385,12 @@ UpdateClaim Pager::claim_for_update(std::span<const std::shared_ptr<Segment>> se
         PageAccess::add_to_claim(claim, segment, segment->page(index), bytes, is_pinned);
     }
     PageAccess::confirm(claim, std::move(transient));
+    if (UseLog& log = impl_->use_log; log.is_on()) {
+        const std::uint64_t call = log.next_call();
+        for (const std::shared_ptr<Segment>& segment : segments) {
+            impl_->log_use(*segment, index, 1, UseKind::write, call);
+        }
+    }
     return claim;
 }
 
@@ -344,7 +403,7 @@ bool Pager::in_memory(const Segment& segment, std::size_t index) noexcept {
 /// Runs in the SIGSEGV handler: atomics, a semaphore and futex waits only.
 void Pager::Impl::answer_fault(Page& page, bool is_write) noexcept {
     faults.increment();
-    const StallClock stall(stalls[static_cast<std::size_t>(StallCause::fault)]);
+    const ProgramWait wait(*this, StallCause::fault);
     while (true) {
         const PageWord seen = page.load();
         const bool is_mapped = seen.state() == PageState::mapped && (!is_write || seen.has(PageWord::kWritable));

@@ -17,28 +17,16 @@
 #include "pager/eviction.h"
 #include "pager/mover.h"
 #include "pager/pager.h"
-#include "storage/block_file.h"
+#include "pager/stall_clock.h"
+#include "storage/striped_file.h"
 
 namespace torch_offload {
 
 /// Whether a call may wait for memory to become free.
 enum class Patience { wait, give_up };
 
-/// Adds the time it lives to a counter.
-class StallClock {
-public:
-    explicit StallClock(Counter& total) noexcept : total_(total), start_(std::chrono::steady_clock::now()) {}
-    ~StallClock() {
-        total_.add(static_cast<std::uint64_t>(
-            std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_).count()));
-    }
-    StallClock(const StallClock&) = delete;
-    StallClock& operator=(const StallClock&) = delete;
-
-private:
-    Counter& total_;
-    std::chrono::steady_clock::time_point start_;
-};
+/// When the service thread applies deferred work.
+enum class UpdateTime : std::uint8_t { at_once, while_program_waits };
 
 /// Answers faults and applies deferred work ahead of need, on a thread that may wait and never takes the GIL.
 /// Threads: push_fault is async-signal-safe; push_update from any.
@@ -49,18 +37,23 @@ public:
     void start();
     void stop();
     void push_fault(Page& page) noexcept;
-    void push_update(std::weak_ptr<Segment> segment, std::size_t index);
+    void push_update(std::weak_ptr<Segment> segment, std::size_t index, UpdateTime time);
+    /// The program waits: updates may run. Async-signal-safe.
+    void wake() noexcept;
     bool is_current() const noexcept { return std::this_thread::get_id() == thread_id_; }
 
 private:
     void run();
-    void run_one_update();
+    void serve_faults();
+    bool run_one_update(UpdateTime time);
 
     Pager::Impl& pager_;
     sem_t work_;
     std::atomic<Page*> faults_{nullptr};
     std::mutex updates_mutex_;
-    std::deque<std::pair<std::weak_ptr<Segment>, std::size_t>> updates_;
+    using Update = std::pair<std::weak_ptr<Segment>, std::size_t>;
+    std::deque<Update> updates_[2];  // by UpdateTime
+    std::atomic<std::size_t> update_count_{0};
     std::atomic<bool> stopping_{false};
     std::thread thread_;
     std::thread::id thread_id_;
@@ -93,17 +86,22 @@ struct Pager::Impl final : MoverClient {
     std::shared_ptr<Segment> find_role(TraceId id);
     void keep_error(std::exception_ptr error);
     void raise_kept_error();
+    void log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind, std::uint64_t call);
     [[noreturn]] void raise_page_error(const Page& page);
 
     // Memory (pager_memory.cpp)
     Frame acquire_frame(std::size_t size_bytes);
-    std::optional<Frame> try_acquire_frame(std::size_t size_bytes, Distance keep_within);
+    std::optional<Frame> try_acquire_frame(std::size_t size_bytes, UsePosition keep_before);
     std::span<std::byte> acquire_range(std::size_t size_bytes);
     void acquire_small(std::size_t size_bytes);
     template <typename Take, typename Available>
     auto acquire(std::size_t size_bytes, Take take, Available available);
-    std::size_t evict_for(std::size_t wanted_bytes, Distance keep_within);
-    std::vector<EvictionCandidate> candidates();
+    struct Victim {
+        std::shared_ptr<Segment> segment;
+        Page* page = nullptr;
+    };
+    std::size_t evict_for(std::size_t wanted_bytes, UsePosition keep_before);
+    std::vector<Victim> choose_victims(std::size_t wanted_bytes, UsePosition keep_before);
     bool evict_page(Page& page, const std::shared_ptr<Segment>& segment);
     void drop_or_write(Page& page, const std::shared_ptr<Segment>& segment);
     void announce_progress() noexcept;
@@ -129,17 +127,32 @@ struct Pager::Impl final : MoverClient {
     void serve_fault(Page& page);
 
     // Prediction (pager_plan.cpp)
-    Distance next_use(const Segment& segment, bool is_pending) const;
+    UsePosition next_use(const Segment& segment) const;
+    void rank(Segment& segment);
+    void rank_all();
+    void rank_updated(std::span<const std::shared_ptr<Segment>> updated);
+    std::int64_t busy_ns() const noexcept;
+    /// A segment that the recording says comes next.
     struct Ahead {
         std::shared_ptr<Segment> segment;
-        Distance use = 0;
+        UsePosition use = 0;
+        std::int64_t due_ns = 0;    // computing time until then
+        std::int64_t slack_ns = 0;  // of the tightest read from here on, if reading went on from now in order
     };
-    std::vector<Ahead> upcoming_segments();
-    std::size_t headroom_bytes() const noexcept;
-    void keep_headroom(Distance horizon);
-    bool read_ahead(const std::shared_ptr<Segment>& segment, Distance use);
-    bool read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, Distance use);
-    bool read_ahead_update(const std::shared_ptr<Segment>& segment, std::size_t index, Distance use);
+    /// What lies ahead, and what other memory it will take shortly.
+    struct Outlook {
+        std::vector<Ahead> segments;
+        std::size_t coming_other_bytes = 0;
+    };
+    Outlook upcoming_segments();
+    void find_slack(std::vector<Ahead>& ahead);
+    std::size_t missing_bytes(Segment& segment);
+    std::size_t spare_bytes() const noexcept;
+    void keep_room(std::size_t room_bytes, UsePosition keep_before);
+    bool read_ahead(const std::shared_ptr<Segment>& segment, UsePosition use, UpdateTime time);
+    bool read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use);
+    bool read_ahead_update(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use,
+                           UpdateTime time);
     void kick_if_due() noexcept;
 
     // MoverClient (pager_transfer.cpp)
@@ -149,6 +162,7 @@ struct Pager::Impl final : MoverClient {
     void fail_read(Page& page, const std::string& why, int error_number, std::uint64_t offset_bytes) override;
     void fail_write(Page& page, const std::string& why, int error_number) override;
     bool frame_matches(const Page& page) override;
+    int file_descriptor(const Page& page) override { return file.file_descriptor(*page.extent); }
     std::vector<Frame> frames_to_unregister() override;
     void release_frame(const Frame& frame) override;
     bool may_register(std::size_t size_bytes) override;
@@ -157,12 +171,14 @@ struct Pager::Impl final : MoverClient {
 
     Pager& owner;
     const PagerOptions& options;
-    BlockFile file;
+    StripedFile file;
     std::uint64_t store_id;
 
-    mutable std::mutex mutex;  // the pager's lock: arena, trace, segments, roles, errors
+    mutable std::mutex mutex;  // the pager's lock: arena, trace, queue, segments, roles, errors
     Arena arena;
     Trace trace;
+    std::int64_t last_touch_ns = 0;  // on the clock of busy_ns()
+    EvictionQueue evictable;         // every segment that has pages in memory, and some that have none any more
     std::unordered_map<Segment*, std::weak_ptr<Segment>> segments;
     std::vector<std::weak_ptr<Segment>> roles;  // by TraceId
     std::unordered_map<const Page*, std::pair<std::string, int>> page_errors;
@@ -178,17 +194,34 @@ struct Pager::Impl final : MoverClient {
     std::atomic<std::uint32_t> progress{0};  // grows whenever memory or a page may have become available
     std::atomic<int> transients{0};          // claims, wanted or held, of threads that give up rather than wait
     std::atomic<int> memory_waiters{0};      // threads that wait for memory: reads ahead of use stand back
+    std::atomic<int> program_waiters{0};     // threads of the program that wait: their cores are free for updates
     std::atomic<bool> has_kept_error{false};
     std::atomic<std::uint64_t> clock{0};
     std::atomic<std::size_t> moving_pages{0};   // loading or leaving: each ends with progress
     std::atomic<std::size_t> leaving_bytes{0};  // memory that writes under way will free
     std::atomic<std::int64_t> last_kick_ns{0};
 
+    UseLog use_log;
     Counter pins, misses, faults, evictions, clean_drops, prefetches;
     Counter read_bytes[kSegmentKindCount], written_bytes[kSegmentKindCount], stalls[kStallCauseCount];
+    Counter own_updates;  // nanoseconds in which threads of the program applied deferred work
 
     std::unique_ptr<Mover> mover;
     std::unique_ptr<ServiceThread> service;
+};
+
+/// A thread that waits for the pager: timed, and while it is one of the program's, its cores are offered to updates.
+class ProgramWait {
+public:
+    ProgramWait(Pager::Impl& pager, StallCause cause) noexcept;
+    ~ProgramWait();
+    ProgramWait(const ProgramWait&) = delete;
+    ProgramWait& operator=(const ProgramWait&) = delete;
+
+private:
+    Pager::Impl& pager_;
+    bool is_program_;
+    StallClock stall_;
 };
 
 /// Private doors of the guards, for the pager's own files.

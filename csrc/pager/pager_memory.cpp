@@ -10,11 +10,10 @@
 namespace torch_offload {
 namespace {
 
-/// A thread that waits for memory: counted, so that reads ahead of use stand back, and timed.
+/// A thread that waits for memory: reads ahead of use stand back meanwhile.
 class MemoryWait {
 public:
-    explicit MemoryWait(Pager::Impl& pager)
-        : pager_(pager), stall_(pager.stalls[static_cast<std::size_t>(StallCause::memory)]) {
+    explicit MemoryWait(Pager::Impl& pager) : pager_(pager), wait_(pager, StallCause::memory) {
         pager_.memory_waiters.fetch_add(1, std::memory_order_acq_rel);
     }
     ~MemoryWait() { pager_.memory_waiters.fetch_sub(1, std::memory_order_acq_rel); }
@@ -23,7 +22,7 @@ public:
 
 private:
     Pager::Impl& pager_;
-    StallClock stall_;
+    ProgramWait wait_;
 };
 
 }  // namespace
@@ -84,10 +83,10 @@ void Pager::Impl::acquire_small(std::size_t size_bytes) {
     acquire(size_bytes, [&] { return arena.try_count_small(size_bytes); }, &ArenaUsage::available_small_bytes);
 }
 
-/// Takes a frame for a read ahead of use if that leaves the headroom, to which only demand is entitled, or if pages
-/// used no sooner than `keep_within` can make up for it without a write. Never competes with a thread that waits.
-std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, Distance keep_within) {
-    const std::size_t wanted_bytes = size_bytes + headroom_bytes();
+/// Takes a frame for a read ahead of use if that leaves the spare memory, to which only demand is entitled, or if pages
+/// used at `keep_before` or later can make up for it without a write. Never competes with a thread that waits.
+std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, UsePosition keep_before) {
+    const std::size_t wanted_bytes = size_bytes + spare_bytes();
     for (int attempt = 0; attempt < 2; ++attempt) {
         if (memory_waiters.load(std::memory_order_acquire) != 0) break;
         std::size_t available_bytes = 0;
@@ -97,39 +96,42 @@ std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, Dist
             if (available_bytes >= wanted_bytes) return arena.try_take_frame(size_bytes);
         }
         const std::size_t coming_bytes = available_bytes + leaving_bytes.load(std::memory_order_acquire);
-        if (coming_bytes >= wanted_bytes || evict_for(wanted_bytes - coming_bytes, keep_within) == 0) break;
+        if (coming_bytes >= wanted_bytes || evict_for(wanted_bytes - coming_bytes, keep_before) == 0) break;
     }
     return std::nullopt;
 }
 
-/// Pages that could go now, with what is known of their next use. The lock is taken here.
-std::vector<EvictionCandidate> Pager::Impl::candidates() {
-    std::vector<EvictionCandidate> found;
-    std::vector<std::shared_ptr<Segment>> alive;  // outlives the lock: the last owner of a segment takes it
-    {
-        const std::lock_guard lock(mutex);
-        alive.reserve(segments.size());
-        for (const auto& [key, weak] : segments) {
-            if (std::shared_ptr<Segment> segment = weak.lock()) alive.push_back(std::move(segment));
+/// Unpinned pages in memory, furthest next use first, at least `wanted_bytes` if there are as many that are used at
+/// `keep_before` or later. Of one segment the last page goes first: the first is needed first.
+std::vector<Pager::Impl::Victim> Pager::Impl::choose_victims(std::size_t wanted_bytes, UsePosition keep_before) {
+    std::vector<Victim> victims;  // outlives the lock: the last owner of a segment takes it
+    std::size_t chosen_bytes = 0;
+    const std::lock_guard lock(mutex);
+    for (auto entry = evictable.begin(); entry != evictable.end() && chosen_bytes < wanted_bytes;) {
+        Segment& segment = *entry->segment;
+        if (entry->rank.next_use < keep_before) break;
+        ++entry;
+        bool has_pages = false;
+        for (std::size_t i = segment.page_count(); i-- > 0 && chosen_bytes < wanted_bytes;) {
+            const PageWord word = segment.page(i).load();
+            has_pages = has_pages || !(word.is_absent() || word.state() == PageState::failed);
+            if (!word.in_memory() || word.pin_count() != 0) continue;
+            std::shared_ptr<Segment> owner = segments.at(&segment).lock();
+            if (!owner) break;
+            victims.push_back({std::move(owner), &segment.page(i)});
+            chosen_bytes += segment.frame_bytes(i);
         }
-        for (const std::shared_ptr<Segment>& segment : alive) {
-            for (std::size_t i = 0; i < segment->page_count(); ++i) {
-                const PageWord word = segment->page(i).load();
-                if (!word.in_memory() || word.pin_count() != 0) continue;
-                found.push_back({segment, &segment->page(i), segment->frame_bytes(i),
-                                 next_use(*segment, word.has(PageWord::kPending)), segment->last_use.load(),
-                                 word.has(PageWord::kDirty)});
-            }
-        }
+        if (!has_pages) evictable.remove(segment);
     }
-    return found;
+    return victims;
 }
 
 /// Starts pages on their way out, at least `wanted_bytes` if there are as many; returns the bytes of those that went.
-std::size_t Pager::Impl::evict_for(std::size_t wanted_bytes, Distance keep_within) {
+std::size_t Pager::Impl::evict_for(std::size_t wanted_bytes, UsePosition keep_before) {
     std::size_t evicted_bytes = 0;
-    for (const EvictionCandidate& victim : choose_victims(candidates(), wanted_bytes, keep_within)) {
-        if (evict_page(*victim.page, victim.segment)) evicted_bytes += victim.size_bytes;
+    for (const Victim& victim : choose_victims(wanted_bytes, keep_before)) {
+        const std::size_t size_bytes = victim.segment->frame_bytes(victim.segment->index_of(*victim.page));
+        if (evict_page(*victim.page, victim.segment)) evicted_bytes += size_bytes;
     }
     return evicted_bytes;
 }

@@ -9,75 +9,149 @@
 namespace torch_offload {
 namespace {
 
-constexpr std::size_t kMaxHeadroomBytes = 128 * kMiB;
+constexpr std::size_t kMaxSpareBytes = 16 * kMiB;
+constexpr std::size_t kMaxAhead = 256;  // segments
 constexpr std::int64_t kKickEveryNs = 1'000'000;
+constexpr std::int64_t kNanosecondsPerSecond = 1'000'000'000;
+
+// A read begins so long before it has to: what the disk may stall, and what a computation may be faster than before.
+constexpr std::int64_t kMarginNs = 100'000'000;
+
+// Room for other memory is made so long before it is taken: what some writes need.
+constexpr std::int64_t kRoomAheadNs = 30'000'000;
+
+std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 }  // namespace
 
-/// How many recorded pins lie ahead of the segment's next use; the lock is held. A segment without uses of its own in
-/// the rest of the step (a moment, a finished gradient) is next used by its deferred work, which runs when the
-/// parameter it belongs to is first pinned: now, if it is pending, else in the following step.
-Distance Pager::Impl::next_use(const Segment& segment, bool is_pending) const {
+/// When the segment is next used; the lock is held. A segment without uses of its own in the rest of the step (a
+/// moment, a finished gradient) is next used by its deferred work, which runs when the parameter it belongs to is first
+/// pinned: now, if it is pending, else in the following step.
+UsePosition Pager::Impl::next_use(const Segment& segment) const {
     if (!trace.has_prediction()) return kNever;
+    const bool is_anchored = segment.anchor_id != kNoTrace;
     const Distance own = trace.next_in_step(segment.trace_id);
-    if (segment.anchor_id == kNoTrace) {
-        return own != kNever ? own : trace.first_in_following_step(segment.trace_id);
-    }
-    const Distance anchor = is_pending ? trace.next_in_step(segment.anchor_id) : kNever;
+    const Distance anchor = is_anchored && segment.has_pending() ? trace.next_in_step(segment.anchor_id) : kNever;
     const Distance soonest = std::min(own, anchor);
-    return soonest != kNever ? soonest : trace.first_in_following_step(segment.anchor_id);
+    if (soonest != kNever) return trace.position_of(soonest);
+    return trace.position_of(trace.first_in_following_step(is_anchored ? segment.anchor_id.load() : segment.trace_id));
 }
 
-/// The segments that the recording says come next, each with its distance, as many as a share of the budget holds.
-std::vector<Pager::Impl::Ahead> Pager::Impl::upcoming_segments() {
-    std::vector<Ahead> ahead;
+/// Puts the segment where it belongs among those that could go; the lock is held.
+void Pager::Impl::rank(Segment& segment) {
+    evictable.put(segment, {next_use(segment), segment.last_use.load(std::memory_order_relaxed)});
+}
+
+/// The same for all that are there, after the prediction has changed.
+void Pager::Impl::rank_all() {
+    std::vector<Segment*> all;
+    for (const EvictionQueue::Entry& entry : evictable) all.push_back(entry.segment);
+    for (Segment* segment : all) rank(*segment);
+}
+
+/// A clock that stands still while the program waits for the pager.
+std::int64_t Pager::Impl::busy_ns() const noexcept {
+    std::uint64_t stalled_ns = 0;
+    for (const Counter& stall : stalls) stalled_ns += stall.get();
+    return steady_ns() - static_cast<std::int64_t>(stalled_ns);
+}
+
+/// What the recording says comes next, as much as a share of the budget holds.
+Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
+    Outlook outlook;
     std::unordered_set<TraceId> seen;
     const std::size_t window_bytes = options.budget_bytes / 3;
     std::size_t planned_bytes = 0;
     const std::lock_guard lock(mutex);
-    for (std::size_t distance = 0; planned_bytes < window_bytes; ++distance) {
-        const std::optional<TraceId> id = trace.upcoming(distance);
-        if (!id) break;
-        if (!seen.insert(*id).second) continue;
-        std::shared_ptr<Segment> segment = *id < roles.size() ? roles[*id].lock() : nullptr;
+    const std::int64_t since_touch_ns = busy_ns() - last_touch_ns;
+    for (std::size_t distance = 0; planned_bytes < window_bytes && seen.size() < kMaxAhead; ++distance) {
+        const std::optional<UpcomingUse> use = trace.upcoming(distance);
+        if (!use) break;
+        const std::int64_t due_ns = use->after_ns - since_touch_ns;
+        if (due_ns < kRoomAheadNs) outlook.coming_other_bytes = std::max(outlook.coming_other_bytes, use->other_bytes);
+        if (!seen.insert(use->id).second) continue;
+        std::shared_ptr<Segment> segment = use->id < roles.size() ? roles[use->id].lock() : nullptr;
         if (!segment) continue;
-        const bool is_pending = segment->page(0).load().has(PageWord::kPending);
-        planned_bytes += segment->size_bytes() * (is_pending ? 4 : 1);  // weight, gradient, two moments
-        ahead.push_back({std::move(segment), distance});
+        planned_bytes += segment->size_bytes() * (segment->has_pending() ? 4 : 1);  // weight, gradient, two moments
+        outlook.segments.push_back({std::move(segment), trace.position_of(distance), due_ns, 0});
     }
-    return ahead;
+    return outlook;
 }
 
-std::size_t Pager::Impl::headroom_bytes() const noexcept {
-    return std::min(options.budget_bytes / 10, kMaxHeadroomBytes);
+/// Bytes that have to be read before the segment can be used, those on their way included.
+std::size_t Pager::Impl::missing_bytes(Segment& segment) {
+    const auto count = [](const Segment& member) {
+        std::size_t missing = 0;
+        for (std::size_t i = 0; i < member.page_count(); ++i) {
+            const PageState state = member.page(i).load().state();
+            const bool is_missing = state == PageState::stored || state == PageState::loading;
+            missing += is_missing ? member.frame_bytes(i) : 0;
+        }
+        return missing;
+    };
+    if (!segment.has_pending()) return count(segment);
+    std::size_t missing = 0;
+    for (const std::shared_ptr<Segment>& member : members_of(segment)) missing += count(*member);
+    return missing;
 }
+
+/// Latest starts, from the far end to the near: a burst of reads that is due together casts its shadow on what is due
+/// before it.
+void Pager::Impl::find_slack(std::vector<Ahead>& ahead) {
+    const double bytes_per_second = mover->read_rate();
+    std::size_t missing = 0;
+    for (Ahead& next : ahead) {
+        missing += missing_bytes(*next.segment);
+        const double read_seconds = static_cast<double>(missing) / bytes_per_second;
+        next.slack_ns = next.due_ns - static_cast<std::int64_t>(read_seconds * kNanosecondsPerSecond);
+    }
+    std::int64_t tightest_ns = INT64_MAX;
+    for (auto next = ahead.rbegin(); next != ahead.rend(); ++next) {
+        next->slack_ns = tightest_ns = std::min(tightest_ns, next->slack_ns);
+    }
+}
+
+/// Free memory that reads ahead of use leave to demand, and writes under way make up for.
+std::size_t Pager::Impl::spare_bytes() const noexcept { return std::min(options.budget_bytes / 32, kMaxSpareBytes); }
 
 /// Evicts what is used last so that the next read or allocation finds memory without waiting for a write.
-void Pager::Impl::keep_headroom(Distance horizon) {
+void Pager::Impl::keep_room(std::size_t room_bytes, UsePosition keep_before) {
     std::size_t coming_bytes = leaving_bytes.load(std::memory_order_acquire);
     {
         const std::lock_guard lock(mutex);
         coming_bytes += arena.usage().available_bytes();
     }
-    const std::size_t target_bytes = headroom_bytes();
-    if (coming_bytes < target_bytes) evict_for(target_bytes - coming_bytes, horizon);
+    if (coming_bytes < room_bytes) evict_for(room_bytes - coming_bytes, keep_before);
 }
 
+/// Reads what cannot wait any longer. What is read before it has to be takes the place of pages that could have been
+/// used meanwhile, so each byte read early is likely to move twice.
 void Pager::Impl::look_ahead() {
     const Transient transient(*this);
-    const std::vector<Ahead> ahead = upcoming_segments();
-    keep_headroom(ahead.empty() ? 0 : ahead.back().use + 1);
-    for (const Ahead& next : ahead) {
-        if (!read_ahead(next.segment, next.use)) return;
+    Outlook outlook = upcoming_segments();
+    find_slack(outlook.segments);
+    std::size_t other_bytes = 0;
+    {
+        const std::lock_guard lock(mutex);
+        other_bytes = arena.usage().range_bytes + arena.usage().small_bytes;
+    }
+    const std::size_t growth_bytes =
+        outlook.coming_other_bytes > other_bytes ? outlook.coming_other_bytes - other_bytes : 0;
+    const auto relaxed = std::find_if(outlook.segments.begin(), outlook.segments.end(),
+                                      [](const Ahead& next) { return next.slack_ns >= kMarginNs; });
+    const UsePosition keep_before = relaxed == outlook.segments.begin() ? 0 : std::prev(relaxed)->use + 1;
+    keep_room(spare_bytes() + growth_bytes, keep_before);
+    for (auto next = outlook.segments.begin(); next != relaxed; ++next) {
+        if (!read_ahead(next->segment, next->use, UpdateTime::while_program_waits)) return;
     }
 }
 
 /// False once memory or the queue is short.
-bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, Distance use) {
+bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, UsePosition use, UpdateTime time) {
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         const PageWord word = segment->page(i).load();
         if (word.has(PageWord::kPending)) {
-            if (!read_ahead_update(segment, i, use)) return false;
+            if (!read_ahead_update(segment, i, use, time)) return false;
         } else if (word.is_absent() && !read_ahead_page(segment, i, use)) {
             return false;
         }
@@ -85,8 +159,8 @@ bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, Distance u
     return true;
 }
 
-bool Pager::Impl::read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, Distance use) {
-    if (mover->in_flight() >= 2 * mover->capacity()) return false;
+bool Pager::Impl::read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use) {
+    if (mover->reads_in_flight() >= divide_up(mover->capacity(), 2)) return false;
     Page& page = segment->page(index);
     const std::optional<Frame> frame = try_acquire_frame(segment->frame_bytes(index), use + 1);
     if (!frame) return false;
@@ -100,7 +174,8 @@ bool Pager::Impl::read_ahead_page(const std::shared_ptr<Segment>& segment, std::
 }
 
 /// Reads every page that the deferred work on page `index` needs and hands the work to the service thread.
-bool Pager::Impl::read_ahead_update(const std::shared_ptr<Segment>& segment, std::size_t index, Distance use) {
+bool Pager::Impl::read_ahead_update(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use,
+                                    UpdateTime time) {
     bool all_in_memory = true;
     for (const std::shared_ptr<Segment>& member : members_of(*segment)) {
         const PageWord word = member->page(index).load();
@@ -109,13 +184,14 @@ bool Pager::Impl::read_ahead_update(const std::shared_ptr<Segment>& segment, std
     }
     Page& page = segment->page(index);
     PageWord seen = page.load();
-    if (!all_in_memory || !seen.has(PageWord::kPending) || seen.has(PageWord::kUpdateQueued)) return true;
-    if (page.change(seen, seen.with_flag(PageWord::kUpdateQueued))) service->push_update(segment, index);
+    if (!all_in_memory || !seen.has(PageWord::kPending)) return true;
+    if (seen.has(PageWord::kUpdateQueued) && time != UpdateTime::at_once) return true;
+    if (page.change(seen, seen.with_flag(PageWord::kUpdateQueued))) service->push_update(segment, index, time);
     return true;
 }
 
 void Pager::Impl::kick_if_due() noexcept {
-    const std::int64_t now_ns = std::chrono::steady_clock::now().time_since_epoch().count();
+    const std::int64_t now_ns = steady_ns();
     std::int64_t last_ns = last_kick_ns.load(std::memory_order_relaxed);
     if (now_ns - last_ns < kKickEveryNs) return;
     if (last_kick_ns.compare_exchange_strong(last_ns, now_ns, std::memory_order_relaxed)) mover->kick();

@@ -59,7 +59,7 @@ void Pager::Impl::finish_write(Page& page) {
 void Pager::Impl::fail_read(Page& page, const std::string& why, int error_number, std::uint64_t offset_bytes) {
     const std::string message =
         concat("ssd tier: reading page ", page.segment->index_of(page), " of ", page.segment->label, " at offset ",
-               offset_bytes, " of the scratch file in ", file.directory(), " failed: ", why,
+               offset_bytes, " of the scratch file in ", file.directory(*page.extent), " failed: ", why,
                "; the page is lost, restart from the last checkpoint on a sound disk");
     {
         const std::lock_guard lock(mutex);
@@ -74,10 +74,11 @@ void Pager::Impl::fail_read(Page& page, const std::string& why, int error_number
 /// The bytes are still in memory: the page stays usable, the error is raised by the next pin, and evicting the page
 /// again tries again.
 void Pager::Impl::fail_write(Page& page, const std::string& why, int error_number) {
-    keep_error(std::make_exception_ptr(
-        TierIoError(concat("ssd tier: writing page ", page.segment->index_of(page), " of ", page.segment->label,
-                           " to the scratch file in ", file.directory(), " failed: ", why),
-                    error_number)));
+    keep_error(std::make_exception_ptr(TierIoError(
+        concat("ssd tier: writing page ", page.segment->index_of(page), " of ", page.segment->label,
+               page.extent ? concat(" to the scratch file in ", file.directory(*page.extent)) : std::string(),
+               " failed: ", why),
+        error_number)));
     const std::size_t size_bytes = page.frame.slot.size();
     page.enter(PageState::loaded);
     end_move(size_bytes);

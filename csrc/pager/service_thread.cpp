@@ -35,48 +35,66 @@ void ServiceThread::push_fault(Page& page) noexcept {
     sem_post(&work_);
 }
 
-void ServiceThread::push_update(std::weak_ptr<Segment> segment, std::size_t index) {
+void ServiceThread::push_update(std::weak_ptr<Segment> segment, std::size_t index, UpdateTime time) {
     {
         const std::lock_guard lock(updates_mutex_);
-        updates_.emplace_back(std::move(segment), index);
+        updates_[static_cast<std::size_t>(time)].emplace_back(std::move(segment), index);
     }
-    sem_post(&work_);
+    update_count_.fetch_add(1, std::memory_order_acq_rel);
+    if (time == UpdateTime::at_once || pager_.program_waiters.load(std::memory_order_acquire) > 0) sem_post(&work_);
 }
 
+void ServiceThread::wake() noexcept {
+    if (update_count_.load(std::memory_order_acquire) > 0) sem_post(&work_);
+}
+
+/// Updates that nobody asked for run only while the program waits: otherwise they would fight its kernels for the
+/// cores, and the thread that pins the page applies them with all cores at no more cost.
 void ServiceThread::run() {
+    StallClock::ignore_this_thread();
     while (true) {
         while (sem_wait(&work_) != 0) {  // EINTR: a signal handler ran
         }
-        Page* page = faults_.exchange(nullptr, std::memory_order_acquire);
-        while (page) {
-            Page* next = page->next_fault.load(std::memory_order_relaxed);
-            pager_.serve_fault(*page);
-            page = next;
-        }
-        if (stopping_.load(std::memory_order_acquire)) return;
-        run_one_update();
+        do {
+            serve_faults();
+            if (stopping_.load(std::memory_order_acquire)) return;
+        } while (run_one_update(UpdateTime::at_once) || (pager_.program_waiters.load(std::memory_order_acquire) > 0 &&
+                                                         run_one_update(UpdateTime::while_program_waits)));
     }
 }
 
-/// A failure here is not lost: the page stays pending, and the pin that needs it meets the same error.
-void ServiceThread::run_one_update() {
-    std::pair<std::weak_ptr<Segment>, std::size_t> update;
+void ServiceThread::serve_faults() {
+    Page* page = faults_.exchange(nullptr, std::memory_order_acquire);
+    while (page) {
+        Page* next = page->next_fault.load(std::memory_order_relaxed);
+        pager_.serve_fault(*page);
+        page = next;
+    }
+}
+
+/// False if there was none. A failure here is not lost: the page stays pending, and the pin that needs it meets the
+/// same error.
+bool ServiceThread::run_one_update(UpdateTime time) {
+    Update update;
     {
         const std::lock_guard lock(updates_mutex_);
-        if (updates_.empty()) return;
-        update = std::move(updates_.front());
-        updates_.pop_front();
+        std::deque<Update>& updates = updates_[static_cast<std::size_t>(time)];
+        if (updates.empty()) return false;
+        update = std::move(updates.front());
+        updates.pop_front();
     }
+    update_count_.fetch_sub(1, std::memory_order_acq_rel);
     const std::shared_ptr<Segment> segment = update.first.lock();
-    if (!segment) return;
+    if (!segment) return true;
     Page& page = segment->page(update.second);
     page.clear_flag(PageWord::kUpdateQueued);
-    if (!page.load().has(PageWord::kPending)) return;
+    if (!page.load().has(PageWord::kPending)) return true;
     try {
         pager_.resolve_pending(*segment, update.second, false);
     } catch (const std::exception& error) {
         OFFLOAD_LOG(info, "deferred work ahead of need failed, left to the next use: ", error.what());
     }
+    return true;
 }
 
 }  // namespace torch_offload

@@ -14,9 +14,13 @@ constexpr int kPatience = 8;
 
 }  // namespace
 
-void Trace::touch(TraceId id) {
+void Trace::touch(TraceId id, const TraceMoment& moment) {
     if (id == kNoTrace) return;
-    if (recorded_.empty() || recorded_.back() != id) recorded_.push_back(id);
+    if (recorded_.empty() || recorded_.back().id != id) {
+        recorded_.push_back({id, {moment.busy_ns - step_start_ns_, moment.other_bytes}});
+    } else {
+        recorded_.back().moment.other_bytes = std::max(recorded_.back().moment.other_bytes, moment.other_bytes);
+    }
     if (id < positions_.size()) follow(id);
 }
 
@@ -40,15 +44,17 @@ Distance Trace::last_in_step(TraceId id) const {
     return next == positions.begin() ? kNever : cursor_ - *std::prev(next);
 }
 
-void Trace::end_step() {
+void Trace::end_step(std::int64_t busy_ns) {
     if (recorded_.empty()) return;
+    step_ns_ = busy_ns - step_start_ns_;
+    step_start_ns_ = busy_ns;
     predicted_.swap(recorded_);
     recorded_.clear();
     cursor_ = 0;
     strays_ = 0;
     for (std::vector<std::uint32_t>& positions : positions_) positions.clear();
     for (std::size_t i = 0; i < predicted_.size(); ++i) {
-        const TraceId id = predicted_[i];
+        const TraceId id = predicted_[i].id;
         if (id >= positions_.size()) positions_.resize(id + 1);
         positions_[id].push_back(static_cast<std::uint32_t>(i));
     }
@@ -66,9 +72,14 @@ Distance Trace::first_in_following_step(TraceId id) const {
     return predicted_.size() - cursor_ + positions_[id].front();
 }
 
-std::optional<TraceId> Trace::upcoming(std::size_t ahead) const {
+std::optional<UpcomingUse> Trace::upcoming(std::size_t ahead) const {
     if (predicted_.empty() || ahead >= predicted_.size()) return std::nullopt;
-    return predicted_[(cursor_ + ahead) % predicted_.size()];
+    const std::size_t position = cursor_ + ahead;
+    const bool is_following = position >= predicted_.size();
+    const Use& use = predicted_[is_following ? position - predicted_.size() : position];
+    const std::int64_t last_ns = cursor_ == 0 ? 0 : predicted_[cursor_ - 1].moment.busy_ns;
+    const std::int64_t at_ns = use.moment.busy_ns + (is_following ? step_ns_ : 0);
+    return UpcomingUse{use.id, at_ns - last_ns, use.moment.other_bytes};
 }
 
 }  // namespace torch_offload

@@ -14,6 +14,22 @@ namespace torch_offload {
 using Distance = std::uint64_t;
 inline constexpr Distance kNever = UINT64_MAX;
 
+/// A point in the recorded order, counted from the start of the running step; the following step goes on counting.
+using UsePosition = std::uint64_t;
+
+/// Where the step was when a role was pinned.
+struct TraceMoment {
+    std::int64_t busy_ns = 0;     // time since the start that the program did not spend waiting for the pager
+    std::size_t other_bytes = 0;  // the most memory that was not in pages since the pin before
+};
+
+/// A pin to come.
+struct UpcomingUse {
+    TraceId id = kNoTrace;
+    std::int64_t after_ns = 0;    // computing time from the last pin to this one
+    std::size_t other_bytes = 0;  // the most memory not in pages shortly before it
+};
+
 /// Records the pins of one step while predicting from those of the step before. A step that departs from the
 /// recording is only predicted worse: repeated uses leave the cursor alone, and after a few roles in a row that are
 /// nowhere near it moves to where they are.
@@ -21,18 +37,21 @@ inline constexpr Distance kNever = UINT64_MAX;
 class Trace {
 public:
     /// Notes a pin of role `id` and moves the cursor past its next recorded occurrence.
-    void touch(TraceId id);
+    void touch(TraceId id, const TraceMoment& moment = {});
 
     /// Ends the step: what was recorded becomes the prediction.
-    void end_step();
+    void end_step(std::int64_t busy_ns = 0);
 
     /// How far ahead `id` is used next in this step; kNever if not in the rest of it.
     Distance next_in_step(TraceId id) const;
     /// How far ahead `id` is first used in the following step; kNever if it is in no recording.
     Distance first_in_following_step(TraceId id) const;
 
-    /// Recorded roles from `ahead` pins after the cursor on; runs into the following step. Empty without a recording.
-    std::optional<TraceId> upcoming(std::size_t ahead) const;
+    /// The same two as a position that stays true while the cursor moves; kNever if there is neither.
+    UsePosition position_of(Distance ahead) const noexcept { return ahead == kNever ? kNever : cursor_ + ahead; }
+
+    /// The pin `ahead` pins after the cursor; runs into the following step. Empty without a recording.
+    std::optional<UpcomingUse> upcoming(std::size_t ahead) const;
 
     bool has_prediction() const noexcept { return !predicted_.empty(); }
     std::size_t length() const noexcept { return predicted_.size(); }
@@ -42,8 +61,15 @@ private:
     void follow(TraceId id);
     Distance last_in_step(TraceId id) const;
 
-    std::vector<TraceId> recorded_;
-    std::vector<TraceId> predicted_;
+    struct Use {
+        TraceId id;
+        TraceMoment moment;
+    };
+
+    std::vector<Use> recorded_;
+    std::vector<Use> predicted_;
+    std::int64_t step_start_ns_ = 0;                     // of the running step
+    std::int64_t step_ns_ = 0;                           // computing time of the predicted one
     std::vector<std::vector<std::uint32_t>> positions_;  // by role: where it stands in predicted_
     std::size_t cursor_ = 0;
     int strays_ = 0;

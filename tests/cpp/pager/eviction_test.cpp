@@ -2,45 +2,69 @@
 
 #include <gtest/gtest.h>
 
-#include <array>
+#include <random>
+#include <vector>
+
+#include "support/pager_fixture.h"
 
 namespace torch_offload::test {
 namespace {
 
-struct Pages {
-    std::array<Page, 4> pages;
+std::vector<Segment*> order_of(const EvictionQueue& queue) {
+    std::vector<Segment*> order;
+    for (const EvictionQueue::Entry& entry : queue) order.push_back(entry.segment);
+    return order;
+}
 
-    EvictionCandidate candidate(std::size_t i, Distance next_use, std::uint64_t last_use, bool is_dirty) {
-        return {nullptr, &pages[i], 10, next_use, last_use, is_dirty};
+struct Segments {
+    Pager pager{options_with(8)};
+    std::vector<std::shared_ptr<Segment>> all;
+
+    explicit Segments(std::size_t count) {
+        for (std::size_t i = 0; i < count; ++i) {
+            all.push_back(pager.create_segment(kPageBytes, 4, SegmentKind::parameter));
+        }
     }
+    Segment& operator[](std::size_t i) { return *all[i]; }
 };
 
-// The page used last in the future goes first, and no more go than are needed. Method: three distances, one wanted.
-TEST(Eviction, FurthestNextUseGoesFirst) {
-    Pages p;
-    const auto victims =
-        choose_victims({p.candidate(0, 5, 0, false), p.candidate(1, 50, 9, true), p.candidate(2, 20, 0, false)}, 10, 0);
-    ASSERT_EQ(victims.size(), 1u);
-    EXPECT_EQ(victims[0].page, &p.pages[1]);
+// The segment used last in the future comes first; among equals the least recently used. Method: four ranks.
+TEST(EvictionQueue, FurthestNextUseThenOldest) {
+    Segments s(4);
+    EvictionQueue queue;
+    queue.put(s[0], {5, 0});
+    queue.put(s[1], {50, 9});
+    queue.put(s[2], {20, 4});
+    queue.put(s[3], {20, 3});
+    EXPECT_EQ(order_of(queue), (std::vector<Segment*>{&s[1], &s[3], &s[2], &s[0]}));
+    queue.clear();
+    EXPECT_FALSE(s[0].eviction_rank.has_value());
 }
 
-// Pages needed soon stay even when memory is wanted. Method: a horizon above one of the distances.
-TEST(Eviction, PagesWithinTheHorizonStay) {
-    Pages p;
-    const auto victims = choose_victims({p.candidate(0, 5, 0, false), p.candidate(1, 50, 0, false)}, 100, 6);
-    ASSERT_EQ(victims.size(), 1u);
-    EXPECT_EQ(victims[0].page, &p.pages[1]);
-}
-
-// Without a prediction clean pages go before dirty ones, and the least recently used first. Method: equal distances.
-TEST(Eviction, CleanThenOldestAmongEquals) {
-    Pages p;
-    const auto victims = choose_victims(
-        {p.candidate(0, kNever, 1, true), p.candidate(1, kNever, 3, false), p.candidate(2, kNever, 2, false)}, 30, 0);
-    ASSERT_EQ(victims.size(), 3u);
-    EXPECT_EQ(victims[0].page, &p.pages[2]);
-    EXPECT_EQ(victims[1].page, &p.pages[1]);
-    EXPECT_EQ(victims[2].page, &p.pages[0]);
+// A segment stands in the queue once, at its latest rank. Method: a thousand random puts and removals against a list
+// that is sorted anew each time.
+TEST(EvictionQueue, KeepsTheLatestRankOfEach) {
+    constexpr std::size_t kSegments = 7;
+    Segments s(kSegments);
+    EvictionQueue queue;
+    std::vector<EvictionQueue::Entry> expected;
+    std::mt19937 random(1);
+    for (int turn = 0; turn < 1000; ++turn) {
+        Segment& segment = s[random() % kSegments];
+        std::erase_if(expected, [&](const EvictionQueue::Entry& entry) { return entry.segment == &segment; });
+        if (random() % 4 == 0) {
+            queue.remove(segment);
+        } else {
+            const EvictionRank rank{random() % 5, random() % 5};
+            queue.put(segment, rank);
+            expected.push_back({rank, &segment});
+        }
+        std::sort(expected.begin(), expected.end());
+        std::vector<Segment*> order;
+        for (const EvictionQueue::Entry& entry : expected) order.push_back(entry.segment);
+        ASSERT_EQ(order_of(queue), order);
+    }
+    queue.clear();
 }
 
 }  // namespace

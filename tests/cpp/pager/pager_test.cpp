@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <random>
@@ -10,6 +11,7 @@
 
 #include "support/pager_fixture.h"
 #include "support/sanitizer_options.h"
+#include "support/scratch_directory.h"
 
 namespace torch_offload::test {
 namespace {
@@ -205,6 +207,28 @@ TEST(Pager, RandomWorkloadKeepsEveryByte) {
     for (std::thread& thread : threads) thread.join();
     EXPECT_EQ(wrong, 0);
     EXPECT_LE(pager.statistics().memory.peak_bytes, 24 * kPageBytes);
+}
+
+// Pages spread over directories come back from the one that each went to. Method: two directories, a budget of four
+// pages, sixteen pages written and read.
+TEST(Pager, StripesOverDirectories) {
+    const ScratchDirectory first, second;
+    PagerOptions options = options_with(4);
+    options.directories = {first.path(), second.path()};
+    Pager pager(options);
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (std::uint32_t seed = 0; seed < 16; ++seed) segments.push_back(filled_segment(pager, 1, seed));
+    for (std::uint32_t seed = 0; seed < 16; ++seed) {
+        const PinGuard guard = pin(pager, segments[seed], Access::read);
+        EXPECT_TRUE(holds(*segments[seed], seed));
+    }
+    std::array<std::size_t, 2> pages{};
+    for (const auto& segment : segments) {
+        if (const auto& extent = segment->page(0).extent) ++pages.at(extent->file);
+    }
+    EXPECT_GE(pages[0], 6u);
+    EXPECT_GE(pages[1], 6u);
+    EXPECT_GE(total(pager.statistics().read_bytes), 12 * kPageBytes);
 }
 
 }  // namespace

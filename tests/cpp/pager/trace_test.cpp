@@ -30,8 +30,8 @@ TEST(Trace, PredictsFromTheStepBefore) {
     EXPECT_EQ(trace.next_in_step(1), 0u);
     EXPECT_EQ(trace.next_in_step(2), kNever);
     EXPECT_EQ(trace.first_in_following_step(2), 4u);
-    EXPECT_EQ(trace.upcoming(0), TraceId{1});
-    EXPECT_EQ(trace.upcoming(2), TraceId{0});  // first of the following step
+    EXPECT_EQ(trace.upcoming(0)->id, TraceId{1});
+    EXPECT_EQ(trace.upcoming(2)->id, TraceId{0});  // first of the following step
 }
 
 // Repeated pins of one role in a row are one. Method: record duplicates, look at the length.
@@ -71,6 +71,24 @@ TEST(Trace, FindsItsWayAfterALongDeparture) {
     trace.end_step();
     for (TraceId id = 100; id < 120; ++id) trace.touch(id);
     EXPECT_EQ(trace.cursor(), 120u);
+}
+
+// What is known of a pin to come is when, in computing time, and how much other memory it meets; the following step
+// comes after the time of the whole step. Method: three pins with times, asked from the middle.
+TEST(Trace, SaysWhenAndBesideWhat) {
+    Trace trace;
+    trace.touch(0, {100, 7});
+    trace.touch(1, {150, 8});
+    trace.touch(2, {190, 9});
+    trace.end_step(200);
+    trace.touch(0, {300, 0});
+    const std::optional<UpcomingUse> third = trace.upcoming(1);
+    ASSERT_TRUE(third.has_value());
+    EXPECT_EQ(third->id, TraceId{2});
+    EXPECT_EQ(third->after_ns, 90);
+    EXPECT_EQ(third->other_bytes, 9u);
+    EXPECT_EQ(trace.upcoming(2)->after_ns, 200);  // role 0 of the following step
+    EXPECT_EQ(trace.position_of(2), 3u);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ inline constexpr std::size_t kPageBytes = kPageElements * 4;
 inline PagerOptions options_with(std::size_t budget_pages, IoEngineKind engine = IoEngineKind::automatic) {
     PagerOptions options;
     options.budget_bytes = budget_pages * kPageBytes;
-    options.directory = OFFLOAD_TEST_DIRECTORY;
+    options.directories = {OFFLOAD_TEST_DIRECTORY};
     options.engine = engine;
     options.page_elements = kPageElements;
     return options;

@@ -20,7 +20,7 @@ Program = Callable[["Run"], None]
 def make_engine(directory: Path, budget_bytes: int = 512 << 10) -> _C.Engine:
     return _C.Engine(
         budget_bytes=budget_bytes,
-        directory=str(directory),
+        directories=[str(directory)],
         io_engine="auto",
         queue_depth=8,
         page_elements=PAGE_ELEMENTS,

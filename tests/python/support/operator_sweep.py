@@ -65,7 +65,7 @@ class PagingEngine:
         self.refusals = (torch_offload.OffloadError,)
         self.engine = _C.Engine(
             budget_bytes=64 << 20,
-            directory=scratch,
+            directories=[scratch],
             io_engine="auto",
             queue_depth=8,
             page_elements=4096,
