@@ -20,7 +20,7 @@ class CpuSeconds:
     """CPU seconds spent so far."""
 
     wall: float
-    process: float  # this process, its threads
+    process: float  # this process, its threads, and children that it waited for
     machine: float  # everybody's programs and the kernel, without interrupts and idling
     stolen: float  # taken by the host of a virtual machine
 
@@ -31,7 +31,8 @@ class CpuSeconds:
             int(word) / ticks for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
         )
         own = os.times()
-        return cls(time.perf_counter(), own.user + own.system, user + nice + system, stolen)
+        process = own.user + own.system + own.children_user + own.children_system
+        return cls(time.perf_counter(), process, user + nice + system, stolen)
 
     def since(self, earlier: "CpuSeconds") -> dict[str, float]:
         wall = self.wall - earlier.wall

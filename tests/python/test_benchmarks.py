@@ -1,0 +1,54 @@
+"""Every benchmark driver runs from end to end on something tiny and says in JSON what it found.
+
+Times are no subject here: a smoke run judges none.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed: apt-get install fio")
+
+
+def smoke(name: str, scratch: Path, *options: str) -> dict[str, Any]:
+    """Run a driver; nothing may stay in its directory."""
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke", "--json", "--ssd", str(scratch), *options]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert list(scratch.iterdir()) == []
+    result = dict(json.loads(ended.stdout))
+    assert all({"name", "value", "target", "holds"} <= set(bar) for bar in result["bars"])
+    assert [bar for bar in result["bars"] if not bar["holds"]] == []
+    return result
+
+
+@needs_fio
+def test_io_moves_the_same_bytes_as_fio(scratch):
+    """Both programs did what they were asked to: the same bytes, and none of them free of charge."""
+    result = smoke("io", scratch)
+    assert len(result["cases"]) == 6
+    for case in result["cases"].values():
+        runs = case["rounds"][0]["runs"]
+        assert {run["bytes"] for both in runs.values() for run in both} == {64 << 20}
+        assert all(run["cpu_seconds"] >= 0 and run["seconds"] > 0 for both in runs.values() for run in both)
+
+
+def test_interference_has_traffic_of_the_direction_asked_for(scratch):
+    """Computation and traffic ran at once, and a reader wrote nothing."""
+    result = smoke("interference", scratch)
+    moves = {
+        name: (result[name]["read_bytes_per_second"], result[name]["written_bytes_per_second"]) for name in DIRECTIONS
+    }
+    is_moving = {name: tuple(rate["median"] > 0 for rate in rates) for name, rates in moves.items()}
+    assert is_moving == {"read": (True, False), "write": (False, True), "mix": (True, True)}
+    assert result["operations_per_second"]["median"] > 0
+
+
+DIRECTIONS = ("read", "write", "mix")
