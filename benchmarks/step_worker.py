@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 from machine import CpuSeconds
+from mixed_precision import MasterAdamW
+from process_memory import forget_peak, peak_resident_bytes, resident_bytes, swapped_bytes
 from replay import least_traffic
 from transformers import LlamaConfig, LlamaForCausalLM
 
 REPLAYED_STEPS = 4
 KINDS_OF_STATE = 4  # weights, gradients, two moments
+LEARNING_RATE = 1e-4
+LIMIT_TOLERANCE = 1.02  # of the memory that a process may take beside what it holds before the model
 
 
 def parse_options() -> argparse.Namespace:
@@ -25,14 +29,16 @@ def parse_options() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--checkpointing", type=int, default=0)
     parser.add_argument("--budget-bytes", type=int, default=0, help="0: plain torch, nothing paged")
+    parser.add_argument("--process-limit-bytes", type=int, default=0, help="sets the budget: this less what is taken")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 weights have fp32 masters")
+    parser.add_argument("--optimizer", choices=("stock", "offload"), default="stock")
     parser.add_argument("--page-elements", type=int, default=1 << 20)
     parser.add_argument("--ssd")
     return parser.parse_args()
 
 
-def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def make_configuration(options: argparse.Namespace) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=options.vocabulary,
         hidden_size=options.hidden,
         intermediate_size=options.intermediate,
@@ -44,30 +50,73 @@ def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config).train()
+
+
+def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(make_configuration(options)).train()
+    if options.dtype == "bf16":
+        model = model.to(torch.bfloat16)
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def make_optimizer(model: LlamaForCausalLM, options: argparse.Namespace) -> Any:
+    if options.optimizer == "offload":
+        import torch_offload
+
+        return torch_offload.AdamW(model.parameters(), lr=LEARNING_RATE)
+    if options.dtype == "bf16":
+        return MasterAdamW(model.parameters(), lr=LEARNING_RATE)
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def limit_budget(options: argparse.Namespace, base_bytes: int) -> None:
+    """Turn a limit on the process into a budget."""
+    if options.process_limit_bytes:
+        options.budget_bytes = int(options.process_limit_bytes / LIMIT_TOLERANCE) - base_bytes
+        if options.budget_bytes <= 0:
+            raise SystemExit(
+                f"a process limit of {options.process_limit_bytes} bytes is below the base of {base_bytes}"
+            )
+
+
+def base_resident_bytes(options: argparse.Namespace) -> int:
+    """Return what a process holds without the model: libraries in use, found by a step of a tiny one."""
+    import torch_offload  # noqa: F401  its code counts
+
+    small = {"hidden": 64, "intermediate": 64, "layers": 1, "heads": 1, "vocabulary": 64}
+    model = make_model(argparse.Namespace(**{**vars(options), **small}))
+    optimizer = make_optimizer(model, options)
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    return resident_bytes()
 
 
 class Worker:
     """A model in training, and what it counts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        self.base_bytes = base_resident_bytes(options) if options.process_limit_bytes else 0
+        limit_budget(options, self.base_bytes)
         self.paged = options.budget_bytes > 0
+        self.budget_bytes = options.budget_bytes
         self.model = make_model(options)
         if self.paged:
             import torch_offload
 
             config = torch_offload.Config(page_elements=options.page_elements)
             torch_offload.wrap(self.model, ram=options.budget_bytes, ssd=options.ssd, config=config)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = make_optimizer(self.model, options)
         self.ids = torch.randint(0, options.vocabulary, (options.batch, options.sequence))
         self.traffic_so_far = self.traffic()
 
     def step(self) -> dict[str, Any]:
         """Take a step. Its traffic includes what the engine finished after the step before, told apart as such."""
         between = self.traffic_since_last_call()
+        forget_peak()
         before = CpuSeconds.now()
         loss = self.model(input_ids=self.ids, labels=self.ids).loss
         loss.backward()
@@ -76,7 +125,8 @@ class Worker:
         measured = CpuSeconds.now().since(before)
         traffic = {name: between[name] + count for name, count in self.traffic_since_last_call().items()}
         outside = {f"{name}_between_steps": count for name, count in between.items()}
-        return measured | traffic | outside | {"loss": loss.item().hex()}
+        memory = {"peak_resident_bytes": float(peak_resident_bytes())}
+        return measured | traffic | outside | memory | {"loss": loss.item().hex()}
 
     def replay(self) -> dict[str, Any]:
         """Take steps with every use of a page listed, and replay the list under the best eviction there is."""
@@ -106,6 +156,7 @@ class Worker:
         with open("/proc/self/io") as file:
             counted = dict(line.split(": ") for line in file.read().splitlines())
         totals = {f"process_{name}": float(counted[name]) for name in ("read_bytes", "write_bytes")}
+        totals |= swapped_bytes()
         if not self.paged:
             return totals
         import torch_offload
@@ -118,7 +169,7 @@ class Worker:
         """Describe the run. Hashing the weights applies what is pending on them."""
         weights = hashlib.sha256()
         for weight in self.model.parameters():
-            weights.update(weight.detach().numpy())
+            weights.update(weight.detach().view(torch.uint8).numpy())
         summary: dict[str, Any] = {"weights_sha256": weights.hexdigest()}
         if self.paged:
             import torch_offload
@@ -132,7 +183,10 @@ class Worker:
         parts = [sizes[-2], *sizes[:-2], sizes[-1]]  # in the order of the forward
         total = sum(weight.numel() for weight in self.model.parameters())
         state_bytes = KINDS_OF_STATE * sum(weight.nbytes for weight in self.model.parameters())
-        return {"parameters": total, "part_elements": parts, "state_bytes": state_bytes, "torch": torch.__version__}
+        memory = {"base_bytes": self.base_bytes, "budget_bytes": self.budget_bytes}
+        memory["start_peak_resident_bytes"] = peak_resident_bytes()
+        sizes = {"parameters": total, "part_elements": parts, "state_bytes": state_bytes}
+        return sizes | memory | {"torch": torch.__version__}
 
 
 def main() -> None:

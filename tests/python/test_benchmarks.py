@@ -52,3 +52,21 @@ def test_interference_has_traffic_of_the_direction_asked_for(scratch):
 
 
 DIRECTIONS = ("read", "write", "mix")
+
+
+def test_peers_rows_compute_the_same_within_their_limits(scratch):
+    """Ours ran paged under a limit on its process; its bars (peak, losses, weights) hold, and there are such bars."""
+    result = smoke("peers", scratch)
+    ours = result["rows"]["ours_at_peer"]
+    assert ours["final"]["report"]["ssd_written_bytes"] > 0
+    assert ours["final"]["weights_sha256"] == result["rows"]["plain"]["final"]["weights_sha256"]
+    assert len(result["bars"]) == 2
+
+
+def test_size_trains_models_beyond_the_budget(scratch):
+    """Both models page, and the deeper one has more on SSD."""
+    result = smoke("size", scratch)
+    shallow, deep = result["runs"]
+    assert 0 < shallow["ssd_file_bytes"] < deep["ssd_file_bytes"]
+    assert deep["state_bytes"] > 2 * deep["budget_bytes"]
+    assert len(result["bars"]) == 4

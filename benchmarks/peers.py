@@ -1,0 +1,306 @@
+"""The same model and step in plain torch, under DeepSpeed ZeRO-3 NVMe offload, under OS swap, and under torch_offload.
+
+    python benchmarks/peers.py --json --ssd /mnt/nvme --dtype fp32 > benchmarks/results/peers_fp32.json
+    python benchmarks/peers.py --json --ssd /mnt/nvme --dtype bf16 > benchmarks/results/peers_bf16.json
+    python benchmarks/peers.py --smoke
+
+A random-init Llama of 218 M parameters, batch 1 x 256 tokens, AdamW. Needs root (a memory cgroup, a swap file: both
+are removed at the end, leftovers of killed runs at the next start), libaio-dev, 20 GB of disk and 16 GB of memory; some
+20 minutes for fp32 and 15 for bf16 on two cores, plus 10 on the first use of DeepSpeed, which is installed into
+--deepspeed-venv with the torch and transformers of this environment and builds its operators there.
+
+Rows, each in a process of its own, all alive at once and taking turns step by step, with a raw-disk probe per round:
+    plain              stock torch in memory; bf16: fp32 masters, stock fused AdamW over them
+    in_memory          bf16 only: torch_offload.AdamW without paging, whose losses and weights ours must equal
+    deepspeed          parameters, gradients and states on NVMe; the fastest of the settings that were tried
+    ours_at_peer       the process limited to the peak resident memory of DeepSpeed's
+    ours_at_half       ... and to half of that
+    swap               fp32 only: plain torch in a memory cgroup of 40 % of the state, the rest in a swap file
+    ours_at_swap       in a cgroup of the same limit that may not swap
+A process limit becomes a budget: the limit less 2 %, less what the process holds without the model.
+"""
+
+import argparse
+import math
+import shutil
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed_setup
+from machine import DiskProbe
+from memory_group import LimitsUnavailable, MemoryGroup, SwapFile, end_cleanly_on_signals, remove_leftovers
+from reporting import are_enough, at_least, at_most, emit, is_quiet, machine, progress, spread, usable
+from worker_process import WorkerProcess
+from workloads import TINY, Workload
+
+import torch_offload
+
+HERE = Path(__file__).resolve().parent
+SWAP_SHARE = 0.40
+LEAST_FREE_BYTES = 24 << 30
+BARS = {"fp32": {"ours_at_peer": 4.0, "ours_at_half": 2.5}, "bf16": {"ours_at_peer": 3.0, "ours_at_half": 1.5}}
+SWAP_BAR = 6.0
+PEERS = ("deepspeed", "swap")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run, and how often."""
+
+    workload: Workload
+    dtype: str
+    peers: tuple[str, ...]
+    rounds: int = 5
+    most_rounds: int = 10
+    warmup: int = 2
+    probe_bytes: int = 256 << 20
+
+
+class Rows:
+    """The workers of a run. Leaving it ends them and removes what they ran in."""
+
+    def __init__(self, plan: Plan, scratch: str, venv: Path) -> None:
+        self.plan = plan
+        self.scratch = scratch
+        self.venv = venv
+        self.workers: dict[str, WorkerProcess] = {}
+        self.limits: dict[str, float] = {}
+        self.groups: dict[str, MemoryGroup] = {}
+        self.stack = ExitStack()
+
+    def __enter__(self) -> "Rows":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def shape(self) -> list[str]:
+        names = ("hidden", "intermediate", "layers", "heads", "vocabulary", "batch", "sequence", "checkpointing")
+        values = asdict(self.plan.workload)
+        words = [word for name in names for word in (f"--{name}", str(values[name]))]
+        return [*words, "--dtype", self.plan.dtype, "--ssd", self.scratch]
+
+    def add(self, name: str, *options: str, group: MemoryGroup | None = None) -> WorkerProcess:
+        """Start a worker of ours and let it warm up."""
+        page_elements = str(self.plan.workload.page_elements)
+        command = [sys.executable, str(HERE / "step_worker.py"), *self.shape(), "--page-elements", page_elements]
+        command += options
+        if group is not None:
+            self.groups[name] = group
+            command = group.command(command)
+        return self.keep(WorkerProcess(name, command, log_directory=self.scratch))
+
+    def add_ours(self, name: str, limit_bytes: float, *, group: MemoryGroup | None = None) -> None:
+        """Start a paged worker whose process is limited."""
+        self.limits[name] = limit_bytes
+        self.add(name, "--process-limit-bytes", str(int(limit_bytes)), *self.optimizer(), group=group)
+
+    def optimizer(self) -> list[str]:
+        return ["--optimizer", "offload"] if self.plan.dtype == "bf16" else []
+
+    def keep(self, worker: WorkerProcess) -> WorkerProcess:
+        self.workers[worker.name] = worker
+        self.stack.callback(worker.close)
+        for _ in range(self.plan.warmup):
+            worker.step()
+        progress(f"{worker.name}: {worker.description} peak {worker.peak_resident_bytes / 1e9:.2f} GB")
+        return worker
+
+    def start_deepspeed(self, settings: dict[str, Any]) -> WorkerProcess:
+        folder = tempfile.mkdtemp(dir=self.scratch)
+        self.stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        script = [str(self.venv / "bin" / "python"), str(HERE / "deepspeed_worker.py")]
+        words = [*self.shape(), "--ssd", folder, "--settings", deepspeed_setup.as_option(settings)]
+        environment = deepspeed_setup.environment(self.venv)
+        return WorkerProcess("deepspeed", [*script, *words], log_directory=self.scratch, **environment)
+
+    def make_group(self, name: str, limit_bytes: int, *, may_swap: bool) -> MemoryGroup:
+        group = MemoryGroup(name, limit_bytes, may_swap=may_swap)
+        self.stack.callback(group.remove)
+        return group
+
+
+def start(rows: Rows, settings: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Start all rows, smallest surprise first; return the settings of DeepSpeed that were tried."""
+    plan = rows.plan
+    tried: list[dict[str, Any]] = []
+    has_optimizer = plan.dtype == "fp32" or hasattr(torch_offload, "AdamW")
+    plain = rows.add("plain")
+    peer_bytes = plain.peak_resident_bytes
+    if "deepspeed" in plan.peers:
+        deepspeed_setup.ensure(rows.venv)
+        if settings is None:
+            settings, tried = deepspeed_setup.search(rows.start_deepspeed)
+        peer_bytes = rows.keep(rows.start_deepspeed(settings)).peak_resident_bytes
+    if plan.dtype == "bf16" and has_optimizer:
+        rows.add("in_memory", *rows.optimizer())
+    if has_optimizer:
+        rows.add_ours("ours_at_peer", peer_bytes)
+        if "deepspeed" in plan.peers:
+            rows.add_ours("ours_at_half", peer_bytes / 2)
+    if "swap" in plan.peers and plan.dtype == "fp32":
+        start_swap(rows)
+    return tried
+
+
+def start_swap(rows: Rows) -> None:
+    """Start plain torch under a limit with swap, and ours under the same limit without."""
+    limit_bytes = int(SWAP_SHARE * rows.plan.workload.state_bytes)
+    rows.stack.enter_context(SwapFile(rows.scratch, int(1.5 * rows.plan.workload.state_bytes)))
+    rows.add("swap", group=rows.make_group("swap", limit_bytes, may_swap=True))
+    rows.add_ours("ours_at_swap", limit_bytes, group=rows.make_group("ours", limit_bytes, may_swap=False))
+
+
+def run_rounds(rows: Rows, probe: DiskProbe) -> list[dict[str, Any]]:
+    """Let the rows take turns until enough rounds were quiet; the first row of a round changes."""
+    plan = rows.plan
+    rounds: list[dict[str, Any]] = []
+    names = list(rows.workers)
+    while not are_enough(rounds, wanted=plan.rounds, most=plan.most_rounds):
+        first = len(rounds) % len(names)
+        disk = probe.bandwidth()
+        steps = {name: rows.workers[name].step() for name in names[first:] + names[:first]}
+        quiet = all(is_quiet(step) for step in steps.values())
+        rounds.append({"quiet": quiet, "disk": disk, "steps": steps})
+        progress(f"{ {name: round(step['seconds'], 2) for name, step in steps.items()} } {quiet=}")
+    return rounds
+
+
+def summarise(rows: Rows, rounds: list[dict[str, Any]], final: dict[str, Any]) -> dict[str, Any]:
+    """Sum up each row over the rounds that count."""
+    return {
+        name: {
+            "description": worker.description,
+            "final": final[name],
+            "limit_bytes": rows.limits.get(name),
+            "highest_resident_bytes": worker.peak_resident_bytes,
+            "group_peak_bytes": rows.groups[name].peak_bytes() if name in rows.groups else None,
+            "share_of_probe": spread([share_of_probe(row, name) for row in rounds]),
+        }
+        | {
+            key: spread([row["steps"][name][key] for row in rounds])
+            for key, value in rounds[0]["steps"][name].items()
+            if isinstance(value, (int, float))
+        }
+        for name, worker in rows.workers.items()
+    }
+
+
+def share_of_probe(row: dict[str, Any], name: str) -> float:
+    """Return the share of a step's seconds that its traffic takes at the rate of this round's probe.
+
+    What a process reads counts what it swaps in, what it writes does not count what it swaps out.
+    """
+    step, disk = row["steps"][name], row["disk"]
+    written = step["process_write_bytes"] + (step["swap_out_bytes"] if name == "swap" else 0)
+    seconds = step["process_read_bytes"] / disk["read_bytes_per_second"] + written / disk["write_bytes_per_second"]
+    return float(seconds / step["seconds"])
+
+
+def ratio(rounds: list[dict[str, Any]], slow: str, fast: str) -> dict[str, float]:
+    """Return how many times longer one row takes than another, round by round."""
+    values = [
+        row["steps"][slow]["seconds"] / row["steps"][fast]["seconds"]
+        for row in rounds
+        if slow in row["steps"] and fast in row["steps"]
+    ]
+    return spread(values or [math.nan])
+
+
+def bars_of(plan: Plan, result: dict[str, Any], used: list[dict[str, Any]], *, is_timed: bool) -> list[dict[str, Any]]:
+    bars = []
+    wanted = [("deepspeed", name, target) for name, target in BARS[plan.dtype].items() if "deepspeed" in plan.peers]
+    if "swap" in plan.peers and plan.dtype == "fp32":
+        wanted.append(("swap", "ours_at_swap", SWAP_BAR))
+    for peer, name, target in wanted if is_timed else ():
+        bars.append(at_least(f"{peer} over {name}, {plan.dtype}", ratio(used, peer, name)["median"], target))
+    rows = result["rows"]
+    for name, row in rows.items():
+        if row["limit_bytes"] is not None:
+            peak = row["highest_resident_bytes"] / row["limit_bytes"]
+            bars.append(at_most(f"{name} peak resident memory over its limit, {plan.dtype}", peak, 1))
+    reference = "plain" if plan.dtype == "fp32" else "in_memory"
+    for name in rows:
+        if reference in rows and name not in ("plain", "in_memory", "deepspeed"):
+            count = sum(row["steps"][name]["loss"] != row["steps"][reference]["loss"] for row in result["rounds"])
+            count += rows[name]["final"]["weights_sha256"] != rows[reference]["final"]["weights_sha256"]
+            bars.append(at_most(f"{name} losses and weight hashes that differ from {reference}", count, 0))
+    return bars
+
+
+def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | None) -> dict[str, Any]:
+    probe = DiskProbe(scratch, probe_bytes=plan.probe_bytes)
+    with Rows(plan, scratch, venv) as rows:
+        tried = start(rows, settings)
+        rounds = run_rounds(rows, probe)
+        final = {name: worker.ask("finish") for name, worker in rows.workers.items()}
+        used, is_disturbed = usable(rounds, wanted=plan.rounds)
+        return {
+            "workload": asdict(plan.workload),
+            "dtype": plan.dtype,
+            "disturbed": is_disturbed,
+            "disk": {key: spread([row["disk"][key] for row in used]) for key in used[0]["disk"]},
+            "deepspeed_settings_tried": tried,
+            "rows": summarise(rows, used, final),
+            "times_plain": {name: ratio(used, name, "plain") for name in rows.workers},
+            "times_ours": {
+                f"{peer} over {name}": ratio(used, peer, name)
+                for peer in PEERS
+                for name in rows.workers
+                if peer in rows.workers and name.startswith("ours")
+            },
+            "rounds": rounds,
+            "used_rounds": [row["quiet"] or is_disturbed for row in rounds],
+        }
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model without peers, in seconds: shows that it runs"
+    )
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--peers", default=",".join(PEERS), help="of deepspeed, swap (default: both)")
+    parser.add_argument("--rounds", type=int, default=Plan.rounds)
+    parser.add_argument("--most-rounds", type=int, default=Plan.most_rounds)
+    venv = Path(tempfile.gettempdir(), "torch-offload-deepspeed")
+    parser.add_argument("--deepspeed-venv", type=Path, default=venv, help="default: %(default)s")
+    parser.add_argument(
+        "--deepspeed-settings", type=deepspeed_setup.from_option, help="JSON: these instead of a search; {} for ours"
+    )
+    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    end_cleanly_on_signals()
+    peers = () if options.smoke else tuple(name for name in options.peers.split(",") if name)
+    if unknown := set(peers) - set(PEERS):
+        raise SystemExit(f"unknown peers {sorted(unknown)}; there are {', '.join(PEERS)}")
+    if options.smoke:
+        plan = Plan(TINY, options.dtype, peers, rounds=1, most_rounds=1, warmup=1, probe_bytes=16 << 20)
+    else:
+        workload = Workload("256 tokens", batch=1, sequence=256, checkpointing=0)
+        plan = Plan(workload, options.dtype, peers, options.rounds, max(options.rounds, options.most_rounds))
+        free_bytes = shutil.disk_usage(options.ssd).free
+        if free_bytes < LEAST_FREE_BYTES:
+            raise SystemExit(f"{LEAST_FREE_BYTES} bytes are needed in {options.ssd}, {free_bytes} are free")
+    remove_leftovers(options.ssd)
+    try:
+        with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
+            result = measure(plan, scratch, options.deepspeed_venv, options.deepspeed_settings)
+    except LimitsUnavailable as reason:
+        raise SystemExit(f"{reason}; or leave swap out: --peers deepspeed") from reason
+    used = [row for row, counts in zip(result["rounds"], result["used_rounds"], strict=True) if counts]
+    bars = bars_of(plan, result, used, is_timed=not options.smoke)
+    emit({"benchmark": "peers", "machine": machine(), **result, "bars": bars}, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
