@@ -71,3 +71,30 @@ class Engine:
         """End the list: (kind, segment, first page, pages, page bytes, segment bytes, bytes not in pages, call)."""
     def managed_count(self) -> int:
         """Number of live segments."""
+
+def io_engine_refusal(io_engine: str) -> str | None:
+    """Say why this way of reading and writing does not work here, or return None where a test transfer did."""
+
+@final
+class SsdProbe:
+    """Random whole blocks of a fully written scratch file in a directory, through the engine that pages use.
+
+    Every read is checked. For one thread.
+    """
+
+    def __init__(
+        self, *, directory: str, io_engine: str, file_bytes: int, block_bytes: int, max_depth: int
+    ) -> None: ...
+    def measure(self, *, pattern: str, depth: int, seconds: float) -> dict[str, float]:
+        """Keep `depth` transfers (pattern: read, write, mix) in flight.
+
+        Returns:
+            ``read_bytes``, ``written_bytes`` and ``seconds``.
+        """
+    @property
+    def engine_name(self) -> str: ...
+    @property
+    def file_bytes(self) -> int: ...
+    @property
+    def is_direct(self) -> bool:
+        """Whether transfers pass by the page cache. Where not, the figures are those of memory."""

@@ -14,7 +14,9 @@
 #include "autograd/register_allocator.h"
 #include "base/check.h"
 #include "bindings/log_queue.h"
+#include "bindings/names.h"
 #include "bindings/python_errors.h"
+#include "bindings/ssd_probe.h"
 #include "bindings/statistics.h"
 
 namespace py = pybind11;
@@ -22,27 +24,9 @@ namespace py = pybind11;
 namespace torch_offload {
 namespace {
 
-template <typename Value>
-struct Named {
-    const char* name;
-    Value value;
-};
 constexpr std::array kKinds = {
     Named<SegmentKind>{"parameter", SegmentKind::parameter}, Named<SegmentKind>{"gradient", SegmentKind::gradient},
     Named<SegmentKind>{"state", SegmentKind::state}, Named<SegmentKind>{"other", SegmentKind::other}};
-constexpr std::array kEngines = {
-    Named<IoEngineKind>{"auto", IoEngineKind::automatic}, Named<IoEngineKind>{"uring_fixed", IoEngineKind::uring_fixed},
-    Named<IoEngineKind>{"uring", IoEngineKind::uring}, Named<IoEngineKind>{"threads", IoEngineKind::threads}};
-
-template <typename Value, std::size_t kCount>
-Value value_named(const std::array<Named<Value>, kCount>& values, const std::string& name, const char* what) {
-    std::string known;
-    for (const auto& [candidate, value] : values) {
-        if (name == candidate) return value;
-        known += known.empty() ? candidate : std::string(", ") + candidate;
-    }
-    throw InvalidArgument(concat(what, " must be one of ", known, ", got ", name));
-}
 
 /// The threads that would answer stayed with the parent, perhaps while they held a lock.
 void refuse_in_forked_child() {
@@ -235,6 +219,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("tensor"));
     bind_pin(m);
     bind_engine(m);
+    bind_ssd_probe(m);
     m.def(
         "engine_of",
         [](const at::Tensor& tensor) -> std::shared_ptr<Engine> {
