@@ -74,6 +74,10 @@ class Config(BaseModel):
         queue_depth: Transfers in flight on the SSD.
         io_engine: How pages are read and written. ``auto`` takes the first that the system allows, in this order:
             io_uring with registered buffers, plain io_uring, threads with ``preadv`` and ``pwritev``.
+        report: File, or directory for one file per process, that gets a JSON report with timelines when the process
+            ends. None: no report, and nothing is recorded for one.
+        live: Whether one line at the foot of the terminal shows speed, traffic and stalls while a script runs. Nothing
+            is written where stderr is not a terminal.
         device: Where the module computes. Only ``cpu``: memory under the budget is compute memory.
 
     Raises:
@@ -88,6 +92,8 @@ class Config(BaseModel):
     page_elements: int = Field(default=DEFAULT_PAGE_ELEMENTS, gt=0, multiple_of=SECTOR_BYTES, strict=True)
     queue_depth: int = Field(default=DEFAULT_QUEUE_DEPTH, ge=1, le=4096, strict=True)
     io_engine: IoEngine = "auto"
+    report: Path | None = None
+    live: bool = Field(default=False, strict=True)
     device: Literal["cpu"] = "cpu"
 
     if TYPE_CHECKING:
@@ -101,6 +107,8 @@ class Config(BaseModel):
             page_elements: int = DEFAULT_PAGE_ELEMENTS,
             queue_depth: int = DEFAULT_QUEUE_DEPTH,
             io_engine: IoEngine = "auto",
+            report: str | os.PathLike[str] | None = None,
+            live: bool = False,
             device: Literal["cpu"] = "cpu",
         ) -> None: ...
 
@@ -112,11 +120,17 @@ class Config(BaseModel):
             except ValidationError as error:
                 _raise_config_error(error)
 
-    @field_validator("ssd", mode="before")
+    @field_validator("ssd", "report", mode="before")
     @classmethod
     def _expand_home(cls, directory: object) -> object:
         """Make ``~`` mean what it means in a shell."""
         return os.path.expanduser(directory) if isinstance(directory, (str, Path)) else directory
+
+    @field_validator("report")
+    @classmethod
+    def _stay_where_it_is(cls, path: Path | None) -> Path | None:
+        """The script may change its directory before the report is written."""
+        return None if path is None else path.resolve()
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> "Config":

@@ -2,19 +2,21 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch_offload.config import format_size
+from torch_offload.errors import ConfigError
+from torch_offload.limits import Limit, Wear, binding_limit, wear_of
+from torch_offload.timeline import PURPOSES, Timeline
 
-_PURPOSES = {
-    "pages": "frame_bytes",
-    "free_pages": "free_frame_bytes",
-    "temporaries": "range_bytes",
-    "idle_temporaries": "idle_range_bytes",
-    "small": "small_bytes",
-}
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_TOTALS = ("ssd_read_bytes", "ssd_written_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class Report:
         clean_drops: Of those, pages that left without a write.
         stall_seconds: Seconds in which the program waited, by cause: ``read``, ``memory``, ``update``, ``fault``.
         counters: Everything else that the engine counts, by name: deferred work, norms, adoptions.
+        timeline: Samples over time, where they were recorded (``Config.report``, the live line).
     """
 
     io_engine: str
@@ -58,10 +61,11 @@ class Report:
     evictions: int
     clean_drops: int
     stall_seconds: dict[str, float]
-    counters: dict[str, int]
+    counters: dict[str, Any]
+    timeline: Timeline | None = None
 
     @classmethod
-    def from_statistics(cls, statistics: Mapping[str, Any]) -> "Report":
+    def from_statistics(cls, statistics: Mapping[str, Any], *, timeline: Timeline | None = None) -> "Report":
         """Sort the engine's statistics into a report."""
         rest = dict(statistics)
         memory = rest.pop("memory")
@@ -70,12 +74,13 @@ class Report:
         return cls(
             io_engine=rest.pop("engine"),
             budget_bytes=memory["limit_bytes"],
-            host_bytes={purpose: memory[name] for purpose, name in _PURPOSES.items()},
+            host_bytes={purpose: memory[name] for purpose, name in PURPOSES.items()},
             host_peak_bytes=memory["peak_bytes"],
             ssd_bytes=rest.pop("stored_bytes"),
             ssd_file_bytes=rest.pop("file_bytes"),
             hit_rate=1.0 if known["pins"] == 0 else 1.0 - known["misses"] / known["pins"],
             counters=rest,
+            timeline=timeline,
             **known,
         )
 
@@ -89,10 +94,73 @@ class Report:
         """Bytes written to SSD, all kinds together."""
         return sum(self.written_bytes.values())
 
+    def limit(self) -> Limit | None:
+        """Return what binds a step, None where no steps were recorded."""
+        steady = None if self.timeline is None else self.timeline.steady()
+        return None if steady is None else binding_limit(steady.stall_seconds, steady.seconds)
+
+    def wear(self) -> Wear | None:
+        """Return what the run does to the SSD, None where no steps were recorded."""
+        steady = None if self.timeline is None else self.timeline.steady()
+        if steady is None:
+            return None
+        return wear_of(steady.ssd_written_bytes, steps=steady.steps, seconds=steady.seconds)
+
     def json(self) -> str:
         """Return the report as one JSON object, totals of the SSD traffic included."""
-        totals = {"ssd_read_bytes": self.ssd_read_bytes, "ssd_written_bytes": self.ssd_written_bytes}
-        return json.dumps(dataclasses.asdict(self) | totals)
+        return json.dumps(dataclasses.asdict(self) | {name: getattr(self, name) for name in _TOTALS})
+
+    def write_json(self, path: str | os.PathLike[str]) -> None:
+        """Write what :meth:`json` returns; ``torch-offload report`` reads it.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        target = Path(path)
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}.part")
+        unfinished.write_text(self.json() + "\n", encoding="utf-8")
+        unfinished.replace(target)
+
+    @classmethod
+    def read_json(cls, path: str | os.PathLike[str]) -> "Report":
+        """Read a report that :meth:`write_json` wrote.
+
+        Raises:
+            ConfigError: If the file is not such a report.
+            OSError: If it cannot be read.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            timeline = content.pop("timeline", None)
+            known = {name: value for name, value in content.items() if name not in _TOTALS}
+            return cls(**known, timeline=None if timeline is None else Timeline.from_dict(timeline))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"{path} is not a report that this version of torch_offload wrote ({error}); "
+                "write one with `torch-offload run --report FILE` or Report.write_json"
+            ) from None
+
+    def write_html(self, path: str | os.PathLike[str], *, endurance_bytes: int | None = None) -> None:
+        """Write one HTML page that needs nothing else: timelines, what binds, what to change, wear.
+
+        Args:
+            path: The file.
+            endurance_bytes: What the drive is rated to have written in its life (TBW); the page then says for how
+                many days of this training that is.
+
+        Raises:
+            OffloadError: If jinja2 or plotly is missing. The message names the extra that brings them.
+            OSError: If the file cannot be written.
+        """
+        from torch_offload.report_page import page_of
+
+        Path(path).write_text(page_of(self, endurance_bytes=endurance_bytes), encoding="utf-8")
+
+    def __rich__(self) -> "Table":
+        """Return the report as a table for rich."""
+        from torch_offload.report_table import table_of
+
+        return table_of(self)
 
     def __str__(self) -> str:
         """Return a summary of a few lines."""

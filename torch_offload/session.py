@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from torch_offload import _C, loading, raw_access
+from torch_offload import _C, history, loading, observation, raw_access
 from torch_offload.config import Config
 from torch_offload.errors import ConfigError
 from torch_offload.patches import Patches
@@ -135,6 +135,10 @@ class Session:
             found += [] if parameter.grad is None else [parameter.grad]
             found += self._states_of(parameter)
         return [tensor for tensor in found if _C.is_managed(tensor)]
+
+    def modules(self) -> list[nn.Module]:
+        """Return the wrapped modules."""
+        return list(self._wrapped)
 
     def is_idle(self) -> bool:
         """Whether no wrapped module is alive."""
@@ -261,6 +265,7 @@ def open_session(config: Config) -> Session:
         close_session()
         _C.set_log_level(logging.getLogger("torch_offload").getEffectiveLevel())
         session = _Slot.session = Session(config)
+        observation.begin(config, current)
     return session
 
 
@@ -292,7 +297,8 @@ def close_session() -> None:
     """Close the session, if one is open, and keep its last report."""
     session, _Slot.session = _Slot.session, None
     if session is not None:
-        _Slot.last_report = Report.from_statistics(session.engine.statistics())
+        observation.end()
+        _Slot.last_report = Report.from_statistics(session.engine.statistics(), timeline=history.recorded())
         session.close()
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from torch_offload import _C, budget
+from torch_offload import _C, budget, history
 from torch_offload import session as sessions
 from torch_offload.config import Config, format_size
 from torch_offload.errors import ConfigError, OffloadError, OutOfTierMemory
@@ -145,7 +145,7 @@ def report() -> Report:
     """
     session = sessions.current()
     if session is not None:
-        return Report.from_statistics(session.engine.statistics())
+        return Report.from_statistics(session.engine.statistics(), timeline=history.recorded())
     final = sessions.last_report()
     if final is None:
         raise OffloadError("there is nothing to report before torch_offload.wrap(module)")

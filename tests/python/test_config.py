@@ -68,7 +68,10 @@ def test_sizes_are_written_in_the_largest_unit(size, text):
         ({"ramm": "1GiB"}, "unknown setting 'ramm'; did you mean 'ram'?"),
         ({"min_page_bytes": 0}, "did you mean 'min_paged_bytes'?"),
         ({"io": "auto"}, "did you mean 'io_engine'?"),
-        ({"zzz": 1}, "there are: ram, ssd, min_paged_bytes, page_elements, queue_depth, io_engine, device"),
+        (
+            {"zzz": 1},
+            "there are: ram, ssd, min_paged_bytes, page_elements, queue_depth, io_engine, report, live, device",
+        ),
         ({"ram": 0}, "ram: Input should be greater than 0, got 0"),
         ({"ram": -1}, "ram: a size cannot be negative, got -1"),
         ({"ram": "24G"}, "ram: cannot read '24G' as a size"),
