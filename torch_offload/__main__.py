@@ -1,0 +1,5 @@
+"""``python -m torch_offload`` is the console script ``torch-offload``."""
+
+from torch_offload.cli import main
+
+main()

@@ -1,0 +1,262 @@
+"""The command line: ``torch-offload`` and ``python -m torch_offload``."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from torch_offload import __version__
+from torch_offload.config import (
+    DEFAULT_MIN_PAGED_BYTES,
+    DEFAULT_PAGE_ELEMENTS,
+    DEFAULT_QUEUE_DEPTH,
+    Config,
+    parse_size,
+)
+from torch_offload.errors import ConfigError, OffloadError
+from torch_offload.history import REPORT_NAME
+from torch_offload.script_arguments import separate_script
+
+USAGE_ERROR = 2
+
+app = typer.Typer(
+    name="torch-offload",
+    help="Train PyTorch models several times larger than memory, unmodified and with the same numbers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A script to run, once the command line has been understood."""
+
+    config: Config
+    command: list[str]
+    is_module: bool
+
+    def run(self) -> int:
+        """Run it; returns its exit status."""
+        # Imported here: it replaces functions of torch, which the other commands do not need.
+        from torch_offload import launcher
+
+        status: int = launcher.run(self.config, self.command, is_module=self.is_module)
+        return status
+
+
+Ram = Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Hard limit of memory, such as 24GiB.")]
+Ssd = Annotated[str | None, typer.Option("--ssd", metavar="DIR", help="Directory on a real disk for pages.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,  # noqa: FBT002
+) -> None:
+    """Hold the options that belong to no command."""
+    if version:
+        typer.echo(f"torch-offload {__version__}")
+        raise typer.Exit
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="Everything after SCRIPT, or after -m MODULE, belongs to the script.",
+)
+def run(
+    context: typer.Context,
+    *,
+    script: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT ARGS", help="The script and its arguments.")
+    ] = None,
+    module: Annotated[
+        str | None, typer.Option("-m", "--module", metavar="MODULE", help="Run a module, as python -m does.")
+    ] = None,
+    ram: Ram = None,
+    ssd: Ssd = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="File, or directory for one file per process, for a report at the end."),
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live/--no-live", help="Show one line of figures where stderr is a terminal.")
+    ] = True,
+    min_paged_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help=f"Smaller tensors stay in memory (default {DEFAULT_MIN_PAGED_BYTES})."),
+    ] = None,
+    page_elements: Annotated[
+        int | None, typer.Option(metavar="COUNT", help=f"Elements per page (default {DEFAULT_PAGE_ELEMENTS}).")
+    ] = None,
+    queue_depth: Annotated[
+        int | None, typer.Option(metavar="COUNT", help=f"SSD transfers in flight (default {DEFAULT_QUEUE_DEPTH}).")
+    ] = None,
+    io_engine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="auto, uring_fixed, uring or threads (default auto).")
+    ] = None,
+) -> None:
+    """Run a training script with its models paged between memory and SSD."""
+    given = {
+        "ram": ram,
+        "ssd": ssd,
+        "report": report,
+        "live": live,
+        "min_paged_bytes": min_paged_bytes,
+        "page_elements": page_elements,
+        "queue_depth": queue_depth,
+        "io_engine": io_engine,
+    }
+    with _plain_errors():
+        config = Config(**_given(given))
+        command = [module, *(script or [])] if module is not None else list(script or [])
+        if not command:
+            raise ConfigError("nothing to run; name a script, or a module with -m")
+        if module is None:
+            _check_script(command[0])
+    context.obj.append(Launch(config, command, is_module=module is not None))
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _check_script(path: str) -> None:
+    script = Path(path)
+    if not script.exists():
+        near = _nearest_file(script)
+        hint = f"did you mean {near}?" if near else "give the path of a Python file, or a module with -m"
+        raise ConfigError(f"there is no script {path}; {hint}")
+    if script.is_dir() and not (script / "__main__.py").exists():
+        raise ConfigError(f"{path} is a directory without a __main__.py; name a Python file")
+
+
+def _nearest_file(script: Path) -> str | None:
+    from difflib import get_close_matches
+
+    if not script.parent.is_dir():
+        return None
+    there = [entry.name for entry in script.parent.iterdir() if entry.suffix == ".py"]
+    nearest = get_close_matches(script.name, there, n=1)
+    return str(script.parent / nearest[0]) if nearest else None
+
+
+@app.command()
+def doctor(*, ram: Ram = None, ssd: Ssd = None, as_json: AsJson = False) -> None:
+    """Say what works on this machine, and what to do about what does not. Exit status 1 if training cannot run."""
+    from torch_offload import doctor as doctors
+
+    with _plain_errors():
+        wanted = Config(**_given({"ram": ram, "ssd": ssd}))
+        diagnosis = doctors.examine(ram=wanted.ram, ssd=wanted.ssd)
+    if as_json:
+        _print_json(diagnosis.to_dict())
+    else:
+        _console().print(diagnosis)
+    raise typer.Exit(0 if diagnosis.can_train else 1)
+
+
+@app.command("bench-ssd")
+def bench_ssd(
+    *,
+    ssd: Ssd = None,
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Size of the scratch file.")] = "1GiB",
+    block: Annotated[str, typer.Option(metavar="SIZE", help="Size of a transfer.")] = "2MiB",
+    seconds: Annotated[float, typer.Option(min=0.01, max=3600.0, help="Seconds per figure.")] = 2.0,
+    io_engine: Annotated[str, typer.Option(metavar="NAME", help="auto, uring_fixed, uring or threads.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure what a directory's disk gives to pages, by queue depth, and recommend one."""
+    from torch_offload import bench_ssd as benches
+
+    with _plain_errors():
+        checked = Config(**_given({"ssd": ssd, "io_engine": io_engine}))
+        request = benches.Request(
+            directory=benches.directory_for(checked.ssd, file_bytes=parse_size(size)),
+            file_bytes=parse_size(size),
+            block_bytes=parse_size(block),
+            seconds=seconds,
+            io_engine=checked.io_engine,
+        )
+        result = benches.measure_with_progress(request, progress_on=Console(stderr=True))
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        _console().print(result)
+
+
+@app.command()
+def report(
+    *,
+    path: Annotated[
+        Path, typer.Argument(metavar="[PATH]", help="A report, or a directory whose newest report is meant.")
+    ] = Path(f"{REPORT_NAME}.json"),
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page.")] = None,
+    tbw: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What the drive is rated to have written, such as 600TB.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a report that a run has written: as a table, as JSON or as an HTML page."""
+    from torch_offload import saved_reports
+
+    with _plain_errors():
+        saved = saved_reports.load(path)
+        endurance_bytes = None if tbw is None else parse_size(tbw)
+        if html is not None:
+            saved.write_html(html, endurance_bytes=endurance_bytes)
+    if as_json:
+        typer.echo(saved.json())
+    elif html is not None:
+        typer.echo(f"{html} written")
+    else:
+        console = _console()
+        console.print(saved)
+        for line in saved_reports.wear_lines(saved, endurance_bytes):
+            console.print(line)
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    typer.echo(json.dumps(content, indent=1))
+
+
+def _console() -> Console:
+    """Return a console that does not break lines where the output is not a terminal."""
+    is_terminal = sys.stdout.isatty()
+    return Console(width=None if is_terminal else 160, soft_wrap=not is_terminal, highlight=False)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Turn what is wrong with the command line or the machine into one line and an exit status."""
+    try:
+        yield
+    except ConfigError as error:
+        _fail(error, USAGE_ERROR)
+    except (OffloadError, OSError) as error:
+        _fail(error, 1)
+
+
+def _fail(error: Exception, status: int) -> NoReturn:
+    typer.echo(f"torch-offload: {error}", err=True)
+    raise typer.Exit(status)
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    launches: list[Launch] = []
+    try:
+        app(args=separate_script(sys.argv[1:]), prog_name="torch-offload", obj=launches)
+    except SystemExit as end:
+        if end.code or not launches:
+            raise
+    # Out here, so that what the script raises is handled as in a Python without us.
+    sys.exit(launches[0].run() if launches else 0)
