@@ -5,6 +5,8 @@
 Everything else stays as it was: the training loop or ``Trainer``, the optimizer, saving and loading.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from torch_offload import _compat
 
 _compat.check_torch()
@@ -19,6 +21,9 @@ from torch_offload.errors import (  # noqa: E402
 )
 from torch_offload.report import Report  # noqa: E402
 from torch_offload.wrap import evict, flush, is_resident, prefetch, report, unwrap, wrap  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch_offload.trainer_callback import ReportCallback as ReportCallback
 
 __version__ = "0.1.0"
 
@@ -39,3 +44,12 @@ __all__ = [
     "unwrap",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs transformers only when it is asked for."""
+    if name == "ReportCallback":
+        from torch_offload.trainer_callback import ReportCallback
+
+        return ReportCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

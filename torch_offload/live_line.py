@@ -19,8 +19,6 @@ from torch_offload import history
 from torch_offload.timeline import Interval, Sample, between
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from torch_offload.session import Session
 
 PERIOD_SECONDS = 0.5
@@ -28,6 +26,8 @@ SPEED_STEPS = 10
 SPEED_SECONDS = 30.0
 TRAFFIC_SECONDS = 2.0
 MIN_ROWS = 4
+LABEL = " torch-offload "
+SEPARATOR = "  │  "
 
 SessionSource = Callable[[], "Session | None"]
 
@@ -77,7 +77,7 @@ class LiveLine:
         if session is None or recorder is None or not _speaks_for_all():
             self._row.give_back()
             return
-        self._row.paint(line_of(recorder.timeline().recent, budget_bytes=session.config.ram or 0))
+        self._row.paint(parts_of(recorder.timeline().recent, budget_bytes=session.config.ram or 0))
 
 
 class BottomRow:
@@ -90,8 +90,8 @@ class BottomRow:
         self._stream = stream
         self._size: os.terminal_size | None = None
 
-    def paint(self, text: "Text") -> None:
-        """Show `text`, cut to the width of the terminal, in one write.
+    def paint(self, parts: Sequence[str]) -> None:
+        """Show as many of the parts as fit, the first ones first, in one write.
 
         Raises:
             OSError: If the terminal is gone.
@@ -101,7 +101,7 @@ class BottomRow:
             return
         set_up = "" if size == self._size else _keep_last_row_free(size.lines)
         self._size = size
-        self._write(f"{set_up}\x1b7\x1b[{size.lines};1H\x1b[2K{_rendered(text, size.columns - 1)}\x1b8")
+        self._write(f"{set_up}\x1b7\x1b[{size.lines};1H\x1b[2K{rendered(parts, width=size.columns - 1)}\x1b8")
 
     def give_back(self) -> None:
         """Clear the row and let the whole terminal scroll again. Safe to call twice."""
@@ -123,31 +123,35 @@ def _keep_last_row_free(lines: int) -> str:
     return f"\n\x1b7\x1b[1;{lines - 1}r\x1b8\x1b[1A"
 
 
-def _rendered(text: "Text", width: int) -> str:
+def rendered(parts: Sequence[str], *, width: int) -> str:
+    """Return one line of at most `width` columns, coloured by escape sequences."""
     from rich.console import Console
+    from rich.text import Text
 
+    line = Text(LABEL, style="reverse")
+    for index, part in enumerate(parts):
+        gap = SEPARATOR if index > 0 else "  "
+        if len(line) + len(gap) + len(part) > width:
+            break
+        line.append(gap, style="not reverse dim").append(part, style="not reverse")
+    line.truncate(max(width, 1))
     console = Console(file=io.StringIO(), force_terminal=True, width=width)
-    text.truncate(width, overflow="ellipsis")
     with console.capture() as capture:
-        console.print(text, end="", no_wrap=True)
+        console.print(line, end="", no_wrap=True)
     return capture.get()
 
 
-def line_of(samples: Sequence[Sample], *, budget_bytes: int) -> "Text":
-    """Return the line for the last of the samples."""
-    from rich.text import Text
-
+def parts_of(samples: Sequence[Sample], *, budget_bytes: int) -> list[str]:
+    """Return what there is to say at the last of the samples, the most interesting first."""
     now = samples[-1]
     recent = between(_sample_before(samples, now.seconds - TRAFFIC_SECONDS), now)
-    steps = _speed_span(samples)
-    parts = [
-        _speed(steps),
-        f"read {_rate(recent.ssd_read_bytes, recent)}",
-        f"write {_rate(recent.ssd_written_bytes, recent)}",
+    used_bytes = sum(now.host_bytes.values())
+    return [
+        *_speeds(_speed_span(samples)),
+        f"read {_rate(recent.ssd_read_bytes, recent):.2f}  write {_rate(recent.ssd_written_bytes, recent):.2f} GB/s",
         _stalls(between(_sample_before(samples, now.seconds - SPEED_SECONDS), now)),
-        f"memory {sum(now.host_bytes.values()) / 2**30:.2f} of {budget_bytes / 2**30:.2f} GiB",
+        f"memory {used_bytes / 2**30:.2f}/{budget_bytes / 2**30:.2f} GiB",
     ]
-    return Text.assemble((" torch-offload ", "reverse"), "  ", "  ·  ".join(part for part in parts if part))
 
 
 def _sample_before(samples: Sequence[Sample], seconds: float) -> Sample:
@@ -162,16 +166,16 @@ def _speed_span(samples: Sequence[Sample]) -> Interval | None:
     return between(ends[0], ends[-1]) if len(ends) > 1 else None
 
 
-def _speed(span: Interval | None) -> str:
+def _speeds(span: Interval | None) -> list[str]:
     if span is None or span.seconds <= 0:
-        return "first steps"
+        return ["first steps"]
     per_second = span.steps / span.seconds
     speed = f"{per_second:.3g} step/s" if per_second >= 0.1 else f"{1 / per_second:.1f} s/step"
-    return f"{speed}  ·  {span.tokens / span.seconds:.0f} token/s" if span.tokens > 0 else speed
+    return [speed, f"{span.tokens / span.seconds:.0f} token/s"] if span.tokens > 0 else [speed]
 
 
-def _rate(size_bytes: int, span: Interval) -> str:
-    return f"{size_bytes / span.seconds / 1e9:.2f} GB/s" if span.seconds > 0 else "0 GB/s"
+def _rate(size_bytes: int, span: Interval) -> float:
+    return size_bytes / span.seconds / 1e9 if span.seconds > 0 else 0.0
 
 
 def _stalls(span: Interval) -> str:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.confined import command_line
+from support.figures import statistics
 from support.models import tiny_model
 from torch import nn
 
@@ -22,21 +23,6 @@ import torch_offload
 from torch_offload import ConfigError, OffloadError, Report, history
 from torch_offload.limits import binding_limit, wear_of
 from torch_offload.timeline import Sample, Timeline, between
-
-
-def statistics(*, read=0, written=0, stalls=None, used=0):
-    """What the engine would say; causes of stalls that nobody knows yet included."""
-    memory = {"frame_bytes": used, "free_frame_bytes": 0, "range_bytes": 0, "idle_range_bytes": 0, "small_bytes": 0}
-    return {
-        "memory": memory | {"limit_bytes": 100, "peak_bytes": used},
-        "stored_bytes": written,
-        "file_bytes": written,
-        "read_bytes": {"parameter": read, "state": 0},
-        "written_bytes": {"parameter": written, "state": 0},
-        "stall_seconds": stalls or {"read": 0.0, "cosmic rays": 0.0},
-        "engine": "threads",
-        **dict.fromkeys(("pins", "misses", "faults", "evictions", "clean_drops", "prefetches", "odd_counter"), 1),
-    }
 
 
 def recorded(*, steps, seconds=2.0, read=3, written=5, stall=0.5, cause="read"):

@@ -1,0 +1,20 @@
+"""Figures of an engine that never ran."""
+
+from typing import Any
+
+
+def statistics(
+    *, read: int = 0, written: int = 0, stalls: dict[str, float] | None = None, used: int = 0
+) -> dict[str, Any]:
+    """What the engine would say; causes of stalls that nobody knows yet included."""
+    memory = {"frame_bytes": used, "free_frame_bytes": 0, "range_bytes": 0, "idle_range_bytes": 0, "small_bytes": 0}
+    return {
+        "memory": memory | {"limit_bytes": 100, "peak_bytes": used},
+        "stored_bytes": written,
+        "file_bytes": written,
+        "read_bytes": {"parameter": read, "state": 0},
+        "written_bytes": {"parameter": written, "state": 0},
+        "stall_seconds": stalls or {"read": 0.0, "cosmic rays": 0.0},
+        "engine": "threads",
+        **dict.fromkeys(("pins", "misses", "faults", "evictions", "clean_drops", "prefetches", "odd_counter"), 1),
+    }
