@@ -11,6 +11,8 @@ from setuptools import setup
 ROOT = Path(__file__).resolve().parent
 LAYERS = ("base", "device", "storage", "codec", "pager", "autograd", "optim", "comm", "bindings")
 OTHER_DEVICES = ("cuda",)  # files of devices that this build does not include
+# Kernels for different processors give the same bits: no operation is fused with another, square roots are one.
+ARITHMETIC = ("-ffp-contract=off", "-fno-math-errno")
 COMPAT = runpy.run_path(str(ROOT / "torch_offload" / "_compat.py"))
 
 try:
@@ -62,7 +64,7 @@ def extension():
         include_dirs=[str(ROOT / "csrc")],
         depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").rglob("*.h"))],
         define_macros=macros,
-        extra_compile_args=["-std=c++20", "-O3", "-g0", *cflags],
+        extra_compile_args=["-std=c++20", "-O3", "-g0", *ARITHMETIC, *cflags],
         extra_link_args=libraries,
     )
 

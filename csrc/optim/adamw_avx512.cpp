@@ -1,0 +1,29 @@
+// The AdamW kernel for processors with AVX-512. Only what stands below the pragma may use its instructions.
+#include <cstddef>
+#include <cstdint>
+
+#include "optim/adamw_kernels.h"
+#include "optim/split_master.h"
+
+#if defined(__clang__) && defined(__x86_64__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#elif defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#endif
+
+#include "optim/adamw_loops.h"
+
+namespace torch_offload {
+
+void adamw_avx512(const AdamWArrays& arrays, const AdamWFactors& factors, const GradientScaling& scaling) noexcept {
+    update_all(arrays, factors, scaling);
+}
+
+}  // namespace torch_offload
+
+#if defined(__clang__) && defined(__x86_64__)
+#pragma clang attribute pop
+#elif defined(__x86_64__)
+#pragma GCC pop_options
+#endif

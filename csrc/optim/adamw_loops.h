@@ -1,0 +1,162 @@
+// The loops of the AdamW kernel, compiled once per instruction set: each source file that includes this one chooses
+// the instructions before, so everything here has internal linkage and no standard header may be included from here.
+//
+// Equal bits everywhere: a loop is plain fp32 arithmetic that the compiler may vectorise but not reassociate or
+// contract (-ffp-contract=off), and division and square root are exactly rounded in all instruction sets.
+// Layer optim, without torch.
+#pragma once
+
+#include "optim/adamw_kernels.h"
+#include "optim/split_master.h"
+
+namespace torch_offload {
+namespace {
+
+/// Elements that are worked on at a time: their intermediate values stay in the first cache.
+constexpr std::size_t kRun = 256;
+
+inline float as_float(std::uint32_t bits) noexcept { return __builtin_bit_cast(float, bits); }
+inline std::uint32_t bits_of(float value) noexcept { return __builtin_bit_cast(std::uint32_t, value); }
+inline float widened(std::uint16_t bf16) noexcept { return as_float(static_cast<std::uint32_t>(bf16) << 16); }
+inline float canonical(float value) noexcept { return as_float(with_canonical_nan(bits_of(value))); }
+
+/// Rounded to bf16, ties to even, as torch casts.
+inline float rounded_to_bf16(float value) noexcept {
+    const std::uint32_t bits = bits_of(value);
+    const std::uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000;
+    return as_float(is_nan_bits(bits) ? kCanonicalNan : rounded);
+}
+
+// --- Gradients ----------------------------------------------------------------------------------------------------
+
+void load_gradients(const AdamWArrays& arrays, std::size_t begin, std::size_t count, float* __restrict to) noexcept {
+    if (arrays.gradient_type == GradientType::f32) {
+        const float* __restrict from = static_cast<const float*>(arrays.gradients) + begin;
+        for (std::size_t i = 0; i < count; ++i) to[i] = from[i];
+        return;
+    }
+    const std::uint16_t* __restrict from = static_cast<const std::uint16_t*>(arrays.gradients) + begin;
+    for (std::size_t i = 0; i < count; ++i) to[i] = widened(from[i]);
+}
+
+void scale_gradients(const GradientScaling& scaling, GradientType type, std::size_t count,
+                     float* __restrict gradients) noexcept {
+    if (scaling.has_scale) {
+        const float scale = scaling.scale;
+        for (std::size_t i = 0; i < count; ++i) gradients[i] = gradients[i] / scale;
+    }
+    if (!scaling.has_clip) return;
+    const float clip = scaling.clip;
+    for (std::size_t i = 0; i < count; ++i) gradients[i] = gradients[i] * clip;
+    if (type != GradientType::bf16) return;
+    for (std::size_t i = 0; i < count; ++i) gradients[i] = rounded_to_bf16(gradients[i]);
+}
+
+void negate(std::size_t count, float* __restrict values) noexcept {
+    for (std::size_t i = 0; i < count; ++i) values[i] = -values[i];
+}
+
+// --- Masters ------------------------------------------------------------------------------------------------------
+
+void load_masters(const AdamWArrays& arrays, std::size_t begin, std::size_t count, float* __restrict to) noexcept {
+    if (arrays.low) {
+        const std::uint16_t* __restrict weights = arrays.weights + begin;
+        const std::int16_t* __restrict low = arrays.low + begin;
+        for (std::size_t i = 0; i < count; ++i) to[i] = as_float(join_master({weights[i], low[i]}));
+        return;
+    }
+    const float* __restrict from = arrays.masters + begin;
+    for (std::size_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
+void store_masters(const AdamWArrays& arrays, std::size_t begin, std::size_t count,
+                   const float* __restrict from) noexcept {
+    if (arrays.weights) {
+        std::uint16_t* __restrict weights = arrays.weights + begin;
+        for (std::size_t i = 0; i < count; ++i) weights[i] = split_master(bits_of(from[i])).weight;
+    }
+    if (arrays.low) {
+        std::int16_t* __restrict low = arrays.low + begin;
+        for (std::size_t i = 0; i < count; ++i) low[i] = split_master(bits_of(from[i])).low;
+        return;
+    }
+    float* __restrict masters = arrays.masters + begin;
+    for (std::size_t i = 0; i < count; ++i) masters[i] = canonical(from[i]);
+}
+
+// --- Moments ------------------------------------------------------------------------------------------------------
+
+/// Interpolates from the nearer end, as torch's lerp does.
+void update_average(const AdamWFactors& factors, std::size_t count, const float* __restrict gradients,
+                    float* __restrict average) noexcept {
+    const float weight = factors.average_weight;
+    if (weight < 0.5F) {
+        for (std::size_t i = 0; i < count; ++i) {
+            average[i] = canonical(average[i] + weight * (gradients[i] - average[i]));
+        }
+        return;
+    }
+    const float back = weight - 1.0F;
+    for (std::size_t i = 0; i < count; ++i) {
+        average[i] = canonical(gradients[i] + back * (gradients[i] - average[i]));
+    }
+}
+
+void update_square(const AdamWFactors& factors, std::size_t count, const float* __restrict gradients,
+                   float* __restrict square) noexcept {
+    const float keep = factors.square_keep;
+    const float weight = factors.square_weight;
+    for (std::size_t i = 0; i < count; ++i) {
+        square[i] = canonical(keep * square[i] + weight * gradients[i] * gradients[i]);
+    }
+}
+
+/// A not-a-number on either side stays.
+void update_largest(std::size_t count, const float* __restrict square, float* __restrict largest) noexcept {
+    for (std::size_t i = 0; i < count; ++i) {
+        const bool is_larger = largest[i] < square[i] || is_nan_bits(bits_of(square[i]));
+        largest[i] = is_larger ? square[i] : largest[i];
+    }
+}
+
+// --- The step -----------------------------------------------------------------------------------------------------
+
+void take_step(const AdamWFactors& factors, std::size_t count, const float* __restrict average,
+               const float* __restrict square, float* __restrict masters) noexcept {
+    const AdamWFactors f = factors;
+    for (std::size_t i = 0; i < count; ++i) {
+        const float denominator = __builtin_sqrtf(square[i]) / f.square_correction + f.eps;
+        masters[i] = masters[i] * f.decay + f.negative_step * average[i] / denominator;
+    }
+}
+
+void update_run(const AdamWArrays& arrays, const AdamWFactors& factors, const GradientScaling& scaling,
+                std::size_t begin, std::size_t count) noexcept {
+    alignas(64) float gradients[kRun];
+    alignas(64) float masters[kRun];
+    load_gradients(arrays, begin, count, gradients);
+    scale_gradients(scaling, arrays.gradient_type, count, gradients);
+    if (factors.is_maximizing) negate(count, gradients);
+    load_masters(arrays, begin, count, masters);
+    float* average = arrays.exp_avg + begin;
+    float* square = arrays.exp_avg_sq + begin;
+    update_average(factors, count, gradients, average);
+    update_square(factors, count, gradients, square);
+    float* divisor = square;
+    if (arrays.max_exp_avg_sq) {
+        divisor = arrays.max_exp_avg_sq + begin;
+        update_largest(count, square, divisor);
+    }
+    take_step(factors, count, average, divisor, masters);
+    store_masters(arrays, begin, count, masters);
+}
+
+void update_all(const AdamWArrays& arrays, const AdamWFactors& factors, const GradientScaling& scaling) noexcept {
+    for (std::size_t begin = 0; begin < arrays.count; begin += kRun) {
+        const std::size_t left = arrays.count - begin;
+        update_run(arrays, factors, scaling, begin, left < kRun ? left : kRun);
+    }
+}
+
+}  // namespace
+}  // namespace torch_offload
