@@ -11,7 +11,8 @@ from torch_offload import _compat
 
 _compat.check_torch()
 
-from torch_offload.config import Config  # noqa: E402  after the check, which names the remedy
+from torch_offload.adamw import AdamW  # noqa: E402  after the check, which names the remedy
+from torch_offload.config import Config  # noqa: E402
 from torch_offload.errors import (  # noqa: E402
     ConfigError,
     OffloadError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamW",
     "Config",
     "ConfigError",
     "OffloadError",

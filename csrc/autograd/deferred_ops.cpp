@@ -142,11 +142,10 @@ std::optional<std::size_t> DeferredOps::Impl::Turn::advance(const PageWork& work
     if (work.empty()) return 0;
     UpdateClaim claim = impl_->pager.claim_for_update(work.segments, index_, may_wait);
     if (!claim) return std::nullopt;
-    const std::size_t page_bytes = work.segments.front()->page_bytes();
     for (const PlacedOp& operation : work.operations) {
-        std::vector<std::byte*> addresses;
-        for (const std::size_t place : operation.places) addresses.push_back(claim.bytes(place).data());
-        operation.op->run(addresses, index_, page_bytes, impl_->threads(may_wait));
+        std::vector<std::span<std::byte>> pages;
+        for (const std::size_t place : operation.places) pages.push_back(claim.bytes(place));
+        operation.op->run(pages, impl_->threads(may_wait));
         count_applied();
     }
     claim.finish();

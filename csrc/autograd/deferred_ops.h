@@ -36,7 +36,7 @@ public:
     static bool is_recordable(const c10::OperatorHandle& op);
 
     /// Takes the call on top of `stack` (arguments of `op`) apart. List elements whose tensors are all managed, whole,
-    /// dense and of one size and dtype are recorded; pages whose frames are all in memory are updated at once.
+    /// dense and of one shape are recorded; pages whose frames are all in memory are updated at once.
     /// Returns true if nothing is left of the call: the arguments are dropped (recordable operators return nothing).
     /// Returns false if something has to run in the ordinary way: the arguments are still there, their lists reduced,
     /// in place, to the elements that were not recorded. These use no storage of a recorded one, so the order between

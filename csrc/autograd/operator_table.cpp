@@ -119,7 +119,9 @@ OperatorKind kind_of(const c10::OperatorHandle& op, bool writes) {
     }
     if (is_pure_view(op.schema())) return OperatorKind::passing;
     std::string_view name = full_name;
-    if (!name.starts_with("aten::")) return OperatorKind::ordinary;
+    if (!name.starts_with("aten::")) {
+        return DeferredOps::is_recordable(op) ? OperatorKind::list : OperatorKind::ordinary;
+    }
     name.remove_prefix("aten::"sv.size());
     if (contains(writes ? std::span<const std::string_view>(kMetadataWriting)
                         : std::span<const std::string_view>(kMetadataOnly),

@@ -20,6 +20,7 @@ struct OperatorOverloads {
     std::string_view name;
     std::array<std::string_view, 4> overloads;
     std::size_t overload_count;
+    bool mixes_dtypes = false;  // the tensors of an element may have different ones
 };
 
 constexpr OperatorOverloads kByElement[] = {
@@ -31,7 +32,16 @@ constexpr OperatorOverloads kByElement[] = {
     {"aten::_fused_adam_", {"", "tensor_lr"}, 2},
     {"aten::_fused_adamw_", {"", "tensor_lr"}, 2},
     {"aten::_fused_sgd_", {"", "tensor_lr"}, 2},
+    {"torch_offload::fused_adamw_", {""}, 1, true},
 };
+
+const OperatorOverloads* find_by_element(const c10::OperatorName& name) {
+    const auto found = std::find_if(std::begin(kByElement), std::end(kByElement), [&](const OperatorOverloads& known) {
+        const auto end = known.overloads.begin() + known.overload_count;
+        return name.name == known.name && std::find(known.overloads.begin(), end, name.overload_name) != end;
+    });
+    return found == std::end(kByElement) ? nullptr : found;
+}
 
 const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
     return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
@@ -58,35 +68,32 @@ bool is_plain(const at::Tensor& tensor) {
 
 bool is_full_precision(c10::ScalarType dtype) { return dtype == c10::kFloat || dtype == c10::kDouble; }
 
-bool have_same_pages(const Segment& one, const Segment& other) {
-    return &one.pager() == &other.pager() && one.page_bytes() == other.page_bytes() &&
-           one.size_bytes() == other.size_bytes();
+/// Whether page i of one covers the elements of page i of the other. Pre: both tensors have the same sizes.
+bool have_same_pages(const at::Tensor& one, const at::Tensor& other) {
+    const Segment& segment = *segment_of(one);
+    const Segment& other_segment = *segment_of(other);
+    return &segment.pager() == &other_segment.pager() &&
+           segment.page_bytes() * other.element_size() == other_segment.page_bytes() * one.element_size() &&
+           segment.page_count() == other_segment.page_count();
 }
 
 bool have_same_layout(const at::Tensor& one, const at::Tensor& other) {
-    return one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() && one.strides() == other.strides();
+    return one.sizes() == other.sizes() && one.strides() == other.strides();
 }
 
 }  // namespace
 
-bool works_by_element(const c10::OperatorHandle& op) {
-    const c10::OperatorName& name = op.operator_name();
-    return std::any_of(std::begin(kByElement), std::end(kByElement), [&](const OperatorOverloads& known) {
-        const auto end = known.overloads.begin() + known.overload_count;
-        return name.name == known.name && std::find(known.overloads.begin(), end, name.overload_name) != end;
-    });
-}
+bool works_by_element(const c10::OperatorHandle& op) { return find_by_element(op.operator_name()) != nullptr; }
 
 // --- RecordedOp ---------------------------------------------------------------------------------------------------
 
-void RecordedOp::run(std::span<std::byte* const> addresses, std::size_t index, std::size_t page_bytes,
-                     KernelThreads threads) const {
+void RecordedOp::run(std::span<const std::span<std::byte>> pages, KernelThreads threads) const {
     const KernelScope scope(call_->environment, threads);
-    const std::size_t bytes = std::min(page_bytes, size_bytes_ - index * page_bytes);
-    const auto length = static_cast<std::int64_t>(bytes / c10::elementSize(dtype_));
     torch::jit::Stack stack = call_->arguments;
-    for (std::size_t k = 0; k < member_positions_.size(); ++k) {
-        stack[member_positions_[k]] = std::vector<at::Tensor>{at::from_blob(addresses[k], {length}, dtype_)};
+    for (std::size_t k = 0; k < members_.size(); ++k) {
+        const auto length = static_cast<std::int64_t>(pages[k].size() / c10::elementSize(members_[k].dtype));
+        stack[members_[k].position] =
+            std::vector<at::Tensor>{at::from_blob(pages[k].data(), {length}, members_[k].dtype)};
     }
     for (const OwnValue& own : values_) stack[own.position] = own.value;
     call_->op.callBoxed(&stack);
@@ -154,18 +161,23 @@ bool RecordableCall::is_value(const ListArgument& list, std::size_t element) con
 
 std::optional<RecordableCall::Element> RecordableCall::as_element(std::size_t index) const {
     const at::Tensor& model = lists_.front().tensors[index];
+    const bool mixes_dtypes = find_by_element(op_.operator_name())->mixes_dtypes;
     Element element;
     for (std::size_t k = 0; k < lists_.size(); ++k) {
         if (is_value(lists_[k], index)) continue;
         const at::Tensor& tensor = lists_[k].tensors[index];
-        const std::shared_ptr<Segment>& segment = segment_of(tensor);
-        if (!segment || !is_plain(tensor) || !have_same_layout(tensor, model)) return std::nullopt;
-        if (!element.segments.empty() && !have_same_pages(*segment, *element.segments.front())) return std::nullopt;
+        if (!segment_of(tensor) || !is_plain(tensor) || !have_same_layout(tensor, model)) return std::nullopt;
+        if (!mixes_dtypes && tensor.scalar_type() != model.scalar_type()) return std::nullopt;
+        if (!element.segments.empty() && !have_same_pages(tensor, first_member(element, index))) return std::nullopt;
         element.member_lists.push_back(k);
-        element.segments.push_back(segment);
+        element.segments.push_back(segment_of(tensor));
     }
     if (element.segments.empty() || !slices_exactly(model.scalar_type())) return std::nullopt;
     return element;
+}
+
+const at::Tensor& RecordableCall::first_member(const Element& element, std::size_t index) const {
+    return lists_[element.member_lists.front()].tensors[index];
 }
 
 /// A few kernels give the last elements of a run other bits than the elements before, so that a cut shows: sums with
@@ -226,17 +238,24 @@ std::vector<RecordedOp::OwnValue> RecordableCall::own_values(std::size_t element
     return values;
 }
 
-c10::ScalarType RecordableCall::dtype_of(std::size_t element) const {
-    return lists_.front().tensors[element].scalar_type();
+RecordableCall::Dtypes RecordableCall::dtypes_of(std::size_t element) const {
+    Dtypes dtypes;
+    dtypes.reserve(lists_.size());
+    for (const ListArgument& list : lists_) dtypes.push_back(list.tensors[element].scalar_type());
+    return dtypes;
+}
+
+std::vector<RecordableCall::Rehearsal>::const_iterator RecordableCall::rehearsal_of(std::size_t element) const {
+    const Dtypes dtypes = dtypes_of(element);
+    return std::find_if(rehearsals_.begin(), rehearsals_.end(),
+                        [&](const Rehearsal& known) { return known.dtypes == dtypes; });
 }
 
 bool RecordableCall::rehearse() {
     capture();
     try {
         for (const std::size_t element : recordable_) {
-            const bool is_known = std::any_of(rehearsals_.begin(), rehearsals_.end(),
-                                              [&](const Rehearsal& known) { return known.dtype == dtype_of(element); });
-            if (!is_known) rehearsals_.push_back(rehearse(element));
+            if (rehearsal_of(element) == rehearsals_.end()) rehearsals_.push_back(rehearse(element));
         }
     } catch (const c10::Error&) {
         return false;
@@ -249,16 +268,15 @@ RecordableCall::Rehearsal RecordableCall::rehearse(std::size_t element) const {
     const c10::InferenceMode ordinary_mode(false);
     const c10::NoGradGuard no_grad;
     const c10::impl::ForceDispatchKeyGuard keys(c10::default_included_set, c10::default_excluded_set);
-    const c10::ScalarType dtype = dtype_of(element);
+    Rehearsal result{dtypes_of(element), std::vector<std::uint32_t>(lists_.size())};
     torch::jit::Stack stack = captured_->arguments;
     std::vector<at::Tensor> members(lists_.size());
     for (const std::size_t k : elements_[element].member_lists) {
-        members[k] = at::empty({0}, dtype);
+        members[k] = at::empty({0}, result.dtypes[k]);
         stack[lists_[k].position] = std::vector<at::Tensor>{members[k]};
     }
     for (RecordedOp::OwnValue& own : own_values(element)) stack[own.position] = std::move(own.value);
     op_.callBoxed(&stack);
-    Rehearsal result{dtype, std::vector<std::uint32_t>(lists_.size())};
     for (const std::size_t k : elements_[element].member_lists) {
         result.version_steps[k] = static_cast<std::uint32_t>(members[k]._version());
     }
@@ -266,18 +284,15 @@ RecordableCall::Rehearsal RecordableCall::rehearse(std::size_t element) const {
 }
 
 RecordedOp RecordableCall::record(std::size_t element) {
-    const Element& parts = elements_[element];
-    const auto rehearsal = std::find_if(rehearsals_.begin(), rehearsals_.end(),
-                                        [&](const Rehearsal& known) { return known.dtype == dtype_of(element); });
-    std::vector<std::size_t> positions;
-    for (const std::size_t k : parts.member_lists) {
+    const auto rehearsal = rehearsal_of(element);
+    std::vector<RecordedOp::Member> members;
+    for (const std::size_t k : elements_[element].member_lists) {
         const at::Tensor& tensor = lists_[k].tensors[element];
         const std::uint32_t steps = tensor.is_inference() ? 0 : rehearsal->version_steps[k];
         for (std::uint32_t step = 0; step < steps; ++step) tensor.unsafeGetTensorImpl()->bump_version();
-        positions.push_back(lists_[k].position);
+        members.push_back({lists_[k].position, tensor.scalar_type()});
     }
-    return RecordedOp(captured_, dtype_of(element), lists_.front().tensors[element].nbytes(), std::move(positions),
-                      own_values(element));
+    return RecordedOp(captured_, std::move(members), own_values(element));
 }
 
 std::optional<std::vector<c10::IValue>> RecordableCall::rest() const {

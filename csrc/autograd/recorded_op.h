@@ -33,29 +33,25 @@ struct RecordedCall {
 /// Threads: immutable; run from any.
 class RecordedOp {
 public:
+    /// A tensor of the element: which argument lists it, and how its bytes are read.
+    struct Member {
+        std::size_t position;
+        c10::ScalarType dtype;
+    };
     struct OwnValue {
         std::size_t position;
         c10::IValue value;
     };
 
-    RecordedOp(std::shared_ptr<const RecordedCall> call, c10::ScalarType dtype, std::size_t size_bytes,
-               std::vector<std::size_t> member_positions, std::vector<OwnValue> values)
-        : call_(std::move(call)),
-          dtype_(dtype),
-          size_bytes_(size_bytes),
-          member_positions_(std::move(member_positions)),
-          values_(std::move(values)) {}
+    RecordedOp(std::shared_ptr<const RecordedCall> call, std::vector<Member> members, std::vector<OwnValue> values)
+        : call_(std::move(call)), members_(std::move(members)), values_(std::move(values)) {}
 
-    /// Runs the stock kernel on page `index`, which starts at `index * page_bytes` of each tensor.
-    /// `addresses`: where that page of each member lies, in the order of the members.
-    void run(std::span<std::byte* const> addresses, std::size_t index, std::size_t page_bytes,
-             KernelThreads threads) const;
+    /// Runs the operator's kernel on one page of each tensor. `pages`: its bytes, in the order of the members.
+    void run(std::span<const std::span<std::byte>> pages, KernelThreads threads) const;
 
 private:
     std::shared_ptr<const RecordedCall> call_;
-    c10::ScalarType dtype_;
-    std::size_t size_bytes_;  // of each member
-    std::vector<std::size_t> member_positions_;
+    std::vector<Member> members_;
     std::vector<OwnValue> values_;
 };
 
@@ -67,7 +63,8 @@ public:
     static std::optional<RecordableCall> parse(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
 
     /// List elements. The tensors of an element that are its members are all managed by one pager, cover their
-    /// storage, and have the same dtype, sizes, strides and pages; no other element uses their storage.
+    /// storage, and have the same sizes, strides and pages, and the same dtype unless the operator mixes dtypes; no
+    /// other element uses their storage.
     std::span<const std::size_t> recordable() const noexcept { return recordable_; }
     const std::vector<std::shared_ptr<Segment>>& segments(std::size_t element) const {
         return elements_[element].segments;
@@ -92,8 +89,9 @@ private:
         std::vector<std::size_t> member_lists;  // into lists_
         std::vector<std::shared_ptr<Segment>> segments;
     };
+    using Dtypes = std::vector<c10::ScalarType>;  // by list
     struct Rehearsal {
-        c10::ScalarType dtype;
+        Dtypes dtypes;
         std::vector<std::uint32_t> version_steps;  // by list
     };
 
@@ -105,11 +103,13 @@ private:
     bool is_value(const ListArgument& list, std::size_t element) const;
     void find_recordable();
     std::optional<Element> as_element(std::size_t index) const;
+    const at::Tensor& first_member(const Element& element, std::size_t index) const;
     bool slices_exactly(c10::ScalarType dtype) const;
     void capture();
     std::vector<RecordedOp::OwnValue> own_values(std::size_t element) const;
     Rehearsal rehearse(std::size_t element) const;
-    c10::ScalarType dtype_of(std::size_t element) const;
+    Dtypes dtypes_of(std::size_t element) const;
+    std::vector<Rehearsal>::const_iterator rehearsal_of(std::size_t element) const;
 
     c10::OperatorHandle op_;
     std::vector<c10::IValue> arguments_;

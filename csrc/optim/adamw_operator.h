@@ -1,0 +1,30 @@
+// The operator torch_offload::fused_adamw_: AdamW over lists of tensors. Layer optim: may include torch.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace torch_offload {
+
+/// Takes lists like aten::_fused_adamw_, and `masters`: per parameter the low half of its master (int16,
+/// split_master.h) or the whole of it (float32); empty where the parameters are float32 and their own masters.
+/// `clip_coefficient` scales gradients as an in-place multiplication would, which rounds to their dtype; unlike in
+/// torch's operator gradients are only read. A `found_inf` of 1 leaves everything as it is.
+inline constexpr const char* kFusedAdamWSchema =
+    "fused_adamw_(Tensor(a!)[] self, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor[] state_steps, *, float lr, float beta1, float beta2, "
+    "float weight_decay, float eps, bool amsgrad, bool maximize, Tensor? grad_scale=None, Tensor? found_inf=None, "
+    "Tensor? clip_coefficient=None) -> ()";
+
+/// The CPU kernel of it.
+/// Pre:    each parameter is dense, and its states have its strides.
+/// Throws: c10::Error for anything else, for other dtypes or devices and for lists of different lengths, before the
+///         first element is changed.
+void fused_adamw(at::TensorList self, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+                 at::TensorList max_exp_avg_sqs, at::TensorList masters, at::TensorList state_steps, double lr,
+                 double beta1, double beta2, double weight_decay, double eps, bool amsgrad, bool maximize,
+                 const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
+                 const std::optional<at::Tensor>& clip_coefficient);
+
+}  // namespace torch_offload
