@@ -20,6 +20,7 @@ from torch_offload.errors import (  # noqa: E402
     PageCorruptError,
     TierIOError,
 )
+from torch_offload.loading import loading  # noqa: E402
 from torch_offload.report import Report  # noqa: E402
 from torch_offload.wrap import evict, flush, is_resident, prefetch, report, unwrap, wrap  # noqa: E402
 
@@ -41,6 +42,7 @@ __all__ = [
     "evict",
     "flush",
     "is_resident",
+    "loading",
     "prefetch",
     "report",
     "unwrap",

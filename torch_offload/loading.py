@@ -1,38 +1,48 @@
-"""Loading files larger than the budget: what is unpickled is paged once ordinary copies take up too much of it.
+"""Building and loading models that do not fit in memory: their tensors are paged one by one as they arrive."""
 
-A resumed run reads all moments at once before the optimizer gets them. Below the share they stay ordinary tensors,
-which a forked process can read.
-"""
-
-import functools
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
-import torch._utils
+from torch_offload import environment, room
+from torch_offload import session as sessions
+from torch_offload.config import Config
 
-from torch_offload import _C
-from torch_offload.patches import Patches
-from torch_offload.tracking import refusal
-
-ORDINARY_SHARE = 4
-"""Temporaries may take one part in so many of the budget before loaded tensors are paged."""
+LOADING_IN_SEQUENCE = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
+"""Read by transformers at each load: no thread converts tensors ahead of those that are paged, since what waits to be
+registered cannot leave memory."""
 
 
-def install(patches: Patches, engine: _C.Engine, *, budget_bytes: int) -> None:
-    """Replace the function through which every unpickled tensor gets its storage, looked up at each call."""
-    page = functools.partial(_page_beyond, engine, budget_bytes // ORDINARY_SHARE, os.getpid())
-    patches.replace(torch._utils, "_rebuild_tensor", page)
+@contextmanager
+def loading(
+    *, ram: int | str | None = None, ssd: str | os.PathLike[str] | None = None, config: Config | None = None
+) -> Iterator[None]:
+    """Page every parameter and buffer that any module gets inside the block, as soon as it is registered.
 
+    A model that is built or loaded inside, such as by ``from_pretrained``, is never in memory as a whole. Pass it to
+    :func:`torch_offload.wrap` afterwards, which joins the same engine and budget. Blocks may be nested, and opened
+    while modules are wrapped.
 
-def _page_beyond(
-    engine: _C.Engine, ordinary_bytes: int, process: int, original: Callable[..., Any], storage: Any, *args: Any
-) -> torch.Tensor:
-    tensor: torch.Tensor = original(storage, *args)
-    if os.getpid() != process or refusal(tensor) is not None:
-        return tensor
-    memory: Any = engine.statistics()["memory"]
-    if memory["range_bytes"] + memory["small_bytes"] > ordinary_bytes:
-        engine.manage(tensor, kind="other", label="loaded tensor")
-    return tensor
+    Args:
+        ram: Hard limit of memory, in bytes or as ``"24GiB"``. Default: 80 % of what is free now.
+        ssd: Directory on a real disk for an unnamed scratch file. Default: a usual directory for temporary files.
+        config: All settings; ``ram`` and ``ssd`` take precedence over it.
+
+    Raises:
+        ConfigError: If a setting cannot be used, or differs from the engine that is running.
+        OutOfTierMemory: Inside the block, if the budget is too small for the largest tensor, or a disk is full.
+            Models that are laid out first, as by ``from_pretrained``, are refused before anything is read.
+        TierIOError: If the scratch file cannot be made, or inside the block, written.
+    """
+    given = {name: value for name, value in (("ram", ram), ("ssd", ssd)) if value is not None}
+    wanted = (config or Config()).replace(**given)
+    if sessions.joinable(wanted) is None:
+        wanted = room.decided(wanted)
+    session = sessions.open_session(wanted)
+    session.arrivals.open()
+    try:
+        with environment.variables(LOADING_IN_SEQUENCE):
+            yield
+    finally:
+        session.arrivals.close()
+        sessions.close_if_unused()

@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from torch_offload import _C, history, loading, observation, raw_access
+from torch_offload import _C, history, observation, raw_access, registrations, unpickling
+from torch_offload.arrivals import Arrivals
 from torch_offload.config import Config
 from torch_offload.errors import ConfigError
 from torch_offload.patches import Patches
@@ -59,7 +56,8 @@ class Session:
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WrappedModule, str]] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._patches = Patches()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle | registrations.Listening] = []
+        self.arrivals = Arrivals(self.engine, config)
         try:
             self._install()
         except BaseException:
@@ -69,10 +67,9 @@ class Session:
 
     def _install(self) -> None:
         raw_access.install(self._patches, budget_bytes=self.config.ram or 0)
-        loading.install(self._patches, self.engine, budget_bytes=self.config.ram or 0)
+        unpickling.install(self._patches, self.engine, budget_bytes=self.config.ram or 0)
         self._hooks = [
-            register_module_parameter_registration_hook(self._on_parameter),
-            register_module_module_registration_hook(self._on_submodule_added),
+            registrations.listen(registrations.Listener(self.on_tensor, self._on_submodule_added)),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
@@ -89,7 +86,7 @@ class Session:
         Raises:
             OffloadError: As from ``Engine.manage``. What had been paged is ordinary memory again.
         """
-        before = {id(tensor) for _, tensor in self.tensors()}
+        before = {id(tensor) for tensor in (*module.parameters(), *module.buffers()) if _C.is_managed(tensor)}
         wrapped = self._wrapped[module] = WrappedModule(module, self.engine, on_submodule=self._place)
         try:
             wrapped.scan()
@@ -141,8 +138,8 @@ class Session:
         return list(self._wrapped)
 
     def is_idle(self) -> bool:
-        """Whether no wrapped module is alive."""
-        return not self._wrapped
+        """Whether nothing is being loaded and neither a wrapped module nor one to be wrapped is alive."""
+        return not self._wrapped and self.arrivals.is_idle()
 
     def has_pages(self) -> bool:
         """Whether tensors are paged, those that outlived their module included."""
@@ -160,6 +157,7 @@ class Session:
 
     def _place(self, wrapped: WrappedModule, part: nn.Module, path: str) -> None:
         self._places[part] = (wrapped, path)
+        self.arrivals.leave(part)
 
     def _forget(self, module: nn.Module) -> None:
         wrapped = self._wrapped.pop(module)
@@ -178,15 +176,19 @@ class Session:
             self.engine.unmanage(tensor)
 
     # --- hooks -----------------------------------------------------------------------------------------------------
-    def _on_parameter(self, module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
+    def on_tensor(self, module: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None:
+        """Page a tensor that is about to be registered, if its module is wrapped or modules are being loaded."""
         place = self._places.get(module)
-        if place is not None and parameter is not None:
+        if place is None:
+            if self.arrivals.is_open:
+                self.arrivals.take(module, name, tensor, kind)
+        elif kind == "parameter":
             wrapped, path = place
-            wrapped.adopt_parameter(f"{path}.{name}" if path else name, parameter)
+            wrapped.adopt_parameter(f"{path}.{name}" if path else name, tensor)
 
-    def _on_submodule_added(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    def _on_submodule_added(self, module: nn.Module, name: str, submodule: nn.Module) -> None:
         place = self._places.get(module)
-        if place is None or submodule is None:
+        if place is None:
             return
         wrapped, path = place
         wrapped.mark_stale()

@@ -2,23 +2,18 @@
 
 import logging
 import os
-from collections.abc import Iterable
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from torch_offload import _C, budget, history
+from torch_offload import _C, budget, history, room
 from torch_offload import session as sessions
 from torch_offload.config import Config, format_size
-from torch_offload.errors import ConfigError, OffloadError, OutOfTierMemory
+from torch_offload.errors import OffloadError, OutOfTierMemory
 from torch_offload.report import Report
-from torch_offload.tracking import refusal
 
 logger = logging.getLogger(__name__)
-
-SPARE_PAGES = 4
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 """``wrap`` returns the type it is given."""
@@ -58,9 +53,9 @@ def wrap(
         raise OffloadError(
             f"this {type(module).__name__} is wrapped already; call torch_offload.unwrap(module) before wrapping again"
         )
-    paged = _paged_parameters(module, wanted if session is None else session.config)
-    settings = _decided(wanted, paged.values()) if session is None else session.config
-    _check_room(settings, paged)
+    paged = room.paged_tensors(module, wanted if session is None else session.config)
+    settings = room.decided(wanted, paged.values()) if session is None else session.config
+    room.check_all(settings, paged)
     session = sessions.open_session(settings if session is None else wanted)
     try:
         session.add(module)
@@ -160,48 +155,3 @@ def _targets(target: nn.Module | torch.Tensor) -> list[torch.Tensor]:
     session = sessions.current()
     found = [] if session is None else session.tensors_of(target)
     return list({tensor.untyped_storage().data_ptr(): tensor for tensor in found}.values())
-
-
-def _paged_parameters(module: nn.Module, config: Config) -> dict[str, torch.Tensor]:
-    """Return the tensors that will be paged, by name, each storage once."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if refusal(tensor) is None and tensor.untyped_storage().nbytes() >= max(config.min_paged_bytes, 1):
-            found.setdefault(tensor.untyped_storage().data_ptr(), (name, tensor))
-    return dict(found.values())
-
-
-def _decided(config: Config, paged: Iterable[torch.Tensor]) -> Config:
-    """Fill in the budget and the directory that were left open, and check the directory."""
-    ram = budget.default_ram_bytes() if config.ram is None else config.ram
-    needed_bytes = max(0, sum(tensor.untyped_storage().nbytes() for tensor in paged) - ram)
-    ssd = config.ssd
-    if ssd is None:
-        ssd = budget.default_scratch_directory(needed_bytes=needed_bytes)
-    reason = budget.scratch_refusal(ssd)
-    if reason is not None:
-        raise ConfigError(f"ssd: {reason}")
-    free_bytes = budget.free_disk_bytes(ssd)
-    if free_bytes < needed_bytes:
-        raise OutOfTierMemory(
-            f"ssd tier: parameters beyond the budget need {needed_bytes} bytes ({format_size(needed_bytes)}) in {ssd}, "
-            f"{free_bytes} bytes are free; give a directory on a larger disk"
-        )
-    return config.replace(ram=ram, ssd=Path(ssd).resolve())
-
-
-def _check_room(config: Config, paged: dict[str, torch.Tensor]) -> None:
-    """Refuse a budget in which an operator on the largest tensor, and its gradient, cannot run."""
-    if not paged:
-        return
-    name, largest = max(paged.items(), key=lambda entry: entry[1].untyped_storage().nbytes())
-    largest_bytes = largest.untyped_storage().nbytes()
-    page_bytes = min(config.page_elements * largest.element_size(), largest_bytes)
-    needed_bytes = 2 * largest_bytes + SPARE_PAGES * page_bytes
-    available_bytes = config.ram or 0
-    if available_bytes < needed_bytes:
-        raise OutOfTierMemory(
-            f"host tier: {needed_bytes} bytes ({format_size(needed_bytes)}) needed for {name} ({largest_bytes} bytes), "
-            f"its gradient and {SPARE_PAGES} pages, {available_bytes} bytes ({format_size(available_bytes)}) "
-            f"available; give wrap a ram of at least {needed_bytes}"
-        )

@@ -13,6 +13,7 @@
 #include "autograd/forked_child.h"
 #include "autograd/temporaries.h"
 #include "base/units.h"
+#include "device/address_space_advice.h"
 
 namespace torch_offload {
 namespace {
@@ -51,13 +52,30 @@ void assume_role(Segment& segment, SegmentRole role) {
     segment.anchor_id = role.anchor_id;
 }
 
+constexpr std::size_t kReadAheadBytes = 32 * kMiB;
+
 /// Page by page, so that the pager can let pages go while the next ones are copied.
-void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, const std::byte* source, std::size_t size_bytes) {
+void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
     for (std::size_t page = 0; page < segment->page_count(); ++page) {
         const std::size_t begin = page * segment->page_bytes();
         const PinGuard guard = engine.pin_pages(segment, page, 1, Access::overwrite);
-        std::memcpy(segment->range().data() + begin, source + begin,
-                    std::min(segment->page_bytes(), size_bytes - begin));
+        std::memcpy(segment->range().data() + begin, source.data() + begin,
+                    std::min(segment->page_bytes(), source.size() - begin));
+    }
+}
+
+/// The same from memory that may be a mapped file: read ahead of the copy, and its memory let go behind it.
+void copy_in_mapped(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
+    std::size_t read_bytes = 0;
+    for (std::size_t page = 0; page < segment->page_count(); ++page) {
+        const std::size_t begin = page * segment->page_bytes();
+        const std::size_t end = std::min(begin + segment->page_bytes(), source.size());
+        const std::size_t ahead = std::min(begin + kReadAheadBytes, source.size());
+        if (ahead > read_bytes) advise_read_ahead(source.subspan(read_bytes, ahead - read_bytes));
+        read_bytes = std::max(read_bytes, ahead);
+        const PinGuard guard = engine.pin_pages(segment, page, 1, Access::overwrite);
+        std::memcpy(segment->range().data() + begin, source.data() + begin, end - begin);
+        advise_not_needed(source.subspan(begin, end - begin));
     }
 }
 
@@ -92,10 +110,16 @@ void adopt_storage(const Temporary& temporary, c10::StorageImpl& storage, std::s
 
 void copy_storage(const std::shared_ptr<Engine>& engine, c10::StorageImpl& storage, std::size_t element_bytes,
                   SegmentRole role) {
-    const auto* source = static_cast<const std::byte*>(storage.mutable_data());  // mutable: materializes a lazy copy
+    const auto* begin = static_cast<const std::byte*>(storage.mutable_data());  // mutable: materializes a lazy copy
+    const std::span source(begin, storage.nbytes());
+    const bool is_allocated = storage.data_ptr().get_context() == begin;
     auto segment = engine->pager().create_segment(storage.nbytes(), element_bytes, role.kind);
     assume_role(*segment, std::move(role));
-    copy_in(*engine, segment, source, storage.nbytes());
+    if (is_allocated) {
+        copy_in(*engine, segment, source);
+    } else {
+        copy_in_mapped(*engine, segment, source);
+    }
     engine->counters.copied_bytes.add(storage.nbytes());
     storage.set_data_ptr_noswap(data_ptr_over(engine, std::move(segment)));
 }

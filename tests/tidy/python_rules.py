@@ -12,7 +12,8 @@ FUNCTION_LINES = 70
 EXAMPLE_LINES = 80
 LIBRARY = "torch_offload/"
 MAY_PRINT = ("torch_offload/cli.py", "torch_offload/__main__.py")
-MAY_READ_ENVIRONMENT = ("torch_offload/budget.py",)  # TMPDIR, as tempfile reads it
+# TMPDIR, as tempfile reads it; what other programs and child processes are told.
+MAY_READ_ENVIRONMENT = ("torch_offload/budget.py", "torch_offload/environment.py")
 GENERATED = ("_C", "_build_info")
 ALL_PYTHON = (LIBRARY, "tests/", "examples/", "benchmarks/", "setup.py")
 DEMO = "examples/demo"  # the demo measures and reports besides training

@@ -1,0 +1,33 @@
+#include "device/address_space_advice.h"
+
+#include <sys/mman.h>
+
+#include <cstdint>
+
+#include "base/units.h"
+
+namespace torch_offload {
+namespace {
+
+/// Only an advice: a kernel that does not know it, or memory that it does not fit, changes nothing.
+void advise(std::uintptr_t begin, std::uintptr_t end, int advice) noexcept {
+    if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+}
+
+}  // namespace
+
+void advise_read_ahead(std::span<const std::byte> range) noexcept {
+    const auto begin = reinterpret_cast<std::uintptr_t>(range.data());
+    advise(begin / kSectorBytes * kSectorBytes, begin + range.size(), MADV_WILLNEED);
+}
+
+void advise_not_needed(std::span<const std::byte> range) noexcept {
+#ifdef MADV_PAGEOUT
+    const auto begin = reinterpret_cast<std::uintptr_t>(range.data());
+    advise(round_up(begin, kSectorBytes), (begin + range.size()) / kSectorBytes * kSectorBytes, MADV_PAGEOUT);
+#else
+    static_cast<void>(range);
+#endif
+}
+
+}  // namespace torch_offload

@@ -1,0 +1,71 @@
+"""Whether what is to be paged fits: in the budget, and on the disk."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torch_offload import budget
+from torch_offload.config import Config, format_size
+from torch_offload.errors import ConfigError, OutOfTierMemory
+from torch_offload.tracking import refusal
+
+SPARE_PAGES = 4
+
+
+def decided(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
+    """Return the configuration with the budget and the directory that were left open.
+
+    Raises:
+        ConfigError: If the directory cannot be used, or none was given and none can be found.
+        OutOfTierMemory: If the disk cannot hold what of `paged` the budget does not.
+    """
+    ram = budget.default_ram_bytes() if config.ram is None else config.ram
+    needed_bytes = max(0, sum(tensor.untyped_storage().nbytes() for tensor in paged) - ram)
+    ssd = config.ssd
+    if ssd is None:
+        ssd = budget.default_scratch_directory(needed_bytes=needed_bytes)
+    reason = budget.scratch_refusal(ssd)
+    if reason is not None:
+        raise ConfigError(f"ssd: {reason}")
+    free_bytes = budget.free_disk_bytes(ssd)
+    if free_bytes < needed_bytes:
+        raise OutOfTierMemory(
+            f"ssd tier: parameters beyond the budget need {needed_bytes} bytes ({format_size(needed_bytes)}) in {ssd}, "
+            f"{free_bytes} bytes are free; give a directory on a larger disk"
+        )
+    return config.replace(ram=ram, ssd=Path(ssd).resolve())
+
+
+def paged_tensors(module: nn.Module, config: Config) -> dict[str, torch.Tensor]:
+    """Return the tensors that will be paged, by name, each storage once."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if refusal(tensor) is None and tensor.untyped_storage().nbytes() >= max(config.min_paged_bytes, 1):
+            found.setdefault(tensor.untyped_storage().data_ptr(), (name, tensor))
+    return dict(found.values())
+
+
+def check_all(config: Config, paged: dict[str, torch.Tensor]) -> None:
+    """Refuse a budget in which an operator on the largest tensor, and its gradient, cannot run."""
+    if paged:
+        name, largest = max(paged.items(), key=lambda entry: entry[1].untyped_storage().nbytes())
+        check(config, name, size_bytes=largest.untyped_storage().nbytes(), element_bytes=largest.element_size())
+
+
+def check(config: Config, name: str, *, size_bytes: int, element_bytes: int) -> None:
+    """Refuse a budget in which an operator on a tensor of this size, and its gradient, cannot run.
+
+    Raises:
+        OutOfTierMemory: The message names the tensor and the budget that would do.
+    """
+    page_bytes = min(config.page_elements * element_bytes, size_bytes)
+    needed_bytes = 2 * size_bytes + SPARE_PAGES * page_bytes
+    available_bytes = config.ram or 0
+    if available_bytes < needed_bytes:
+        raise OutOfTierMemory(
+            f"host tier: {needed_bytes} bytes ({format_size(needed_bytes)}) needed for {name} ({size_bytes} bytes), "
+            f"its gradient and {SPARE_PAGES} pages, {available_bytes} bytes ({format_size(available_bytes)}) "
+            f"available; give a ram of at least {needed_bytes}"
+        )
