@@ -8,10 +8,6 @@ from torch_offload import environment, room
 from torch_offload import session as sessions
 from torch_offload.config import Config
 
-LOADING_IN_SEQUENCE = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
-"""Read by transformers at each load: no thread converts tensors ahead of those that are paged, since what waits to be
-registered cannot leave memory."""
-
 
 @contextmanager
 def loading(
@@ -41,7 +37,7 @@ def loading(
     session = sessions.open_session(wanted)
     session.arrivals.open()
     try:
-        with environment.variables(LOADING_IN_SEQUENCE):
+        with environment.variables(environment.LOADING_IN_SEQUENCE):
             yield
     finally:
         session.arrivals.close()

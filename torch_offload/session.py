@@ -80,6 +80,10 @@ class Session:
         """Whether this very module was wrapped, as opposed to one that contains it."""
         return module in self._wrapped
 
+    def is_placed(self, module: nn.Module) -> bool:
+        """Whether the module is known as a part of a wrapped one."""
+        return module in self._places
+
     def add(self, module: nn.Module) -> None:
         """Page the module's tensors, all or none.
 

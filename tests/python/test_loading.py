@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_offload
 from torch_offload import _C, ConfigError, OutOfTierMemory, TierIOError, registrations, session
-from torch_offload.loading import LOADING_IN_SEQUENCE
+from torch_offload.environment import LOADING_IN_SEQUENCE
 
 
 @pytest.fixture

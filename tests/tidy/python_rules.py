@@ -13,7 +13,8 @@ EXAMPLE_LINES = 80
 LIBRARY = "torch_offload/"
 MAY_PRINT = ("torch_offload/cli.py", "torch_offload/__main__.py")
 # TMPDIR, as tempfile reads it; what other programs and child processes are told.
-MAY_READ_ENVIRONMENT = ("torch_offload/budget.py", "torch_offload/environment.py")
+SITE_HOOK = "torch_offload/_site/sitecustomize.py"  # imported by the child processes of a launcher
+MAY_READ_ENVIRONMENT = ("torch_offload/budget.py", "torch_offload/environment.py", SITE_HOOK)
 GENERATED = ("_C", "_build_info")
 ALL_PYTHON = (LIBRARY, "tests/", "examples/", "benchmarks/", "setup.py")
 DEMO = "examples/demo"  # the demo measures and reports besides training
@@ -120,7 +121,7 @@ def dead_modules(tree: Tree) -> list[str]:
     for path, node in _nodes(tree):
         used |= {name for name in _imported_modules(path, node) if name != module_name(path)}
     scripts = re.findall(r'=\s*"(torch_offload[\w.]*):\w+"', tree.get("pyproject.toml", ""))
-    entries = {"torch_offload", "torch_offload.__main__", *scripts}
+    entries = {"torch_offload", "torch_offload.__main__", module_name(SITE_HOOK), *scripts}
     return [
         f"{path}: no other module imports it"
         for path in _python(tree)

@@ -1,0 +1,76 @@
+"""Runs scripts as a user does, offline, plain or under the launcher, and returns what they left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parents[1]
+SITE = TESTS / "support" / "site"
+SCRIPTS = TESTS / "support" / "scripts"
+TIMEOUT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended, and the reports of the engines of its process tree."""
+
+    status: int
+    output: str
+    errors: str
+    reports: list[dict[str, Any]]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The one report: one process of the tree paged."""
+        assert len(self.reports) == 1, f"{len(self.reports)} processes paged\n{self.errors[-3000:]}"
+        return self.reports[0]
+
+
+class Running:
+    """A command in a process of its own."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.reports = tempfile.mkdtemp()
+        paths = [str(ROOT), str(TESTS), str(SITE), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "REPORT_DIRECTORY": self.reports,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        }
+        self.process = subprocess.Popen(
+            list(command), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> Ended:
+        try:
+            output, errors = self.process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        reports = [json.loads(path.read_text()) for path in sorted(Path(self.reports).iterdir())]
+        return Ended(self.process.returncode, output, errors, reports)
+
+
+def start(command: Sequence[str]) -> Running:
+    """Start a Python script, or a module after -m, as Python itself runs it."""
+    return Running([sys.executable, *command])
+
+
+def start_paged(command: Sequence[str], *, ram: str, ssd: Path) -> Running:
+    """Start the same under the launcher."""
+    return Running([sys.executable, "-m", "support.launch", "--ram", ram, "--ssd", str(ssd), *command])
