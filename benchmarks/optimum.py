@@ -2,19 +2,21 @@
 
     python benchmarks/optimum.py
 
-prints the bytes per parameter and step for several budgets. What is replayed: fp32 weights, gradients and two moments,
+prints the bytes per parameter and step for several budgets. What is replayed: weights, gradients and optimizer states,
 the update of a layer deferred to just before its next forward, write-back of what is dirty, gradients that live from
-their backward to that update.
+their backward to that update. All memory is theirs: activations are not counted.
 """
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-KINDS = ("weight", "gradient", "moment1", "moment2")
-BYTES_PER_ELEMENT = 4
+BYTES_OF_KIND = {
+    "fp32": {"weight": 4, "gradient": 4, "moment1": 4, "moment2": 4},
+    "bf16": {"weight": 2, "gradient": 2, "master_low": 2, "moment1": 4, "moment2": 4},  # masters in halves
+}
 CHUNKS_PER_LAYER = 4
 NEVER = 1 << 60
 
@@ -36,12 +38,12 @@ class Access:
     use: Use
 
 
-def training_accesses(owners: int, *, steps: int, micro_batches: int = 1) -> Iterator[Access]:
+def training_accesses(owners: int, *, kinds: Iterable[str], steps: int, micro_batches: int = 1) -> Iterator[Access]:
     """Yield the accesses of `steps` training steps over parts of a model in the order of their forward."""
     for step in range(steps):
         for owner in range(owners):
             if step > 0:
-                yield from (Access(step, owner, kind, Use.update) for kind in KINDS)
+                yield from (Access(step, owner, kind, Use.update) for kind in kinds)
                 yield Access(step, owner, "gradient", Use.drop)
             yield Access(step, owner, "weight", Use.read)
         for micro_batch in range(micro_batches):
@@ -55,8 +57,16 @@ def training_accesses(owners: int, *, steps: int, micro_batches: int = 1) -> Ite
 class Replay:
     """Memory of `capacity_bytes` over an SSD; evicts what is used furthest in the future."""
 
-    def __init__(self, accesses: Sequence[Access], size_bytes: Sequence[int], capacity_bytes: float) -> None:
-        self.size_bytes = size_bytes
+    def __init__(
+        self,
+        accesses: Sequence[Access],
+        elements: Sequence[int],
+        bytes_of_kind: Mapping[str, int],
+        capacity_bytes: float,
+    ) -> None:
+        self.size_bytes = {
+            (owner, kind): count * size for owner, count in enumerate(elements) for kind, size in bytes_of_kind.items()
+        }
         self.capacity_bytes = capacity_bytes
         self.uses: dict[tuple[int, str], list[int]] = defaultdict(list)
         for time, access in enumerate(accesses):
@@ -80,18 +90,18 @@ class Replay:
             self.stored.discard(key)
             return
         if key not in self.resident:
-            self.make_room(self.size_bytes[access.owner], time, keep_owner=access.owner)
+            self.make_room(self.size_bytes[key], time, keep_owner=access.owner)
             if access.use is not Use.create and key in self.stored:
-                self.read_bytes += self.size_bytes[access.owner]
+                self.read_bytes += self.size_bytes[key]
             self.resident.add(key)
-            self.used_bytes += self.size_bytes[access.owner]
+            self.used_bytes += self.size_bytes[key]
         if access.use is not Use.read:
             self.dirty.add(key)
 
     def forget(self, key: tuple[int, str]) -> None:
         if key in self.resident:
             self.resident.remove(key)
-            self.used_bytes -= self.size_bytes[key[0]]
+            self.used_bytes -= self.size_bytes[key]
         self.dirty.discard(key)
 
     def make_room(self, wanted_bytes: int, time: int, *, keep_owner: int) -> None:
@@ -101,26 +111,27 @@ class Replay:
                 raise ValueError(f"{self.capacity_bytes} bytes cannot hold one part of the model and its state")
             victim = max(others, key=lambda key: self.next_use(key, time))
             if victim in self.dirty:
-                self.written_bytes += self.size_bytes[victim[0]]
+                self.written_bytes += self.size_bytes[victim]
                 self.stored.add(victim)
             self.forget(victim)
 
 
 def optimum(
-    part_elements: Sequence[int], capacity_bytes: float, *, steps: int = 6, micro_batches: int = 1
+    part_elements: Sequence[int], capacity_bytes: float, *, dtype: str = "fp32", steps: int = 6, micro_batches: int = 1
 ) -> tuple[int, int]:
     """Return the bytes that a step reads and writes at least.
 
     Args:
         part_elements: Parameters of each part of the model (embedding, layers, head), in the order of the forward.
-        capacity_bytes: Memory for weights, gradients and moments.
+        capacity_bytes: Memory for weights, gradients and states.
+        dtype: Of the weights: ``fp32`` with stock AdamW, or ``bf16`` with fp32 masters in halves.
         steps: Steps to replay. The last but one is counted: the first start cold, after the last comes nothing.
         micro_batches: Forward and backward passes per step.
     """
-    chunks = [elements / CHUNKS_PER_LAYER for elements in part_elements for _ in range(CHUNKS_PER_LAYER)]
-    sizes = [int(elements * BYTES_PER_ELEMENT) for elements in chunks]
-    accesses = list(training_accesses(len(sizes), steps=steps, micro_batches=micro_batches))
-    replay = Replay(accesses, sizes, capacity_bytes)
+    chunks = [elements // CHUNKS_PER_LAYER for elements in part_elements for _ in range(CHUNKS_PER_LAYER)]
+    kinds = BYTES_OF_KIND[dtype]
+    accesses = list(training_accesses(len(chunks), kinds=kinds, steps=steps, micro_batches=micro_batches))
+    replay = Replay(accesses, chunks, kinds, capacity_bytes)
     totals = {}
     for time, access in enumerate(accesses):
         replay.apply(time, access)
@@ -131,10 +142,13 @@ def optimum(
 
 def main() -> None:
     layers = [1 << 20] * 12
-    state_bytes = sum(layers) * BYTES_PER_ELEMENT * len(KINDS)
-    for share in (0.2, 0.25, 0.35, 0.4, 0.5, 0.7, 0.86, 1.0):
-        read, written = (count / sum(layers) for count in optimum(layers, share * state_bytes))
-        print(f"{share:5.0%} in memory: read {read:5.1f} + written {written:5.1f} = {read + written:5.1f} B/param")
+    for dtype, kinds in BYTES_OF_KIND.items():
+        state_bytes = sum(layers) * sum(kinds.values())
+        for share in (0.2, 0.25, 0.35, 0.4, 0.5, 0.7, 0.86, 1.0):
+            least = optimum(layers, share * state_bytes, dtype=dtype)
+            read, written = (count / sum(layers) for count in least)
+            total = f"{read:5.1f} + written {written:5.1f} = {read + written:5.1f} B/param"
+            print(f"{dtype}, {share:5.0%} in memory: read {total}")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--process-limit-bytes", type=int, default=0, help="sets the budget: this less what is taken")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 weights have fp32 masters")
     parser.add_argument("--optimizer", choices=("stock", "offload"), default="stock")
+    parser.add_argument("--max-grad-norm", type=float, default=0, help="0: gradients are not clipped")
     parser.add_argument("--page-elements", type=int, default=1 << 20)
     parser.add_argument("--ssd")
     return parser.parse_args()
@@ -102,6 +103,7 @@ class Worker:
         self.base_bytes = base_resident_bytes(options) if options.process_limit_bytes else 0
         limit_budget(options, self.base_bytes)
         self.paged = options.budget_bytes > 0
+        self.max_grad_norm = options.max_grad_norm
         self.budget_bytes = options.budget_bytes
         self.model = make_model(options)
         if self.paged:
@@ -120,6 +122,8 @@ class Worker:
         before = CpuSeconds.now()
         loss = self.model(input_ids=self.ids, labels=self.ids).loss
         loss.backward()
+        if self.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         measured = CpuSeconds.now().since(before)
@@ -129,16 +133,19 @@ class Worker:
         return measured | traffic | outside | memory | {"loss": loss.item().hex()}
 
     def replay(self) -> dict[str, Any]:
-        """Take steps with every use of a page listed, and replay the list under the best eviction there is."""
+        """Take steps with every use of a page listed, and replay the list under the best eviction there is.
+
+        A plain worker takes the steps as well, so that the weights at the end can be compared.
+        """
         from torch_offload import session
 
         current = session.current()
-        if current is None:
-            return {}
-        self.traffic_since_last_call()
-        current.engine.start_use_log()
+        if current is not None:
+            current.engine.start_use_log()
         for _ in range(REPLAYED_STEPS):
             step = self.step()
+        if current is None:
+            return {}
         least_read, least_written = least_traffic(current.engine.take_use_log(), current.config.ram or 0)
         return {
             "least_read_bytes": least_read,

@@ -1,191 +1,191 @@
-"""How long a paged training step takes beside plain torch's, and how far its SSD traffic is from the least possible.
+"""How long a paged training step takes beside plain torch's, and how far it is from what binds it.
 
-    python benchmarks/train_step.py --json > benchmarks/results/train_step.json
+    python benchmarks/train_step.py --json > benchmarks/results/train_step.json     (some 40 minutes)
+    python benchmarks/train_step.py --full --json                                   (1 B parameters; hours)
     python benchmarks/train_step.py --smoke
 
-A random-init Llama with stock fused AdamW, fp32. The variants live in processes of their own and take turns step by
-step; between turns the raw disk is probed. A round in which somebody else took more than a tenth of the machine's CPU
-during a step is discarded, up to a limit, and the figures are medians over the rounds that are left.
+A random-init Llama: fp32 with stock fused AdamW, bf16 with torch_offload.AdamW, which keeps fp32 masters. The variants
+live in processes of their own and take turns step by step; between turns the raw disk is probed. A round in which
+somebody else took more than a tenth of the machine's CPU during a step is discarded, up to a limit; figures are medians
+over the rounds that are left, ratios medians of the ratios within a round. What binds a step of few tokens is the later
+of two: computing with the interference of its traffic, measured beforehand in this run, and the bytes over the probed
+bandwidth. The least SSD traffic comes from the engine's own list of uses, replayed (replay.py).
 """
 
 import argparse
-import json
-import math
-import os
-import platform
-import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import interference
 from machine import DiskProbe
 from optimum import optimum
-from workloads import FULL, SMOKE, Plan, Workload
+from reporting import are_enough, at_least, at_most, emit, is_quiet, machine, progress, spread, usable
+from worker_process import WorkerProcess
+from workloads import LARGE, SMOKE, USUAL, Plan, VariantPlan, Workload
 
 HERE = Path(__file__).resolve().parent
-MOST_OTHER_SHARE = 0.10
+MOST_RESIDENT_RATIO = 1.02
+MOST_QUARTER_RATIO = 1.10
+LEAST_SHARE_OF_LIMIT = 0.85
+MOST_OVER_OPTIMUM = 1.05
+MOST_CLIPPING_RATIO = 1.03
+TOKENS_BOUND_BY_DISK = 128
+
+Round = dict[str, Any]
 
 
-class Variant:
-    """A worker process."""
-
-    def __init__(self, workload: Workload, budget_share: float, ssd: str) -> None:
-        self.budget_bytes = int(budget_share * workload.state_bytes)
-        shape = {name: value for name, value in asdict(workload).items() if name != "name"}
-        shape |= {"budget_bytes": self.budget_bytes, "ssd": ssd}
-        options = [word for name, value in shape.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        self.command = [sys.executable, str(HERE / "step_worker.py"), *options]
-        self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        self.description = self.answer()
-
-    def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a worker ended with status {self.process.wait()}: {self.command}")
-        return dict(json.loads(line))
-
-    def ask(self, command: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        return self.answer()
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+def start(workload: Workload, name: str, variant: VariantPlan, ssd: str) -> WorkerProcess:
+    """Start the process of a variant; its model is built when this returns."""
+    shape = {key: value for key, value in asdict(workload).items() if key != "name"}
+    shape |= {"optimizer": workload.optimizer, "max_grad_norm": variant.max_grad_norm}
+    shape |= {"budget_bytes": int(variant.budget_share * workload.state_bytes), "ssd": ssd}
+    options = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    return WorkerProcess(name, [sys.executable, str(HERE / "step_worker.py"), *options], log_directory=ssd)
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "count": len(values)}
-
-
-def is_quiet(steps: dict[str, Any]) -> bool:
-    return all(step["other_share"] <= MOST_OTHER_SHARE for step in steps.values())
-
-
-def run_rounds(variants: dict[str, Variant], probe: DiskProbe, plan: Plan) -> list[dict[str, Any]]:
+def run_rounds(workers: dict[str, WorkerProcess], probe: DiskProbe, plan: Plan) -> list[Round]:
     """Let the variants take turns until enough rounds were quiet; the first variant of a round changes."""
-    for variant in variants.values():
+    for worker in workers.values():
         for _ in range(plan.warmup):
-            variant.ask("step")
-    rounds: list[dict[str, Any]] = []
-    while sum(row["quiet"] for row in rounds) < plan.rounds and len(rounds) < plan.most_rounds:
-        names = list(variants)
+            worker.step()
+    rounds: list[Round] = []
+    while not are_enough(rounds, wanted=plan.rounds, most=plan.most_rounds):
+        names = list(workers)
         first = len(rounds) % len(names)
         disk = probe.bandwidth()
-        steps = {name: variants[name].ask("step") for name in names[first:] + names[:first]}
-        rounds.append({"quiet": is_quiet(steps), "disk": disk, "steps": steps})
-        sys.stderr.write(f"{ {n: round(s['seconds'], 2) for n, s in steps.items()} } quiet={rounds[-1]['quiet']}\n")
+        steps = {name: workers[name].step() for name in names[first:] + names[:first]}
+        rounds.append({"quiet": all(is_quiet(step) for step in steps.values()), "disk": disk, "steps": steps})
+        seconds = {name: round(step["seconds"], 2) for name, step in steps.items()}
+        progress(f"{seconds} quiet={rounds[-1]['quiet']}")
     return rounds
 
 
-def measure(workload: Workload, shares: dict[str, float], plan: Plan, ssd: str) -> dict[str, Any]:
-    """Run one workload; return the rounds, the medians and the optimum of the variants."""
+def measure(
+    workload: Workload, variants: dict[str, VariantPlan], plan: Plan, price: dict[str, Any], ssd: str
+) -> dict[str, Any]:
+    """Run one workload; return the rounds and what they come to."""
+    progress(workload.name)
     probe = DiskProbe(ssd, probe_bytes=plan.probe_bytes)
-    variants = {name: Variant(workload, share, ssd) for name, share in shares.items()}
-    rounds = run_rounds(variants, probe, plan)
-    final = {name: variant.ask("finish") for name, variant in variants.items()}
-    parts = variants["plain"].description["part_elements"]
-    for variant in variants.values():
-        variant.close()
-    quiet = [row for row in rounds if row["quiet"]]
-    used = quiet if len(quiet) >= min(5, plan.rounds) else rounds
-    result: dict[str, Any] = {
-        "workload": asdict(workload),
-        "description": variants["plain"].description,
-        "disturbed": used is not quiet,
-        "disk": {key: spread([row["disk"][key] for row in used]) for key in used[0]["disk"]},
-        "variants": {name: summarise(name, used, final[name]) for name in variants},
-        "rounds": rounds,
-    }
+    workers: dict[str, WorkerProcess] = {}
+    try:
+        for name, variant in variants.items():
+            workers[name] = start(workload, name, variant, ssd)
+        rounds = run_rounds(workers, probe, plan)
+        replays = {name: worker.ask("replay") for name, worker in workers.items()}
+        final = {name: worker.ask("finish") for name, worker in workers.items()}
+    finally:
+        for worker in workers.values():
+            worker.close()
+    used, is_disturbed = usable(rounds, wanted=plan.rounds)
+    description = workers["plain"].description
+    result: dict[str, Any] = {"workload": asdict(workload), "description": description, "disturbed": is_disturbed}
+    result["disk"] = {key: spread([row["disk"][key] for row in used]) for key in used[0]["disk"]}
+    result["variants"] = {}
     for name, variant in variants.items():
-        if variant.budget_bytes:
-            result["variants"][name] |= against_optimum(result, name, parts, variant.budget_bytes)
-    return result
+        summary = summarise(name, used) | {"final": final[name]}
+        if variant.budget_share:
+            summary |= {"limit": against_limit(name, used, price), "traffic": replays[name]}
+            least = optimum(
+                description["part_elements"], variant.budget_share * workload.state_bytes, dtype=workload.dtype
+            )
+            summary["floor_bytes_without_activations"] = sum(least)
+        result["variants"][name] = summary
+    return result | {"rounds": rounds}
 
 
-def summarise(name: str, rounds: list[dict[str, Any]], final: dict[str, Any]) -> dict[str, Any]:
+def summarise(name: str, rounds: list[Round]) -> dict[str, Any]:
     steps = [row["steps"][name] for row in rounds]
     numbers = [key for key, value in steps[0].items() if isinstance(value, (int, float))]
-    ratios = [row["steps"][name]["seconds"] / row["steps"]["plain"]["seconds"] for row in rounds]
-    return {"final": final, "ratio_to_plain": spread(ratios)} | {
-        key: spread([s[key] for s in steps]) for key in numbers
-    }
+    return {"ratio_to_plain": ratios(rounds, name, "plain")} | {key: spread([s[key] for s in steps]) for key in numbers}
 
 
-def against_optimum(result: dict[str, Any], name: str, parts: list[int], budget_bytes: int) -> dict[str, Any]:
-    """Put the SSD bytes of a step beside the replay's least, and the time they need at the probed bandwidth."""
-    variant = result["variants"][name]
-    read, written = (variant[f"ssd_{way}_bytes"]["median"] for way in ("read", "written"))
-    least_read, least_written = optimum(parts, budget_bytes)
-    disk = result["disk"]
-    disk_seconds = read / disk["read_bytes_per_second"]["median"] + written / disk["write_bytes_per_second"]["median"]
-    parameters = sum(parts)
-    return {
-        "budget_bytes": budget_bytes,
-        "ssd_bytes_per_parameter": (read + written) / parameters,
-        "least_ssd_bytes_per_parameter": (least_read + least_written) / parameters,
-        "disk_seconds_at_probed_bandwidth": disk_seconds,
-    }
+def ratios(rounds: list[Round], name: str, base: str) -> dict[str, float]:
+    return spread([row["steps"][name]["seconds"] / row["steps"][base]["seconds"] for row in rounds])
 
 
-def bar(name: str, value: float, target: float) -> dict[str, Any]:
-    return {"name": name, "value": value, "target": target, "holds": not math.isnan(value) and value <= target}
+def against_limit(name: str, rounds: list[Round], price: dict[str, Any]) -> dict[str, Any]:
+    """Put each step beside what binds it: computing under its own traffic, or the disk."""
+    rows = []
+    for row in rounds:
+        step, disk = row["steps"][name], row["disk"]
+        read, written = step["ssd_read_bytes"], step["ssd_written_bytes"]
+        lost = interference.interference_seconds(price, read_bytes=read, written_bytes=written)
+        computing = row["steps"]["plain"]["seconds"] + lost
+        moving = read / disk["read_bytes_per_second"] + written / disk["write_bytes_per_second"]
+        share = max(computing, moving) / step["seconds"]
+        rows.append({"computing_seconds": computing, "moving_seconds": moving, "share": share})
+    return {key: spread([row[key] for row in rows]) for key in rows[0]}
 
 
-def bars_of(results: list[dict[str, Any]], *, is_timed: bool) -> list[dict[str, Any]]:
+def bars_of(result: dict[str, Any], *, is_timed: bool) -> list[dict[str, Any]]:
     """Return what must hold; ratios of step times only where steps are long enough to have some."""
-    targets = {"resident": 1.05, "quarter": 1.25}
-    bars = []
-    for result in results:
-        tokens = result["workload"]["name"]
-        plain = result["variants"]["plain"]
-        for name, target in targets.items():
-            if name not in result["variants"]:
-                continue
-            variant = result["variants"][name]
-            report = variant["final"]["report"]
-            ratio = variant["seconds"]["median"] / plain["seconds"]["median"]
-            if is_timed:
-                bars.append(bar(f"{name} step over plain step, {tokens}", ratio, target))
-            bars.append(
-                bar(f"{name} peak over budget, {tokens}", report["host_peak_bytes"] / report["budget_bytes"], 1)
-            )
-            differing = count_differing(result["rounds"], name)
+    bars = timed_bars(result) if is_timed else []
+    label = result["workload"]["name"]
+    plain = result["variants"]["plain"]
+    for name, variant in result["variants"].items():
+        if name == "plain":
+            continue
+        report = variant["final"]["report"]
+        bars.append(at_most(f"{name} peak over budget, {label}", report["host_peak_bytes"] / report["budget_bytes"], 1))
+        if name != "quarter_clipped":  # the plain variant does not clip
+            differing = sum(row["steps"][name]["loss"] != row["steps"]["plain"]["loss"] for row in result["rounds"])
             differing += variant["final"]["weights_sha256"] != plain["final"]["weights_sha256"]
-            bars.append(bar(f"{name} losses and weight hashes that differ, {tokens}", differing, 0))
+            bars.append(at_most(f"{name} losses and weights that differ from plain, {label}", differing, 0))
     return bars
 
 
-def count_differing(rounds: list[dict[str, Any]], name: str) -> int:
-    return sum(row["steps"][name]["loss"] != row["steps"]["plain"]["loss"] for row in rounds)
+def timed_bars(result: dict[str, Any]) -> list[dict[str, Any]]:
+    label, variants = result["workload"]["name"], result["variants"]
+    tokens = result["workload"]["batch"] * result["workload"]["sequence"]
+    used, _ = usable(result["rounds"], wanted=len(result["rounds"]))
+    bars = []
+    if "resident" in variants:
+        ratio = variants["resident"]["ratio_to_plain"]["median"]
+        bars.append(at_most(f"resident step over plain step, {label}", ratio, MOST_RESIDENT_RATIO))
+    if "quarter" in variants and tokens > TOKENS_BOUND_BY_DISK:
+        ratio = variants["quarter"]["ratio_to_plain"]["median"]
+        bars.append(at_most(f"quarter step over plain step, {label}", ratio, MOST_QUARTER_RATIO))
+    if "quarter" in variants and tokens <= TOKENS_BOUND_BY_DISK:
+        share = variants["quarter"]["limit"]["share"]["median"]
+        bars.append(at_least(f"quarter share of what binds it, {label}", share, LEAST_SHARE_OF_LIMIT))
+    if "quarter" in variants:
+        excess = over_optimum(variants["quarter"])
+        bars.append(at_most(f"quarter SSD bytes over the optimum, {label}", excess, MOST_OVER_OPTIMUM))
+    if "quarter_clipped" in variants:
+        ratio = ratios(used, "quarter_clipped", "quarter")["median"]
+        bars.append(at_most(f"clipped step over unclipped step, {label}", ratio, MOST_CLIPPING_RATIO))
+    return bars
+
+
+def over_optimum(variant: dict[str, Any]) -> float:
+    """Return the bytes of the median step as a share of what the replayed steps had needed."""
+    moved = variant["ssd_read_bytes"]["median"] + variant["ssd_written_bytes"]["median"]
+    return float(moved / (variant["traffic"]["least_read_bytes"] + variant["traffic"]["least_written_bytes"]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
     parser.add_argument("--smoke", action="store_true", help="a tiny model for seconds: shows that it runs")
-    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--full", action="store_true", help="about 1 B parameters; needs 24 GiB")
+    parser.add_argument("--only", default="", help="workloads whose name contains this, such as 'fp32, 128'")
+    parser.add_argument("--rounds", type=int, help="quiet rounds to measure; default: 5")
     parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
-    plan = SMOKE if options.smoke else FULL
-    if options.rounds:
-        plan = replace(plan, rounds=options.rounds)
+    plan = SMOKE if options.smoke else LARGE if options.full else USUAL
+    plan = replace(plan, rounds=options.rounds or plan.rounds)
+    chosen = [entry for entry in plan.workloads if options.only in entry[0].name]
+    if not chosen:
+        parser.error(f"no workload is called {options.only!r}; there are: {[w.name for w, _ in plan.workloads]}")
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
-        results = [measure(workload, shares, plan, scratch) for workload, shares in plan.workloads]
-    bars = bars_of(results, is_timed=not options.smoke)
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    if options.json:
-        print(json.dumps({"benchmark": "train_step", "machine": machine, "workloads": results, "bars": bars}, indent=1))
-        return
-    for row in bars:
-        print(f"{'holds' if row['holds'] else 'FAILS'}  {row['name']}: {row['value']:.3f} (at most {row['target']})")
+        price = interference.interference(scratch, interference.SMOKE if options.smoke else interference.Plan())
+        results = [measure(workload, variants, plan, price, scratch) for workload, variants in chosen]
+    bars = [bar for result in results for bar in bars_of(result, is_timed=not options.smoke)]
+    benchmark = {"benchmark": "train_step", "machine": machine(), "interference": price, "workloads": results}
+    emit(benchmark | {"bars": bars}, as_json=options.json)
 
 
 if __name__ == "__main__":

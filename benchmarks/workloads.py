@@ -1,8 +1,8 @@
 """What train_step.py runs: models, tokens per step, budgets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-BYTES_PER_PARAMETER = 16  # fp32: weight, gradient, two moments
+from optimum import BYTES_OF_KIND
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,7 @@ class Workload:
     batch: int
     sequence: int
     checkpointing: int
+    dtype: str = "fp32"  # bf16 has fp32 masters in torch_offload.AdamW, plain and paged
     hidden: int = 1024
     intermediate: int = 4096
     layers: int = 12
@@ -27,47 +28,62 @@ class Workload:
 
     @property
     def state_bytes(self) -> int:
-        return self.parameters * BYTES_PER_PARAMETER
+        return self.parameters * sum(BYTES_OF_KIND[self.dtype].values())
+
+    @property
+    def optimizer(self) -> str:
+        return "offload" if self.dtype == "bf16" else "stock"
+
+
+@dataclass(frozen=True)
+class VariantPlan:
+    """How a workload is trained."""
+
+    budget_share: float = 0  # of the state; 0: plain torch
+    max_grad_norm: float = 0  # 0: gradients are not clipped
+
+
+RESIDENT = 2.0  # more than the state, so that activations fit as well
+PLAIN = {"plain": VariantPlan()}
+IN_MEMORY = PLAIN | {"resident": VariantPlan(RESIDENT)}
+QUARTER = {"quarter": VariantPlan(0.25)}
+CLIPPED = {"quarter_clipped": VariantPlan(0.25, max_grad_norm=1.0)}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Workloads with the budgets of their variants as shares of the state (0: plain torch), and how often."""
+    """Workloads with their variants, and how often."""
 
-    workloads: list[tuple[Workload, dict[str, float]]]
-    rounds: int
-    most_rounds: int
-    warmup: int = 2
+    workloads: list[tuple[Workload, dict[str, VariantPlan]]] = field(default_factory=list)
+    rounds: int = 5
+    most_rounds: int = 15
+    warmup: int = 3
     probe_bytes: int = 256 << 20
 
 
-RESIDENT = 2.0  # more than the state, so that activations fit as well
-FULL = Plan(
-    [
-        (Workload("256 tokens", batch=1, sequence=256, checkpointing=0), {"plain": 0, "resident": RESIDENT}),
-        (
-            Workload("2048 tokens", batch=8, sequence=256, checkpointing=1),
-            {"plain": 0, "resident": RESIDENT, "quarter": 0.25},
-        ),
-    ],
-    rounds=7,
-    most_rounds=20,
-)
+def workloads_of(**shape: int) -> list[tuple[Workload, dict[str, VariantPlan]]]:
+    """Return the questions, for a model of this shape: both dtypes, bound by the disk and bound by computing."""
+    few = {"batch": 1, "sequence": 128, "checkpointing": 0, **shape}
+    some = {"batch": 1, "sequence": 256, "checkpointing": 0, **shape}
+    many = {"batch": 8, "sequence": 256, "checkpointing": 1, **shape}
+    return [
+        (Workload("fp32, 128 tokens", **few), PLAIN | QUARTER),
+        (Workload("fp32, 256 tokens", **some), IN_MEMORY),
+        (Workload("fp32, 2048 tokens", **many), IN_MEMORY | QUARTER | CLIPPED),
+        (Workload("bf16, 128 tokens", dtype="bf16", **few), PLAIN | QUARTER),
+        (Workload("bf16, 2048 tokens", dtype="bf16", **many), IN_MEMORY | QUARTER),
+    ]
 
-TINY = Workload(
-    "smoke",
-    batch=8,
-    sequence=32,
-    checkpointing=1,
-    hidden=256,
-    intermediate=1024,
-    layers=6,
-    heads=4,
-    vocabulary=512,
-    page_elements=1 << 14,
-)
+
+USUAL = Plan(workloads_of())
+LARGE = Plan(workloads_of(hidden=2048, intermediate=8192, layers=14))
+
+_TINY = {"hidden": 256, "intermediate": 1024, "layers": 6, "heads": 4, "vocabulary": 512, "page_elements": 1 << 14}
 SMOKE = Plan(
-    [(TINY, {"plain": 0, "resident": RESIDENT, "quarter": 0.25})],
+    [
+        (Workload("smoke fp32", batch=8, sequence=32, checkpointing=1, **_TINY), IN_MEMORY | QUARTER | CLIPPED),
+        (Workload("smoke bf16", batch=8, sequence=32, checkpointing=1, dtype="bf16", **_TINY), PLAIN | QUARTER),
+    ],
     rounds=2,
     most_rounds=2,
     warmup=1,

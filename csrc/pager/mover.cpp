@@ -23,7 +23,7 @@ constexpr double kWeightOfLast = 0.5;              // of a new measurement in th
 }  // namespace
 
 Mover::Mover(MoverClient& client, std::unique_ptr<IoEngine> engine)
-    : client_(client), engine_(std::move(engine)), read_rate_(kFirstReadRate) {}
+    : client_(client), engine_(std::move(engine)), arbiter_(engine_->capacity()), read_rate_(kFirstReadRate) {}
 
 Mover::~Mover() { stop(); }
 
@@ -83,15 +83,20 @@ void Mover::run() {
             take_queue();
             submit_ready();
         }
-        const std::size_t count = engine_->reap(finished, kIdleWait);
-        std::size_t read_bytes = 0;
+        const IoLoad load_before = load();
         const bool was_reading = reads_in_flight() > 0;
+        const std::size_t count = engine_->reap(finished, kIdleWait);
+        submitted_ -= count;
+        std::size_t read_bytes = 0;
+        std::size_t finished_bytes = 0;
         for (std::size_t i = 0; i < count; ++i) {
             std::unique_ptr<Transfer> transfer(static_cast<Transfer*>(finished[i]->context));
+            finished_bytes += transfer->request.buffer.size();
             if (transfer->request.direction == IoDirection::read) read_bytes += transfer->request.buffer.size();
             settle_finished(std::move(transfer));
         }
         const auto now = std::chrono::steady_clock::now();
+        arbiter_.note(finished_bytes, now - turn_start, load_before);
         if (was_reading) note_reads(read_bytes, now - turn_start);
         turn_start = now;
         if (count > 0) kicked_.store(true, std::memory_order_release);
@@ -121,23 +126,24 @@ void Mover::take_queue() {
     }
 }
 
-/// Reads go before writes: somebody may be waiting for them, and writes only make room.
 void Mover::submit_ready() {
-    for (auto* ready : {&ready_reads_, &ready_writes_}) {
-        while (!ready->empty()) {
-            Transfer& transfer = *ready->front();
-            if (transfer.request.context == nullptr && !prepare(transfer)) {
-                ready->pop_front();
-                in_flight_.fetch_sub(1, std::memory_order_relaxed);
-                continue;
-            }
-            IoRequest* request = &transfer.request;
-            if (engine_->submit({&request, 1}) == 0) return;  // full: the rest waits for completions
-            static_cast<void>(ready->front().release());      // the engine's until reaped; context leads back to it
-            ready->pop_front();
+    while (const std::optional<IoDirection> direction = arbiter_.next(load())) {
+        auto& ready = *direction == IoDirection::read ? ready_reads_ : ready_writes_;
+        Transfer& transfer = *ready.front();
+        if (transfer.request.context == nullptr && !prepare(transfer)) {
+            ready.pop_front();
+            in_flight_.fetch_sub(1, std::memory_order_relaxed);
+            continue;
         }
+        IoRequest* request = &transfer.request;
+        if (engine_->submit({&request, 1}) == 0) return;  // full: the rest waits for completions
+        static_cast<void>(ready.front().release());       // the engine's until reaped; context leads back to it
+        ready.pop_front();
+        ++submitted_;
     }
 }
+
+IoLoad Mover::load() const noexcept { return {ready_reads_.size(), ready_writes_.size(), submitted_}; }
 
 /// Fills the request; false if the transfer ended in an error that was already reported.
 bool Mover::prepare(Transfer& transfer) {

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "pager/io_arbiter.h"
 #include "pager/page_table.h"
 #include "storage/io_engine.h"
 
@@ -77,6 +78,7 @@ private:
     void run();
     void take_queue();
     void submit_ready();
+    IoLoad load() const noexcept;
     bool prepare(Transfer& transfer);
     void note_reads(std::size_t read_bytes, std::chrono::nanoseconds elapsed);
     void settle_finished(std::unique_ptr<Transfer> transfer);
@@ -89,6 +91,8 @@ private:
     std::vector<std::unique_ptr<Transfer>> queue_;
     std::deque<std::unique_ptr<Transfer>> ready_reads_;   // mover's thread only
     std::deque<std::unique_ptr<Transfer>> ready_writes_;  // mover's thread only
+    IoArbiter arbiter_;                                   // mover's thread only
+    std::size_t submitted_ = 0;                           // mover's thread only
     std::atomic<std::size_t> in_flight_{0};               // queued, ready or submitted
     std::atomic<std::size_t> reads_in_flight_{0};
     std::size_t measured_bytes_ = 0;  // of the measurement of the read rate under way; mover's thread only

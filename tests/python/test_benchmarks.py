@@ -70,3 +70,15 @@ def test_size_trains_models_beyond_the_budget(scratch):
     assert 0 < shallow["ssd_file_bytes"] < deep["ssd_file_bytes"]
     assert deep["state_bytes"] > 2 * deep["budget_bytes"]
     assert len(result["bars"]) == 4
+
+
+def test_train_step_compares_equal_work(scratch):
+    """Both dtypes trained to the same bits, plain and paged, and paging moved bytes that a replay accounts for."""
+    result = smoke("train_step", scratch)
+    assert [row["workload"]["dtype"] for row in result["workloads"]] == ["fp32", "bf16"]
+    for row in result["workloads"]:
+        quarter = row["variants"]["quarter"]
+        moved = quarter["ssd_read_bytes"]["median"] + quarter["ssd_written_bytes"]["median"]
+        least = quarter["traffic"]["least_read_bytes"] + quarter["traffic"]["least_written_bytes"]
+        assert 0 < least <= moved
+        assert row["variants"]["plain"]["final"]["weights_sha256"] == quarter["final"]["weights_sha256"]
