@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from torch_offload import _C
+from torch_offload import adamw_state
 
 MASTERS = ("split", "fp32")
+MOMENTS = ("fp32", "8bit")
 
-_STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_OWN_OPTIONS = {"master": MASTERS, "moments": MOMENTS}
 
 
 class AdamW(torch.optim.AdamW):
@@ -25,7 +26,7 @@ class AdamW(torch.optim.AdamW):
 
     State of a parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and, with ``amsgrad``, ``max_exp_avg_sq``, as in torch.
     A bf16 parameter has in addition ``master_low`` (int16, the 16 bits of its master that it lacks itself) or
-    ``master`` (float32). See docs/adamw.md for the representation and the formula.
+    ``master`` (float32). 8-bit moments are flat uint8 tensors. See docs/adamw.md for representations and the formula.
     """
 
     grad_norm: Tensor | None = None
@@ -46,9 +47,10 @@ class AdamW(torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         master: str = "split",
+        moments: str = "fp32",
         max_grad_norm: float | None = None,
     ) -> None:
-        """Take the arguments of ``torch.optim.AdamW`` and two of its own.
+        """Take the arguments of ``torch.optim.AdamW`` and three of its own.
 
         Args:
             params: Tensors on the CPU, or groups of them; bfloat16, float32 or float64.
@@ -65,6 +67,8 @@ class AdamW(torch.optim.AdamW):
             master: How a bf16 parameter's fp32 master is kept: ``"split"`` as the parameter itself and 16 bits more,
                 ``"fp32"`` as a tensor beside it. The numbers are the same; the second form takes 2 bytes more per
                 parameter. May differ between groups.
+            moments: ``"8bit"`` keeps both moments of bf16 and float32 parameters with at least 4096 elements in 8 bits
+                by blocks: 6 bytes less per parameter, at other numbers. May differ between groups.
             max_grad_norm: Scale gradients down to this norm within the step, as ``clip_grad_norm_`` on all parameters
                 of this optimizer would just before it, with the same bits. ``p.grad`` of a bf16 parameter stays
                 unscaled. None: gradients are taken as they are.
@@ -81,7 +85,7 @@ class AdamW(torch.optim.AdamW):
             raise ValueError("torch_offload.AdamW has no implementation but the fused one; leave fused out")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0 or None, got {max_grad_norm}")
-        self._own_defaults = {"master": master}
+        self._own_defaults = {"master": master, "moments": moments}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
         self.defaults.update(self._own_defaults, max_grad_norm=max_grad_norm)
 
@@ -89,7 +93,7 @@ class AdamW(torch.optim.AdamW):
         """Add a group as in torch; its parameters must be ones that can be trained here."""
         for name, value in self._own_defaults.items():
             param_group.setdefault(name, value)
-        _check_choice("master", param_group["master"], MASTERS)
+        _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             _check_parameter(parameter)
@@ -108,10 +112,11 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         clip = self._clip_coefficient()
         for group in self.param_groups:
-            mixed, plain = self._lists(group)
-            self._step_plain(group, plain, clip)
-            if mixed.params:
-                self._step_mixed(group, mixed, clip)
+            for (_, is_own), lists in self._lists(group).items():
+                if is_own:
+                    self._step_own(group, lists, clip)
+                else:
+                    self._step_plain(group, lists, clip)
         return loss
 
     def _clip_coefficient(self) -> Tensor | None:
@@ -127,28 +132,26 @@ class AdamW(torch.optim.AdamW):
         self.grad_norm = get_total_norm(gradients)
         return torch.clamp(float(limit) / (self.grad_norm + 1e-6), max=1.0)
 
-    def _lists(self, group: dict[str, Any]) -> tuple["_Lists", dict[torch.dtype, "_Lists"]]:
-        """Return what a step works on: bf16 parameters, and the others by dtype. Makes states that are missing."""
-        mixed, plain = _Lists(), dict[torch.dtype, _Lists]()
+    def _lists(self, group: dict[str, Any]) -> dict[tuple[torch.dtype, bool], "_Lists"]:
+        """Return what a step works on, by dtype and whether our kernel does it. Makes states that are missing."""
+        found = dict[tuple[torch.dtype, bool], _Lists]()
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             state = self.state[parameter]
             if not state:
                 _check_parameter(parameter)
-                state.update(_new_state(parameter, group))
-            is_mixed = parameter.dtype is torch.bfloat16
-            lists = mixed if is_mixed else plain.setdefault(parameter.dtype, _Lists())
-            lists.add(parameter, state, group)
-        return mixed, plain
+                state.update(adamw_state.new_state(parameter, group))
+            is_own = parameter.dtype is torch.bfloat16 or state["exp_avg"].dtype is torch.uint8
+            found.setdefault((parameter.dtype, is_own), _Lists()).add(parameter, state, group)
+        return found
 
-    def _step_plain(self, group: dict[str, Any], plain: dict[torch.dtype, "_Lists"], clip: Tensor | None) -> None:
-        for lists in plain.values():
-            if clip is not None:
-                torch._foreach_mul_(lists.grads, clip)
-            self._run(torch._fused_adamw_, group, lists, group["lr"])
+    def _step_plain(self, group: dict[str, Any], lists: "_Lists", clip: Tensor | None) -> None:
+        if clip is not None:
+            torch._foreach_mul_(lists.grads, clip)
+        self._run(torch._fused_adamw_, group, lists, group["lr"])
 
-    def _step_mixed(self, group: dict[str, Any], lists: "_Lists", clip: Tensor | None) -> None:
+    def _step_own(self, group: dict[str, Any], lists: "_Lists", clip: Tensor | None) -> None:
         def update(*arguments: list[Tensor], **options: Any) -> None:
             *before, steps = arguments
             torch.ops.torch_offload.fused_adamw_(*before, lists.masters, steps, **options, clip_coefficient=clip)
@@ -187,16 +190,25 @@ class AdamW(torch.optim.AdamW):
             return parameter.detach().clone()
         if "master" in state:
             return cast(Tensor, state["master"].clone())
-        wide = parameter.detach().float()
         if "master_low" in state:
-            wide = (wide.view(torch.int32) + state["master_low"].to(torch.int32)).view(torch.float32)
-        return wide
+            return adamw_state.joined_master(parameter, state["master_low"])
+        return parameter.detach().float()
+
+    def moments_of(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both moments of a parameter that was updated, unpacked if they are kept in 8 bits.
+
+        Raises:
+            KeyError: If it has none yet.
+        """
+        state = self.state[parameter]
+        first, second = (adamw_state.unpacked_moment(parameter, name, state[name]) for name in adamw_state.MOMENTS[:2])
+        return first, second
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class or of ``torch.optim.AdamW``; groups take over the options that were saved.
 
-        States of another dtype are converted to the one used here. Those of a paged parameter are paged at once. A
-        state without a master begins with the parameter's own value as the master.
+        States of another dtype are converted to what the group's options say, 8-bit moments too. Those of a paged
+        parameter are paged at once. A state without a master begins with the parameter's own value as the master.
 
         Raises:
             ValueError: If the groups or a state's shape differ from this optimizer's, which then keeps its own.
@@ -209,17 +221,18 @@ class AdamW(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over groups and states, from a pickle or from ``load_state_dict``."""
-        own = {name: state.get("defaults", self.__dict__.get("defaults", {})).get(name) for name in ("master",)}
+        defaults = state.get("defaults", self.__dict__.get("defaults", {}))
+        own = {name: defaults[name] for name in _OWN_OPTIONS}
         for group in state["param_groups"]:
             for name, value in own.items():
                 group.setdefault(name, value)
-            _check_choice("master", group["master"], MASTERS)
+            _check_group(group)
             group.update(fused=True, foreach=None, capturable=False, differentiable=False, decoupled_weight_decay=True)
             for parameter in group["params"]:
                 values = state["state"].get(parameter)
                 if values and all(isinstance(value, _Kept) for value in values.values()):
                     loaded = {name: value.value for name, value in values.items()}
-                    state["state"][parameter] = _loaded_state(parameter, loaded, group)
+                    state["state"][parameter] = adamw_state.loaded_state(parameter, loaded, group)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._own_defaults = own
         self._step_supports_amp_scaling = True
@@ -248,7 +261,7 @@ class _Lists:
         if group["amsgrad"]:
             self.max_exp_avg_sqs.append(state["max_exp_avg_sq"])
         if parameter.dtype is torch.bfloat16:
-            self.masters.append(state[_master_name(group)])
+            self.masters.append(state[adamw_state.master_name(group)])
         self.steps.append(state["step"])
 
 
@@ -267,9 +280,12 @@ def _with_states_kept(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
     return {**state_dict, "state": states}
 
 
-def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+def _check_group(group: dict[str, Any]) -> None:
+    for name, known in _OWN_OPTIONS.items():
+        if group[name] not in known:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {group[name]!r}")
+    if group["moments"] == "8bit" and group.get("amsgrad"):
+        raise ValueError("amsgrad keeps a third moment that has no 8-bit form; use moments='fp32' with it")
 
 
 def _check_parameter(parameter: Tensor) -> None:
@@ -278,55 +294,3 @@ def _check_parameter(parameter: Tensor) -> None:
         raise TypeError(f"torch_offload.AdamW trains bfloat16, float32 and float64, got {parameter.dtype}; {remedy}")
     if parameter.device.type != "cpu":
         raise TypeError(f"torch_offload.AdamW trains parameters on the CPU, got one on {parameter.device}")
-
-
-def _master_name(group: dict[str, Any]) -> str:
-    return "master_low" if group["master"] == "split" else "master"
-
-
-def _moment_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.float32 if parameter.dtype is torch.bfloat16 else parameter.dtype
-
-
-def _new_master(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the master of a bf16 parameter that begins with its own value."""
-    if group["master"] == "split":
-        return {"master_low": torch.zeros_like(parameter, dtype=torch.int16)}
-    return {"master": parameter.detach().to(torch.float32)}
-
-
-def _new_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    names = _STATES if group["amsgrad"] else _STATES[:2]
-    state = {"step": torch.zeros((), dtype=torch.float32)}
-    state.update({name: torch.zeros_like(parameter, dtype=_moment_dtype(parameter)) for name in names})
-    return state | (_new_master(parameter, group) if parameter.dtype is torch.bfloat16 else {})
-
-
-def _loaded_state(parameter: Tensor, loaded: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """Return loaded values as states of this parameter; names that are not known stay as they are."""
-    dtypes = {**dict.fromkeys(_STATES, _moment_dtype(parameter)), "master_low": torch.int16, "master": torch.float32}
-    state = dict(loaded)
-    state["step"] = torch.as_tensor(loaded["step"]).to(torch.float32).reshape(()).clone()
-    for name in [name for name in state if name in dtypes]:
-        state[name] = _paged_with(parameter, _as_state(parameter, name, state[name], dtypes[name]), name)
-    if parameter.dtype is torch.bfloat16 and _master_name(group) not in state:
-        new = _new_master(parameter, group)
-        state.update({name: _paged_with(parameter, value, name) for name, value in new.items()})
-    return state
-
-
-def _as_state(parameter: Tensor, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    if value.shape != parameter.shape:
-        raise ValueError(f"{name} of shape {tuple(value.shape)} loaded for a parameter of {tuple(parameter.shape)}")
-    with torch.no_grad():
-        if value.stride() == torch.empty_like(parameter, device="meta").stride():
-            return value.to(device=parameter.device, dtype=dtype)
-        return torch.empty_like(parameter, dtype=dtype).copy_(value)
-
-
-def _paged_with(parameter: Tensor, state: Tensor, name: str) -> Tensor:
-    """Page a state if its parameter is paged."""
-    engine = _C.engine_of(parameter)
-    if engine is not None and not _C.is_managed(state):
-        engine.manage(state, kind="state", label=f"optimizer state {name}", anchor=parameter)
-    return state

@@ -21,6 +21,7 @@ struct OperatorOverloads {
     std::array<std::string_view, 4> overloads;
     std::size_t overload_count;
     bool mixes_dtypes = false;  // the tensors of an element may have different ones
+    std::int64_t block = 0;     // bytes may stand for elements in memory order, filled up to whole blocks of so many
 };
 
 constexpr OperatorOverloads kByElement[] = {
@@ -32,7 +33,7 @@ constexpr OperatorOverloads kByElement[] = {
     {"aten::_fused_adam_", {"", "tensor_lr"}, 2},
     {"aten::_fused_adamw_", {"", "tensor_lr"}, 2},
     {"aten::_fused_sgd_", {"", "tensor_lr"}, 2},
-    {"torch_offload::fused_adamw_", {""}, 1, true},
+    {"torch_offload::fused_adamw_", {""}, 1, true, 2048},
 };
 
 const OperatorOverloads* find_by_element(const c10::OperatorName& name) {
@@ -68,13 +69,19 @@ bool is_plain(const at::Tensor& tensor) {
 
 bool is_full_precision(c10::ScalarType dtype) { return dtype == c10::kFloat || dtype == c10::kDouble; }
 
-/// Whether page i of one covers the elements of page i of the other. Pre: both tensors have the same sizes.
+/// Whether page i of one covers the elements of page i of the other. Pre: both tensors have the same elements.
 bool have_same_pages(const at::Tensor& one, const at::Tensor& other) {
     const Segment& segment = *segment_of(one);
     const Segment& other_segment = *segment_of(other);
     return &segment.pager() == &other_segment.pager() &&
            segment.page_bytes() * other.element_size() == other_segment.page_bytes() * one.element_size() &&
            segment.page_count() == other_segment.page_count();
+}
+
+/// Whether the tensor is one byte for each element of the model, filled up to whole blocks. Pages are whole blocks.
+bool is_blocked_like(const at::Tensor& tensor, const at::Tensor& model, std::int64_t block) {
+    return block != 0 && tensor.scalar_type() == c10::kByte && tensor.dim() == 1 && is_plain(model) &&
+           tensor.numel() == (model.numel() + block - 1) / block * block;
 }
 
 bool have_same_layout(const at::Tensor& one, const at::Tensor& other) {
@@ -161,13 +168,14 @@ bool RecordableCall::is_value(const ListArgument& list, std::size_t element) con
 
 std::optional<RecordableCall::Element> RecordableCall::as_element(std::size_t index) const {
     const at::Tensor& model = lists_.front().tensors[index];
-    const bool mixes_dtypes = find_by_element(op_.operator_name())->mixes_dtypes;
+    const OperatorOverloads& op = *find_by_element(op_.operator_name());
     Element element;
     for (std::size_t k = 0; k < lists_.size(); ++k) {
         if (is_value(lists_[k], index)) continue;
         const at::Tensor& tensor = lists_[k].tensors[index];
-        if (!segment_of(tensor) || !is_plain(tensor) || !have_same_layout(tensor, model)) return std::nullopt;
-        if (!mixes_dtypes && tensor.scalar_type() != model.scalar_type()) return std::nullopt;
+        if (!segment_of(tensor) || !is_plain(tensor)) return std::nullopt;
+        if (!have_same_layout(tensor, model) && !is_blocked_like(tensor, model, op.block)) return std::nullopt;
+        if (!op.mixes_dtypes && tensor.scalar_type() != model.scalar_type()) return std::nullopt;
         if (!element.segments.empty() && !have_same_pages(tensor, first_member(element, index))) return std::nullopt;
         element.member_lists.push_back(k);
         element.segments.push_back(segment_of(tensor));

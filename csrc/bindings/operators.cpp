@@ -9,6 +9,10 @@ namespace {
 TORCH_LIBRARY(torch_offload, m) {
     m.def(kFusedAdamWSchema);
     m.impl("fused_adamw_", c10::DispatchKey::CPU, TORCH_FN(fused_adamw));
+    m.def(kPackMomentSchema);
+    m.impl("pack_moment", c10::DispatchKey::CPU, TORCH_FN(packed_moment));
+    m.def(kUnpackMomentSchema);
+    m.impl("unpack_moment", c10::DispatchKey::CPU, TORCH_FN(unpacked_moment));
 }
 
 }  // namespace

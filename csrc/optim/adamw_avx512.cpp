@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "optim/adamw_kernels.h"
+#include "optim/packed_moments.h"
 #include "optim/split_master.h"
 
 #if defined(__clang__) && defined(__x86_64__)

@@ -58,9 +58,11 @@ struct AdamWArrays {
     float* masters = nullptr;          // [count], or nullptr
     const void* gradients = nullptr;   // [count] of gradient_type
     GradientType gradient_type = GradientType::bf16;
-    float* exp_avg = nullptr;         // [count]
-    float* exp_avg_sq = nullptr;      // [count]
-    float* max_exp_avg_sq = nullptr;  // [count], or nullptr: not AMSGrad
+    float* exp_avg = nullptr;                   // [count], or nullptr: packed
+    float* exp_avg_sq = nullptr;                // [count], or nullptr: packed
+    float* max_exp_avg_sq = nullptr;            // [count], or nullptr: not AMSGrad
+    std::uint8_t* packed_exp_avg = nullptr;     // [packed_size(count)] of packed_moments.h, or nullptr
+    std::uint8_t* packed_exp_avg_sq = nullptr;  // [packed_size(count)], or nullptr
 };
 
 /// One step of decoupled weight decay Adam in fp32, each operation rounded by itself:
@@ -71,7 +73,8 @@ struct AdamWArrays {
 ///     v = beta2 v + (1 - beta2) g g
 ///     p = p - (lr / (1 - beta1^t)) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 ///
-/// Elements do not depend on one another, so a run may be cut anywhere. Not-a-numbers are stored as kCanonicalNan.
+/// Elements do not depend on one another, so a run may be cut anywhere; with packed moments, between blocks.
+/// Not-a-numbers are stored as kCanonicalNan.
 /// Source: Loshchilov and Hutter, arXiv 1711.05101; the order of operations is that of torch's fused kernel.
 void adamw_update(const AdamWArrays& arrays, const AdamWFactors& factors, const GradientScaling& scaling,
                   InstructionSet set = best_instruction_set()) noexcept;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "optim/adamw_kernels.h"
+#include "optim/packed_loops.h"
 #include "optim/split_master.h"
 
 namespace torch_offload {
@@ -130,31 +131,61 @@ void take_step(const AdamWFactors& factors, std::size_t count, const float* __re
     }
 }
 
+/// Where the moments of a run are while it is worked on.
+struct MomentRun {
+    float* average;
+    float* square;
+    float* largest;  // nullptr: not AMSGrad
+};
+
 void update_run(const AdamWArrays& arrays, const AdamWFactors& factors, const GradientScaling& scaling,
-                std::size_t begin, std::size_t count) noexcept {
+                std::size_t begin, std::size_t count, const MomentRun& moments) noexcept {
     alignas(64) float gradients[kRun];
     alignas(64) float masters[kRun];
     load_gradients(arrays, begin, count, gradients);
     scale_gradients(scaling, arrays.gradient_type, count, gradients);
     if (factors.is_maximizing) negate(count, gradients);
     load_masters(arrays, begin, count, masters);
-    float* average = arrays.exp_avg + begin;
-    float* square = arrays.exp_avg_sq + begin;
-    update_average(factors, count, gradients, average);
-    update_square(factors, count, gradients, square);
-    float* divisor = square;
-    if (arrays.max_exp_avg_sq) {
-        divisor = arrays.max_exp_avg_sq + begin;
-        update_largest(count, square, divisor);
-    }
-    take_step(factors, count, average, divisor, masters);
+    update_average(factors, count, gradients, moments.average);
+    update_square(factors, count, gradients, moments.square);
+    if (moments.largest) update_largest(count, moments.square, moments.largest);
+    take_step(factors, count, moments.average, moments.largest ? moments.largest : moments.square, masters);
     store_masters(arrays, begin, count, masters);
 }
 
-void update_all(const AdamWArrays& arrays, const AdamWFactors& factors, const GradientScaling& scaling) noexcept {
+void update_wide(const AdamWArrays& arrays, const AdamWFactors& factors, const GradientScaling& scaling) noexcept {
     for (std::size_t begin = 0; begin < arrays.count; begin += kRun) {
         const std::size_t left = arrays.count - begin;
-        update_run(arrays, factors, scaling, begin, left < kRun ? left : kRun);
+        const MomentRun moments{arrays.exp_avg + begin, arrays.exp_avg_sq + begin,
+                                arrays.max_exp_avg_sq ? arrays.max_exp_avg_sq + begin : nullptr};
+        update_run(arrays, factors, scaling, begin, left < kRun ? left : kRun, moments);
+    }
+}
+
+/// A block at a time, because its scale is known when all of it is updated. The step uses moments before they are
+/// rounded.
+void update_packed(const AdamWArrays& arrays, const AdamWFactors& factors, const GradientScaling& scaling) noexcept {
+    alignas(64) float average[kPackedBlock];
+    alignas(64) float square[kPackedBlock];
+    for (std::size_t block = 0; block < arrays.count; block += kPackedBlock) {
+        const std::size_t left = arrays.count - block;
+        const std::size_t length = left < kPackedBlock ? left : kPackedBlock;
+        unpack_block<Moment::first>(arrays.packed_exp_avg + block, length, average);
+        unpack_block<Moment::second>(arrays.packed_exp_avg_sq + block, length, square);
+        for (std::size_t run = 0; run < length; run += kRun) {
+            const std::size_t count = length - run < kRun ? length - run : kRun;
+            update_run(arrays, factors, scaling, block + run, count, {average + run, square + run, nullptr});
+        }
+        pack_block<Moment::first>(average, length, arrays.packed_exp_avg + block);
+        pack_block<Moment::second>(square, length, arrays.packed_exp_avg_sq + block);
+    }
+}
+
+void update_all(const AdamWArrays& arrays, const AdamWFactors& factors, const GradientScaling& scaling) noexcept {
+    if (arrays.packed_exp_avg) {
+        update_packed(arrays, factors, scaling);
+    } else {
+        update_wide(arrays, factors, scaling);
     }
 }
 

@@ -1,18 +1,21 @@
 #include "optim/adamw_operator.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "optim/adamw_kernels.h"
+#include "optim/packed_moments.h"
 
 namespace torch_offload {
 namespace {
 
-/// Elements per task of a thread.
-constexpr std::int64_t kGrain = 1 << 15;
+/// Elements that a thread takes at a time: whole blocks of packed moments, and many of them.
+constexpr std::int64_t kTaskElements = 16 * kPackedBlock;
 
 void check_length(const char* name, at::TensorList list, std::size_t length) {
     TORCH_CHECK_VALUE(list.size() == length, "fused_adamw_: ", name, " has ", list.size(), " tensors, expected ",
@@ -49,6 +52,7 @@ struct Element {
     at::Tensor parameter, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, master;
     double step = 0;
 
+    bool is_packed() const { return exp_avg.scalar_type() == at::kByte; }
     AdamWArrays arrays() const {
         AdamWArrays result;
         result.count = static_cast<std::size_t>(parameter.numel());
@@ -61,6 +65,11 @@ struct Element {
         if (master.defined() && master.scalar_type() == at::kFloat) result.masters = master.data_ptr<float>();
         result.gradients = gradient.const_data_ptr();
         result.gradient_type = gradient.scalar_type() == at::kFloat ? GradientType::f32 : GradientType::bf16;
+        if (is_packed()) {
+            result.packed_exp_avg = exp_avg.data_ptr<std::uint8_t>();
+            result.packed_exp_avg_sq = exp_avg_sq.data_ptr<std::uint8_t>();
+            return result;
+        }
         result.exp_avg = exp_avg.data_ptr<float>();
         result.exp_avg_sq = exp_avg_sq.data_ptr<float>();
         if (max_exp_avg_sq.defined()) result.max_exp_avg_sq = max_exp_avg_sq.data_ptr<float>();
@@ -77,16 +86,40 @@ void check_master(const at::Tensor& parameter, const at::Tensor& master) {
     check_state("masters", master, parameter, master.scalar_type() == at::kShort ? at::kShort : at::kFloat);
 }
 
-Element checked(Element element) {
-    check_parameter(element.parameter, element.gradient);
+std::int64_t packed_numel(const at::Tensor& values) {
+    return static_cast<std::int64_t>(packed_size(static_cast<std::size_t>(values.numel())));
+}
+
+void check_packed(const char* name, const at::Tensor& packed, const at::Tensor& values) {
+    TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte, name, " must be packed (Byte), got ", packed.scalar_type());
+    TORCH_CHECK_VALUE(packed.device().is_cpu() && packed.dim() == 1 && packed.is_contiguous() &&
+                          packed.numel() == packed_numel(values),
+                      name, " must be ", packed_numel(values), " contiguous bytes for ", values.numel(),
+                      " elements, got sizes ", packed.sizes());
+}
+
+void check_moments(const Element& element) {
+    if (element.is_packed()) {
+        check_packed("fused_adamw_: exp_avgs", element.exp_avg, element.parameter);
+        check_packed("fused_adamw_: exp_avg_sqs", element.exp_avg_sq, element.parameter);
+        TORCH_CHECK_VALUE(!element.max_exp_avg_sq.defined(), "fused_adamw_: amsgrad needs float32 moments");
+        return;
+    }
     check_state("exp_avgs", element.exp_avg, element.parameter, at::kFloat);
     check_state("exp_avg_sqs", element.exp_avg_sq, element.parameter, at::kFloat);
     if (element.max_exp_avg_sq.defined()) {
         check_state("max_exp_avg_sqs", element.max_exp_avg_sq, element.parameter, at::kFloat);
     }
+}
+
+Element checked(Element element) {
+    check_parameter(element.parameter, element.gradient);
+    check_moments(element);
     check_master(element.parameter, element.master);
     if (element.gradient.strides() != element.parameter.strides()) {
-        element.gradient = at::empty_like(element.parameter, element.gradient.scalar_type()).copy_(element.gradient);
+        element.gradient =
+            at::empty_like(element.parameter, element.parameter.options().dtype(element.gradient.scalar_type()))
+                .copy_(element.gradient);
     }
     return element;
 }
@@ -102,6 +135,8 @@ AdamWArrays part(AdamWArrays arrays, std::int64_t begin, std::int64_t end) {
     skip(arrays.exp_avg);
     skip(arrays.exp_avg_sq);
     skip(arrays.max_exp_avg_sq);
+    skip(arrays.packed_exp_avg);
+    skip(arrays.packed_exp_avg_sq);
     const std::int64_t gradient_bytes = arrays.gradient_type == GradientType::bf16 ? 2 : 4;
     arrays.gradients = static_cast<const char*>(arrays.gradients) + begin * gradient_bytes;
     return arrays;
@@ -143,10 +178,33 @@ void fused_adamw(at::TensorList self, at::TensorList grads, at::TensorList exp_a
     for (const Element& element : elements) {
         const AdamWArrays arrays = element.arrays();
         const AdamWFactors factors = adamw_factors(options, element.step);
-        at::parallel_for(0, element.parameter.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
-            adamw_update(part(arrays, begin, end), factors, scaling);
+        const std::int64_t count = element.parameter.numel();
+        const std::int64_t tasks = (count + kTaskElements - 1) / kTaskElements;
+        at::parallel_for(0, tasks, 1, [&](std::int64_t first, std::int64_t last) {
+            const std::int64_t end = std::min(last * kTaskElements, count);
+            adamw_update(part(arrays, first * kTaskElements, end), factors, scaling);
         });
     }
+}
+
+at::Tensor packed_moment(const at::Tensor& values, bool is_second) {
+    TORCH_CHECK_TYPE(values.scalar_type() == at::kFloat, "pack_moment: values must be Float, got ",
+                     values.scalar_type());
+    TORCH_CHECK_VALUE(values.is_non_overlapping_and_dense(), "pack_moment: values must be dense in memory, got sizes ",
+                      values.sizes(), " and strides ", values.strides());
+    at::Tensor packed = at::empty({packed_numel(values)}, values.options().dtype(at::kByte));
+    pack_moment(is_second ? Moment::second : Moment::first, values.const_data_ptr<float>(),
+                static_cast<std::size_t>(values.numel()), packed.data_ptr<std::uint8_t>());
+    return packed;
+}
+
+at::Tensor unpacked_moment(const at::Tensor& packed, const at::Tensor& like, bool is_second) {
+    check_packed("unpack_moment: packed", packed, like);
+    at::Tensor values = at::empty_like(like, like.options().dtype(at::kFloat));
+    TORCH_CHECK_VALUE(values.is_non_overlapping_and_dense(), "unpack_moment: like must be dense in memory");
+    unpack_moment(is_second ? Moment::second : Moment::first, packed.const_data_ptr<std::uint8_t>(),
+                  static_cast<std::size_t>(values.numel()), values.data_ptr<float>());
+    return values;
 }
 
 }  // namespace torch_offload

@@ -27,4 +27,13 @@ void fused_adamw(at::TensorList self, at::TensorList grads, at::TensorList exp_a
                  const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
                  const std::optional<at::Tensor>& clip_coefficient);
 
+/// torch.ops.torch_offload.pack_moment: a float32 tensor as a packed one, elements in memory order.
+inline constexpr const char* kPackMomentSchema = "pack_moment(Tensor values, bool is_second) -> Tensor";
+at::Tensor packed_moment(const at::Tensor& values, bool is_second);
+
+/// torch.ops.torch_offload.unpack_moment: the float32 values of a packed tensor, shaped like `like`.
+inline constexpr const char* kUnpackMomentSchema =
+    "unpack_moment(Tensor packed, Tensor like, bool is_second) -> Tensor";
+at::Tensor unpacked_moment(const at::Tensor& packed, const at::Tensor& like, bool is_second);
+
 }  // namespace torch_offload

@@ -193,26 +193,116 @@ def test_layouts_of_weights_and_gradients():
     assert results[0] == results[1]
 
 
+# --- 8-bit moments --------------------------------------------------------------------------------------------------
+
+
+def rounded_to_8_bits(moments: list[Tensor]) -> None:
+    for moment, is_second in zip(moments[:2], (False, True), strict=True):
+        packed = torch.ops.torch_offload.pack_moment(moment, is_second)
+        moment.copy_(torch.ops.torch_offload.unpack_moment(packed, moment, is_second))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_8_bit_moments_are_moments_rounded_after_each_step(dtype):
+    """The step uses the moments as updated; what is kept of them is what the packed format holds."""
+    parameters, plain = make_parameters(dtype), make_parameters(dtype)
+    optimizer = torch_offload.AdamW(parameters, lr=1e-2, moments="8bit")
+    reference = ReferenceAdamW(lr=1e-2)
+    for step in range(STEPS):
+        set_gradients(parameters, step)
+        optimizer.step()
+        reference.step(plain, [p.grad for p in parameters])
+        rounded_to_8_bits(reference.moments[3])
+    large = parameters[3]
+    assert digest(large) == digest(plain[3])
+    assert digest(optimizer.master_of(large)) == digest(reference.masters[3])
+    for moment, expected in zip(optimizer.moments_of(large), reference.moments[3], strict=False):
+        assert digest(moment) == digest(expected)
+
+
+def test_8_bit_states_are_small():
+    """Two bytes per element and whole blocks; small parameters and float64 keep wide moments."""
+    parameters = make_parameters()
+    optimizer = torch_offload.AdamW(parameters, moments="8bit")
+    train(parameters, optimizer, range(1))
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        if parameter.numel() < 4096:
+            assert state["exp_avg"].dtype == torch.float32
+            continue
+        blocks = -(-parameter.numel() // 2048)
+        assert [state[name].nbytes for name in ("exp_avg", "exp_avg_sq")] == [2048 * blocks] * 2
+    wide = make_parameters(torch.float64)
+    optimizer = torch_offload.AdamW(wide, moments="8bit")
+    train(wide, optimizer, range(1))
+    assert optimizer.state[wide[3]]["exp_avg"].dtype == torch.float64
+
+
+def test_8_bit_moments_of_a_transposed_weight():
+    """Elements are packed in memory order; unpacked they stand where they belong."""
+    parameter = nn.Parameter(torch.zeros(100, 64, dtype=torch.bfloat16).t())
+    optimizer = torch_offload.AdamW([parameter], betas=(0.0, 0.0), moments="8bit")
+    parameter.grad = torch.zeros(64, 100, dtype=torch.bfloat16)
+    parameter.grad[3, 71] = 2.0
+    optimizer.step()
+    first, second = optimizer.moments_of(parameter)
+    assert first.nonzero().tolist() == second.nonzero().tolist() == [[3, 71]]
+    assert (first[3, 71].item(), second[3, 71].item()) == (2.0, 4.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_states_change_form_with_the_options_of_the_saved_groups(dtype):
+    """From 8 bits to fp32 for torch and back, and from one master to the other: nothing is lost that was there."""
+    parameters = make_parameters(dtype)
+    first = torch_offload.AdamW(parameters, moments="8bit")
+    train(parameters, first, range(2))
+    forms = [first]
+    for moments, master in (("fp32", "fp32"), ("8bit", "split")):
+        saved = copy.deepcopy(forms[-1].state_dict())
+        saved["param_groups"][0].update(moments=moments, master=master)
+        forms.append(torch_offload.AdamW(parameters))
+        forms[-1].load_state_dict(saved)
+    wide, back = forms[1:]
+    assert everything(parameters, back) == everything(parameters, first)
+    assert wide.state[parameters[3]]["exp_avg"].dtype == torch.float32
+    for parameter in parameters:
+        assert digest(wide.master_of(parameter)) == digest(first.master_of(parameter))
+        assert [*map(digest, wide.moments_of(parameter))] == [*map(digest, first.moments_of(parameter))]
+    torch.optim.AdamW(parameters).load_state_dict(wide.state_dict())
+
+
+def test_a_state_of_torch_is_packed_when_loaded():
+    """torch.optim.AdamW's moments go to 8 bits where this optimizer keeps them so."""
+    parameters = make_parameters(torch.float32)
+    theirs = torch.optim.AdamW(parameters)
+    train(parameters, theirs, range(2))
+    ours = torch_offload.AdamW(parameters, moments="8bit")
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    packed = torch.ops.torch_offload.pack_moment(theirs.state[parameters[3]]["exp_avg"], False)
+    assert digest(ours.state[parameters[3]]["exp_avg"]) == digest(packed)
+    train(parameters, ours, range(2, 3))
+
+
 # --- States ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("master", ["split", "fp32"])
+@pytest.mark.parametrize("options", [{}, {"master": "fp32"}, {"moments": "8bit"}], ids=str)
 @pytest.mark.parametrize("way", ["state_dict", "file", "pickle", "deepcopy"])
-def test_a_resumed_run_is_the_uninterrupted_run(master, way):
+def test_a_resumed_run_is_the_uninterrupted_run(options, way):
     """Saved after some steps in any way and loaded again, training goes on with the same bits."""
     straight = make_parameters()
-    whole = torch_offload.AdamW(straight, lr=1e-2, master=master)
+    whole = torch_offload.AdamW(straight, lr=1e-2, **options)
     train(straight, whole, range(6))
 
     parameters = make_parameters()
-    first = torch_offload.AdamW(parameters, lr=1e-2, master=master)
+    first = torch_offload.AdamW(parameters, lr=1e-2, **options)
     train(parameters, first, range(3))
     if way in ("pickle", "deepcopy"):
         second = pickle.loads(pickle.dumps(first)) if way == "pickle" else copy.deepcopy(first)
         resumed = second.param_groups[0]["params"]
     else:
         resumed = [nn.Parameter(p.detach().clone()) for p in parameters]
-        second = torch_offload.AdamW(resumed, lr=1e-2, master=master)
+        second = torch_offload.AdamW(resumed, lr=1e-2, **options)
         state = copy.deepcopy(first.state_dict())
         if way == "file":
             buffer = io.BytesIO()
@@ -321,6 +411,8 @@ def test_weights_loaded_under_a_state_stay_what_was_loaded():
         ({"differentiable": True}, "takes no differentiable=True"),
         ({"fused": False}, "no implementation but the fused one"),
         ({"master": "bf16"}, "master must be one of 'split', 'fp32', got 'bf16'"),
+        ({"moments": "4bit"}, "moments must be one of 'fp32', '8bit', got '4bit'"),
+        ({"moments": "8bit", "amsgrad": True}, "amsgrad keeps a third moment that has no 8-bit form"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0"),
         ({"max_grad_norm": math.nan}, "max_grad_norm must be above 0"),
         ({"lr": -1.0}, "Invalid learning rate"),
@@ -373,6 +465,12 @@ def operator_arguments(count: int = 2) -> dict[str, Any]:
         ({"amsgrad": True}, ValueError, "max_exp_avg_sqs has 0 tensors, expected 2"),
         ({"masters": []}, ValueError, "a bfloat16 parameter needs a master"),
         ({"exp_avgs": [torch.zeros(8), torch.zeros(9)]}, ValueError, "exp_avgs must have the device, sizes"),
+        ({"exp_avgs": [torch.zeros(2048).byte()] * 2}, TypeError, "exp_avg_sqs must be packed"),
+        (
+            {name: [torch.zeros(8).byte()] * 2 for name in ("exp_avgs", "exp_avg_sqs")},
+            ValueError,
+            "2048 contiguous bytes",
+        ),
         ({"exp_avg_sqs": [torch.zeros(8).half()] * 2}, TypeError, "exp_avg_sqs must be Float, got Half"),
         ({"masters": [torch.zeros(8).double()] * 2}, TypeError, "masters must be Float, got Double"),
         ({"grads": [torch.zeros(8).half()] * 2}, TypeError, "a gradient must be float32 or"),

@@ -10,14 +10,13 @@ from support.bare_training import MakeOptimizer, Program, Run, assert_equal_bits
 from support.bits import digest
 from support.models import VOCABULARY, tiny_config
 from support.training import digest_run
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import torch_offload
 from torch_offload import _C
 
 STEPS = 4
-STATE_BYTES = 14  # per bf16 parameter: weight, gradient, low half, two moments
 BUDGET_SHARE = 0.3
 
 
@@ -25,8 +24,8 @@ def assert_deferred_and_equal(directory: Path, program: Program, dtype: torch.dt
     """Runs the program plain and paged; the optimizer's work must have been put off, pages must have left."""
     plain = Run(dtype=dtype)
     program(plain)
-    state_bytes = STATE_BYTES * sum(parameter.numel() for parameter in plain.parameters)
-    paged = Run(make_engine(directory, int(BUDGET_SHARE * state_bytes)), dtype)
+    held = [*plain.parameters, *plain.parameters, *plain.states()]  # a gradient is as large as its weight
+    paged = Run(make_engine(directory, int(BUDGET_SHARE * sum(tensor.nbytes for tensor in held))), dtype)
     program(paged)
     assert paged.count("recorded_elements") >= STEPS * (len(paged.parameters) - 1)
     assert paged.count("applied_pages") > paged.count("applied_at_once")
@@ -53,6 +52,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "amsgrad": lambda p: torch_offload.AdamW(p, lr=1e-2, amsgrad=True),
     "clipping": lambda p: torch_offload.AdamW(p, lr=1e-2, max_grad_norm=0.5),
     "maximize-tensor-lr": lambda p: torch_offload.AdamW(p, lr=torch.tensor(1e-2), maximize=True),
+    "8bit": lambda p: torch_offload.AdamW(p, lr=1e-2, moments="8bit"),
     "groups": lambda p: torch_offload.AdamW([{"params": p[:2]}, {"params": p[2:], "master": "fp32"}], lr=1e-2),
 }
 
@@ -64,9 +64,10 @@ def test_steps_put_off_page_by_page(scratch, make, set_to_none):
     assert_deferred_and_equal(scratch, training(make, set_to_none=set_to_none))
 
 
-def test_float32_parameters(scratch):
-    """Those go through torch's kernel and are put off like before."""
-    assert_deferred_and_equal(scratch, training(OPTIMIZERS["split"]), torch.float32)
+@pytest.mark.parametrize("name", ["split", "8bit", "clipping"])
+def test_float32_parameters(scratch, name):
+    """Those go through torch's kernel, or ours with 8-bit moments, and are put off as well."""
+    assert_deferred_and_equal(scratch, training(OPTIMIZERS[name]), torch.float32)
 
 
 def test_clipping_and_accumulation(scratch):
@@ -123,18 +124,24 @@ def test_all_states_of_a_page_are_updated_together(scratch):
     assert not any(run.engine.has_pending_work(member) for member in members)
 
 
+def state_with_a_misfit(run: Run, parameter: nn.Parameter, *, is_paged: bool) -> dict[str, Tensor]:
+    """The first moment is not paged, or its pages are those of a tensor of another dtype; the rest is in order."""
+    misfit = torch.zeros(2 * parameter.numel(), dtype=torch.int16)
+    if is_paged:
+        run.manage(misfit, "state", "halves")
+    fitting = {"exp_avg_sq": torch.zeros(parameter.shape), "master_low": torch.zeros_like(parameter, dtype=torch.int16)}
+    for name, value in fitting.items():
+        run.manage(value, "state", name)
+    return {"step": torch.zeros(()), "exp_avg": misfit.view(torch.float32).view(parameter.shape), **fitting}
+
+
 def test_pages_that_do_not_match_are_updated_at_once(scratch):
     """A state that is not paged, or whose pages cover other elements, runs in the ordinary way with equal bits."""
     results = []
     for run in (Run(dtype=torch.bfloat16), Run(make_engine(scratch), torch.bfloat16)):
         run.optimizer = OPTIMIZERS["split"](run.parameters)
         for index, parameter in enumerate(run.parameters):
-            shape = tuple(parameter.shape)
-            wide = torch.zeros(parameter.numel() * 2, dtype=torch.int16)
-            run.manage(wide, "state", "moment with pages of another dtype")
-            odd = wide.view(torch.float32).view(shape) if index % 2 else torch.zeros(shape)
-            state = {"step": torch.zeros(()), "exp_avg": odd, "exp_avg_sq": torch.zeros(shape)}
-            run.optimizer.state[parameter] = state | {"master_low": torch.zeros(shape, dtype=torch.int16)}
+            run.optimizer.state[parameter] = state_with_a_misfit(run, parameter, is_paged=index % 2 == 0)
         for _ in range(STEPS):
             run.backward()
             run.evict()
@@ -144,23 +151,24 @@ def test_pages_that_do_not_match_are_updated_at_once(scratch):
     assert_equal_bits(results[1], results[0])
 
 
-def test_a_paged_run_resumes(scratch):
+@pytest.mark.parametrize("name", ["split", "8bit"])
+def test_a_paged_run_resumes(scratch, name):
     """States loaded under paged parameters are paged at once, and the run goes on with the bits of a run in one go."""
     plain = Run(dtype=torch.bfloat16)
-    plain.optimizer = OPTIMIZERS["split"](plain.parameters)
+    plain.optimizer = OPTIMIZERS[name](plain.parameters)
     for _ in range(2 * STEPS):
         plain.backward()
         plain.step()
 
     run = Run(make_engine(scratch), torch.bfloat16)
-    run.optimizer = OPTIMIZERS["split"](run.parameters)
+    run.optimizer = OPTIMIZERS[name](run.parameters)
     for step in range(2 * STEPS):
         if step == STEPS:
             saved = copy.deepcopy(run.optimizer.state_dict())
-            run.optimizer = OPTIMIZERS["split"](run.parameters)
+            run.optimizer = OPTIMIZERS[name](run.parameters)
             run.optimizer.load_state_dict(saved)
             large = run.optimizer.state[run.parameters[0]]
-            assert all(_C.is_managed(large[name]) for name in ("exp_avg", "exp_avg_sq", "master_low"))
+            assert all(_C.is_managed(large[state]) for state in ("exp_avg", "exp_avg_sq", "master_low"))
         run.backward()
         run.evict()
         run.step()
@@ -180,8 +188,8 @@ def plain_and_wrapped(config: torch_offload.Config) -> Iterator[nn.Module]:
     """One after the other. Budget: 30 % of weights, gradients, low halves and fp32 moments."""
     yield bf16_model()
     model = bf16_model()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    yield torch_offload.wrap(model, config=config, ram=int(BUDGET_SHARE * STATE_BYTES * parameters))
+    state_bytes = (2 + 2 + 2 + 4 + 4) * sum(parameter.numel() for parameter in model.parameters())
+    yield torch_offload.wrap(model, config=config, ram=int(BUDGET_SHARE * state_bytes))
 
 
 def rows(count: int) -> list[dict[str, torch.Tensor]]:

@@ -33,9 +33,10 @@ class ReferenceAdamW:
         self.steps += 1
         for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
             if index not in self.masters:
-                self.masters[index] = weight.float()
+                self.masters[index] = weight.detach().float().clone()
                 self.moments[index] = [torch.zeros_like(self.masters[index]) for _ in range(3)]
-            weight.copy_(to_bf16(self.update(index, gradient.float())))
+            master = self.update(index, gradient.float())
+            weight.copy_(to_bf16(master) if weight.dtype is torch.bfloat16 else master)
 
     def update(self, index: int, gradient: Tensor) -> Tensor:
         gradient = -gradient if self.maximize else gradient
