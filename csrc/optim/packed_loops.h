@@ -21,19 +21,24 @@ struct PackedTraits<Moment::second> {
     static constexpr const float* kLevels = kSecondLevels.values;
 };
 
-constexpr std::uint32_t kOne = 0x3F800000;
+constexpr std::uint32_t kOne = 0x3F800000;  // 1.0F
+constexpr std::uint32_t kTen = 0x41200000;  // 10.0F
 constexpr float kTenths[] = {1e-1F, 1e-2F, 1e-3F, 1e-4F, 1e-5F, 1e-6F, 1e-7F};
-constexpr float kTens[] = {1e0F, 1e1F, 1e2F, 1e3F, 1e4F, 1e5F, 1e6F, 1e7F};
-constexpr float kPowersOfTwo[] = {1, 2, 4, 8, 16, 32, 64, 128};
 
 /// The index whose level is nearest to a number in [0, 1]: the decade, then the place in it. Place 0 is the decade
-/// below's last level. Numbers that are not negative are ordered like their bits, which compare without branches.
+/// below's last level. Numbers that are not negative are ordered like their bits, which compare without branches, and
+/// powers of two are made of theirs: looking them up takes longer.
 template <int kBits>
 inline std::uint32_t nearest_index(std::uint32_t bits) noexcept {
     std::uint32_t below = 0;  // decades between this one and the highest
-    for (int i = 0; i < kBits - 1; ++i) below += bits > __builtin_bit_cast(std::uint32_t, kTenths[i]) ? 0 : 1;
-    const float steps = kPowersOfTwo[kBits - 1 - below];
-    const float place = (__builtin_bit_cast(float, bits) * kTens[below] - 0.1F) / 0.9F * steps;
+    float tens = 1.0F;        // to the power of that; exact
+    for (int i = 0; i < kBits - 1; ++i) {
+        const bool is_below = bits <= __builtin_bit_cast(std::uint32_t, kTenths[i]);
+        below += is_below ? 1 : 0;
+        tens *= __builtin_bit_cast(float, is_below ? kTen : kOne);
+    }
+    const float steps = __builtin_bit_cast(float, kOne + ((kBits - 1 - below) << 23));
+    const float place = (__builtin_bit_cast(float, bits) * tens - 0.1F) * (1.0F / 0.9F) * steps;
     return static_cast<std::uint32_t>(static_cast<std::int32_t>(steps - 1.0F + place + 0.5F));
 }
 

@@ -205,27 +205,46 @@ def assert_was_paged() -> None:
     assert report.counters["recorded_elements"] > 0
 
 
+def trainer_for(model: nn.Module, directory: Path, **options: object) -> Trainer:
+    arguments = TrainingArguments(
+        output_dir=str(directory),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        use_cpu=True,
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **({"save_strategy": "no"} | options),
+    )
+    optimizer = torch_offload.AdamW(model.parameters(), lr=1e-2)
+    return Trainer(model=model, args=arguments, train_dataset=rows(24), optimizers=(optimizer, None))
+
+
 def test_the_stock_trainer_takes_it(config, tmp_path):
     """Given to Trainer as its optimizer, with clipping and accumulation: equal weights and states, paged or not."""
     results = []
     for model in plain_and_wrapped(config):
-        optimizer = torch_offload.AdamW(model.parameters(), lr=1e-2)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=6,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_grad_norm=0.5,
-            use_cpu=True,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
-        Trainer(model=model, args=arguments, train_dataset=rows(24), optimizers=(optimizer, None)).train()
-        results.append(digest_run(model, optimizer))
+        trainer = trainer_for(model, tmp_path)
+        trainer.train()
+        results.append(digest_run(model, trainer.optimizer.optimizer))
     assert_was_paged()
     assert results[0] == results[1]
+
+
+def test_a_trainer_checkpoint_resumes(config, tmp_path):
+    """A plain run saves half way; resumed from its checkpoint, plain and paged runs end where it ended."""
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    first = bf16_model()
+    trainer = trainer_for(first, tmp_path / "first", **saving)
+    trainer.train()
+    expected = digest_run(first, trainer.optimizer.optimizer)
+    for model in plain_and_wrapped(config):
+        resumed = trainer_for(model, tmp_path / "second")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-3"))
+        assert digest_run(model, resumed.optimizer.optimizer) == expected
+    assert_was_paged()
 
 
 def test_unwrap_gives_ordinary_states_back(config):
