@@ -39,7 +39,7 @@ class Plan:
     file_bytes: int = 2 << 30
     depth: int = io_program.DEPTH
     rounds: int = 7
-    most_rounds: int = 20
+    most_rounds: int = 15
     probe_bytes: int = 256 << 20
 
 
@@ -152,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
     parser.add_argument("--smoke", action="store_true", help="a small file once, in seconds: shows that it runs")
-    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--rounds", type=int, help="quiet ones per case")
     parser.add_argument(
         "--depth", type=int, default=io_program.DEPTH, help="transfers in flight (default: %(default)s)"
     )
@@ -162,7 +162,13 @@ def main() -> None:
         raise SystemExit("fio is not installed: apt-get install fio")
     shape = SMOKE if options.smoke else Plan()
     rounds = options.rounds or shape.rounds
-    plan = Plan(shape.file_bytes, options.depth, rounds, max(rounds, shape.most_rounds), shape.probe_bytes)
+    plan = Plan(
+        shape.file_bytes,
+        options.depth,
+        rounds,
+        max(rounds, options.most_rounds or shape.most_rounds),
+        shape.probe_bytes,
+    )
     version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
     cases = measure(plan, options.ssd)
     bars = []

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,19 +23,25 @@ class LimitsUnavailable(RuntimeError):
     """This machine lets us make no cgroup or no swap file."""
 
 
-def remove_leftovers(directory: str) -> None:
-    """Remove swap files and groups of runs that were killed before they could."""
+def scratch_directory(parent: str) -> "tempfile.TemporaryDirectory[str]":
+    """Return a folder that `remove_leftovers` recognises if its process is killed."""
+    return tempfile.TemporaryDirectory(dir=Path(parent).resolve(), prefix=f"{MARK}-{os.getpid()}-")
+
+
+def remove_leftovers(parent: str) -> None:
+    """Remove swap files, folders and groups of runs that were killed before they could."""
     for line in Path("/proc/swaps").read_text().splitlines()[1:]:
         path = Path(line.split()[0])
         if path.name.startswith(MARK) and not _is_alive(path.name):
             subprocess.run(["swapoff", str(path)], check=True)
-    for path in Path(directory).glob(f"{MARK}-*"):
-        if path.is_file() and not _is_alive(path.name):
-            path.unlink()
-    for parent, _ in _parents():
-        for folder in parent.glob(f"{MARK}-*"):
+    for folder in Path(parent).glob(f"{MARK}-*"):
+        if not _is_alive(folder.name):
+            shutil.rmtree(folder)
+    for above, _ in _parents():
+        for folder in above.glob(f"{MARK}-*"):
             if not _is_alive(folder.name):
-                folder.rmdir()
+                with suppress(OSError):  # a process of that run is still in it
+                    folder.rmdir()
 
 
 def _is_alive(name: str) -> bool:

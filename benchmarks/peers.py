@@ -13,7 +13,7 @@ Rows, each in a process of its own, all alive at once and taking turns step by s
     plain              stock torch in memory; bf16: fp32 masters, stock fused AdamW over them
     in_memory          bf16 only: torch_offload.AdamW without paging, whose losses and weights ours must equal
     deepspeed          parameters, gradients and states on NVMe; the fastest of the settings that were tried
-    ours_at_peer       the process limited to the peak resident memory of DeepSpeed's
+    ours_at_peer       the process limited to the peak resident memory of DeepSpeed's (of plain's without DeepSpeed)
     ours_at_half       ... and to half of that
     swap               fp32 only: plain torch in a memory cgroup of 40 % of the state, the rest in a swap file
     ours_at_swap       in a cgroup of the same limit that may not swap
@@ -32,7 +32,14 @@ from typing import Any
 
 import deepspeed_setup
 from machine import DiskProbe
-from memory_group import LimitsUnavailable, MemoryGroup, SwapFile, end_cleanly_on_signals, remove_leftovers
+from memory_group import (
+    LimitsUnavailable,
+    MemoryGroup,
+    SwapFile,
+    end_cleanly_on_signals,
+    remove_leftovers,
+    scratch_directory,
+)
 from reporting import are_enough, at_least, at_most, emit, is_quiet, machine, progress, spread, usable
 from worker_process import WorkerProcess
 from workloads import TINY, Workload
@@ -111,10 +118,12 @@ class Rows:
         return worker
 
     def start_deepspeed(self, settings: dict[str, Any]) -> WorkerProcess:
-        folder = tempfile.mkdtemp(dir=self.scratch)
-        self.stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = Path(self.scratch, "deepspeed-nvme")
+        if folder.exists():
+            shutil.rmtree(folder)  # of the settings tried before, whose process has ended
+        folder.mkdir()
         script = [str(self.venv / "bin" / "python"), str(HERE / "deepspeed_worker.py")]
-        words = [*self.shape(), "--ssd", folder, "--settings", deepspeed_setup.as_option(settings)]
+        words = [*self.shape(), "--ssd", str(folder), "--settings", deepspeed_setup.as_option(settings)]
         environment = deepspeed_setup.environment(self.venv)
         return WorkerProcess("deepspeed", [*script, *words], log_directory=self.scratch, **environment)
 
@@ -293,7 +302,7 @@ def main() -> None:
             raise SystemExit(f"{LEAST_FREE_BYTES} bytes are needed in {options.ssd}, {free_bytes} are free")
     remove_leftovers(options.ssd)
     try:
-        with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
+        with scratch_directory(options.ssd) as scratch:
             result = measure(plan, scratch, options.deepspeed_venv, options.deepspeed_settings)
     except LimitsUnavailable as reason:
         raise SystemExit(f"{reason}; or leave swap out: --peers deepspeed") from reason

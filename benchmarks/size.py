@@ -49,7 +49,7 @@ class Plan:
     ram_bytes: int
     large_limit_bytes: int
     steps: int = 5
-    most_steps: int = 8
+    most_steps: int = 7
     warmup: int = 2
     probe_bytes: int = 256 << 20
 
@@ -200,7 +200,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     workload = Workload("256 tokens", batch=1, sequence=256, checkpointing=0)
     layers = tuple(layers_for(float(size) * 1e9, workload) for size in options.sizes.split(","))
     limit_bytes = parse_size(options.large_limit)
-    return Plan(layers, workload, options.dtype, parse_size(options.ram), limit_bytes, steps=options.steps)
+    steps = {"steps": options.steps, "most_steps": max(options.steps, options.most_steps)}
+    return Plan(layers, workload, options.dtype, parse_size(options.ram), limit_bytes, **steps)
 
 
 def main() -> None:
@@ -211,7 +212,8 @@ def main() -> None:
     parser.add_argument("--sizes", default="0.1,0.4,1.2,3.0", help="billions of parameters (default: %(default)s)")
     parser.add_argument("--ram", default="1GiB", help="the one budget (default: %(default)s)")
     parser.add_argument("--large-limit", default="6GiB", help="process limit of the extra run; 0: none (default: 6GiB)")
-    parser.add_argument("--steps", type=int, default=Plan.steps)
+    parser.add_argument("--steps", type=int, default=Plan.steps, help="quiet ones per model (default: %(default)s)")
+    parser.add_argument("--most-steps", type=int, default=Plan.most_steps, help="quiet or not (default: %(default)s)")
     parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
     if options.dtype == "bf16" and not hasattr(torch_offload, "AdamW"):
