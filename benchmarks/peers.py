@@ -180,7 +180,7 @@ def run_rounds(rows: Rows, probe: DiskProbe) -> list[dict[str, Any]]:
 
 
 def summarise(rows: Rows, rounds: list[dict[str, Any]], final: dict[str, Any]) -> dict[str, Any]:
-    """Sum up each row over the rounds that count."""
+    """Sum up each row over the rounds that count. Swapping is counted for the whole machine and belongs to one row."""
     return {
         name: {
             "description": worker.description,
@@ -193,7 +193,7 @@ def summarise(rows: Rows, rounds: list[dict[str, Any]], final: dict[str, Any]) -
         | {
             key: spread([row["steps"][name][key] for row in rounds])
             for key, value in rounds[0]["steps"][name].items()
-            if isinstance(value, (int, float))
+            if isinstance(value, (int, float)) and (name == "swap" or not key.startswith("swap_"))
         }
         for name, worker in rows.workers.items()
     }

@@ -13,7 +13,6 @@ Some 25 minutes on two cores and a disk of 1.5 GB/s, nearly all of it for the 3 
 """
 
 import argparse
-import math
 import shutil
 import sys
 import tempfile
@@ -132,8 +131,6 @@ def deviation_from_line(runs: list[dict[str, Any]]) -> float:
     Least squares of relative errors, so that the small models count as much as the large ones.
     """
     points = [(run["parameters"], run["seconds"]["median"]) for run in runs]
-    if len(points) < 3:
-        return math.nan  # any two points lie on a line
     weights = [1 / seconds**2 for _, seconds in points]
     total = sum(weights)
     mean_x, mean_y = (sum(w * p[i] for w, p in zip(weights, points, strict=True)) / total for i in (0, 1))
@@ -159,6 +156,7 @@ def bars_of(
         added = last["bytes_beyond_base_and_budget"] - small["bytes_beyond_base_and_budget"]
         share = added / (last["state_bytes"] - small["state_bytes"])
         bars.append(at_most("metadata added per byte of state added", share, MOST_METADATA_SHARE))
+    if len(runs) > 2:  # any two points lie on a line
         bars.append(at_most("step time off the line over parameters", deviation_from_line(runs), MOST_DEVIATION))
     if large:
         bars.append(at_least("parameters of the large run", large["parameters"], LARGE_PARAMETERS))
