@@ -1,6 +1,6 @@
 """What train_step.py runs: models, tokens per step, budgets."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from optimum import BYTES_OF_KIND
 
@@ -78,11 +78,22 @@ def workloads_of(**shape: int) -> list[tuple[Workload, dict[str, VariantPlan]]]:
 USUAL = Plan(workloads_of())
 LARGE = Plan(workloads_of(hidden=2048, intermediate=8192, layers=14))
 
-_TINY = {"hidden": 256, "intermediate": 1024, "layers": 6, "heads": 4, "vocabulary": 512, "page_elements": 1 << 14}
+TINY = Workload(
+    "smoke fp32",
+    batch=8,
+    sequence=32,
+    checkpointing=1,
+    hidden=256,
+    intermediate=1024,
+    layers=6,
+    heads=4,
+    vocabulary=512,
+    page_elements=1 << 14,
+)
 SMOKE = Plan(
     [
-        (Workload("smoke fp32", batch=8, sequence=32, checkpointing=1, **_TINY), IN_MEMORY | QUARTER | CLIPPED),
-        (Workload("smoke bf16", batch=8, sequence=32, checkpointing=1, dtype="bf16", **_TINY), PLAIN | QUARTER),
+        (TINY, IN_MEMORY | QUARTER | CLIPPED),
+        (replace(TINY, name="smoke bf16", dtype="bf16"), PLAIN | QUARTER),
     ],
     rounds=2,
     most_rounds=2,

@@ -10,7 +10,7 @@ from typing import Any
 class _Patch:
     owner: Any
     name: str
-    ours: Callable[..., Any]
+    ours: Any
     before: Any
     was_inherited: bool
 
@@ -33,8 +33,10 @@ class Patches:
             return replacement(original, *args, **options)
 
         was_inherited = name not in vars(owner)
-        self._applied.append(_Patch(owner, name, ours, original, was_inherited))
-        setattr(owner, name, ours)
+        before = original if was_inherited else vars(owner)[name]
+        put = staticmethod(ours) if isinstance(before, staticmethod) else ours
+        self._applied.append(_Patch(owner, name, put, before, was_inherited))
+        setattr(owner, name, put)
 
     def undo(self) -> None:
         """Put everything back, last first. What somebody replaced after us is left: it still ends in the original."""

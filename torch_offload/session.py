@@ -8,22 +8,23 @@ any more, and gives everything back that it replaced.
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from torch_offload import _C, history, observation, raw_access, registrations, unpickling
+from torch_offload import _C, history, observation, raw_access, registrations
 from torch_offload.arrivals import Arrivals
 from torch_offload.config import Config
 from torch_offload.errors import ConfigError
+from torch_offload.optimizer_steps import OptimizerSteps
 from torch_offload.patches import Patches
 from torch_offload.report import Report
-from torch_offload.tracking import WrappedModule, refusal
+from torch_offload.tracking import WrappedModule
+from torch_offload.unpickling import Unpickled
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,10 @@ class Session:
         )
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, WrappedModule] = weakref.WeakKeyDictionary()
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WrappedModule, str]] = weakref.WeakKeyDictionary()
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._patches = Patches()
         self._hooks: list[RemovableHandle | registrations.Listening] = []
+        self._unpickled = Unpickled(self.engine, budget_bytes=config.ram or 0)
+        self._steps = OptimizerSteps(self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of)
         self.arrivals = Arrivals(self.engine, config)
         try:
             self._install()
@@ -67,11 +69,11 @@ class Session:
 
     def _install(self) -> None:
         raw_access.install(self._patches, budget_bytes=self.config.ram or 0)
-        unpickling.install(self._patches, self.engine, budget_bytes=self.config.ram or 0)
+        self._unpickled.install(self._patches)
+        self._patches.replace(nn.Module, "_apply", self._after_conversion)
         self._hooks = [
             registrations.listen(registrations.Listener(self.on_tensor, self._on_submodule_added)),
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            *self._steps.install(self._patches),
         ]
         self.engine.install_allocator()
 
@@ -92,6 +94,7 @@ class Session:
         """
         before = {id(tensor) for tensor in (*module.parameters(), *module.buffers()) if _C.is_managed(tensor)}
         wrapped = self._wrapped[module] = WrappedModule(module, self.engine, on_submodule=self._place)
+        self._steps.unsettle()
         try:
             wrapped.scan()
         except BaseException:
@@ -109,6 +112,7 @@ class Session:
         """
         self.engine.flush()
         wrapped = self._wrapped[module]
+        wrapped.mark_stale()
         wrapped.refresh()
         shared = {
             tensor.untyped_storage().data_ptr()
@@ -119,7 +123,7 @@ class Session:
         }
         for _, tensor in wrapped.tensors():
             if _C.is_managed(tensor) and tensor.untyped_storage().data_ptr() not in shared:
-                for state in self._states_of(tensor):
+                for state in self._steps.states_of(tensor):
                     self._release(state)
                 self._release(tensor)
         self._forget(module)
@@ -134,7 +138,7 @@ class Session:
         found = [*module.parameters(), *module.buffers()]
         for parameter in list(module.parameters()):
             found += [] if parameter.grad is None else [parameter.grad]
-            found += self._states_of(parameter)
+            found += self._steps.states_of(parameter)
         return [tensor for tensor in found if _C.is_managed(tensor)]
 
     def modules(self) -> list[nn.Module]:
@@ -169,10 +173,6 @@ class Session:
         for part in [part for part, (owner, _) in self._places.items() if owner is wrapped]:
             del self._places[part]
 
-    def _states_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        states = [optimizer.state.get(parameter, {}) for optimizer in list(self._optimizers)]
-        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-
     def _release(self, tensor: torch.Tensor) -> None:
         if tensor.grad is not None and _C.is_managed(tensor.grad):
             self.engine.unmanage(tensor.grad)
@@ -199,49 +199,21 @@ class Session:
         for label, parameter in submodule.named_parameters(prefix=f"{path}.{name}" if path else name):
             wrapped.adopt_parameter(label, parameter)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-        if not any(_C.is_managed(parameter) for parameter in _parameters(optimizer)):
-            return
-        self._optimizers.add(optimizer)
+    def _after_conversion(self, original: Callable[..., Any], module: nn.Module, *args: Any, **options: Any) -> Any:
+        """Look at a wrapped module again after ``to``, ``half`` and the like, which may replace parameters."""
+        result = original(module, *args, **options)
+        place = self._places.get(module)
+        if place is not None:
+            place[0].mark_stale()
+        return result
+
+    def _refresh(self) -> None:
         for wrapped in list(self._wrapped.values()):
             wrapped.refresh()
-        for parameter in _parameters(optimizer):
-            # Complete already, unless it became trainable behind our back.
-            gradient = parameter.grad
-            if gradient is None or _C.is_managed(gradient) or refusal(gradient) is not None:
-                continue
-            if _C.is_managed(parameter):
-                self.engine.gradient_complete(parameter)
-        self.engine.begin_optimizer_step()
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-        if optimizer not in self._optimizers:
-            return
-        try:
-            self._adopt_states(optimizer)
-        finally:
-            self.engine.end_optimizer_step()
-
-    def _adopt_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Page the states that did not come from a step, such as those that ``load_state_dict`` put there."""
-        for parameter in _parameters(optimizer):
-            if not _C.is_managed(parameter):
-                continue
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if not isinstance(value, torch.Tensor) or value.dim() == 0 or _C.is_managed(value):
-                    continue
-                if refusal(value) is None:
-                    label = f"{self._label_of(parameter)}.{name}"
-                    self.engine.manage(value, kind="state", label=label, anchor=parameter)
 
     def _label_of(self, parameter: torch.Tensor) -> str:
         labels = (wrapped.label_of(parameter) for wrapped in list(self._wrapped.values()))
         return next((label for label in labels if label is not None), "parameter")
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 class _Slot:

@@ -12,6 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_offload import _C
 
+FIRST_SEARCHES = 8
+CALLS_BETWEEN_SEARCHES = 64
+
 _Folder = Mapping[str, torch.Tensor | None]
 OnSubmodule = Callable[["WrappedModule", nn.Module, str], None]
 
@@ -62,6 +65,7 @@ class WrappedModule:
         self._tracked: dict[int, Tracked] = {}
         self._parameters: list[_Folder] = []
         self._is_stale = True
+        self._refreshes = 0
         # Some callers (PEFT) run `forward` of the module itself, which calls no hook; its first child is called.
         callable_children = [child for child in module.children() if not isinstance(child, nn.ModuleList)]
         hooked = [module, *callable_children[:1]]
@@ -73,12 +77,18 @@ class WrappedModule:
         return self._module()
 
     def mark_stale(self) -> None:
-        """The module got another submodule: look at all of it before the next forward."""
+        """The module has changed: look at all of it before the next forward."""
         self._is_stale = True
 
     def refresh(self) -> None:
-        """Scan again if parameters were added, replaced or made trainable since the last scan."""
-        if self._is_stale or self._has_changed():
+        """Scan again if the module is known to have changed.
+
+        Hooks tell of parameters that are registered, of submodules and of conversions. What reaches a parameter by no
+        hook is looked for in the first calls and now and then, since a search visits every parameter.
+        """
+        self._refreshes += 1
+        is_due = self._refreshes <= FIRST_SEARCHES or self._refreshes % CALLS_BETWEEN_SEARCHES == 0
+        if self._is_stale or (is_due and self._has_changed()):
             self.scan()
 
     def scan(self) -> None:
@@ -119,9 +129,8 @@ class WrappedModule:
             can_be = refusal(tensor) is None
             known.is_managed = can_be and self._engine.manage(tensor, kind=kind, label=label)
         self._tracked[id(tensor)] = known
-        if kind == "parameter" and known.is_managed and tensor.requires_grad and known.gradient_hook is None:
-            hook = _gradient_hook(self._engine)
-            known.gradient_hook = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if kind == "parameter" and known.is_managed and known.gradient_hook is None:
+            known.gradient_hook = _hook_gradient(tensor, _gradient_hook(self._engine))
 
     def _has_changed(self) -> bool:
         tracked = self._tracked
@@ -186,6 +195,21 @@ def warn_unmanaged(refusals: list[str]) -> None:
     """Name, in one warning, the tensors that stay ordinary memory."""
     if refusals:
         warnings.warn(f"torch_offload leaves these tensors in memory: {'; '.join(refusals)}", UserWarning, stacklevel=5)
+
+
+def _hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
+    """Hook a parameter, also one that is frozen now: nothing tells when it begins to train."""
+    is_frozen = not parameter.requires_grad
+    if is_frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
+        return None
+    if is_frozen:
+        parameter.requires_grad_(True)  # noqa: FBT003 (torch takes hooks of what trains only)
+    try:
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    finally:
+        if is_frozen:
+            parameter.requires_grad_(False)  # noqa: FBT003
+    return handle
 
 
 def _gradient_hook(engine: _C.Engine) -> Callable[[torch.Tensor], None]:
