@@ -1,30 +1,30 @@
-"""Writing safetensors files of tensors that are not in memory, through the library's own writer.
+"""Writing safetensors files of tensors that are not in memory, the same bytes as the library writes.
 
-The library takes addresses and hands them to ``write``, which fails on an absent page. Tensors that fit in half of
-the budget are pinned together. Otherwise the library writes the file over addresses that read as zeros, which fixes
-header, order and padding, and each tensor's bytes are then streamed into their place. The file appears under its name
-only when it is complete.
+The library takes addresses and hands them to ``write``, which fails on an absent page. So the library lays out the
+header, from stand-ins without bytes, and each tensor is brought, appended and let go in that order. The file appears
+under its name only when it is complete and on the disk.
 """
 
 import ctypes
 import functools
 import json
-import mmap
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 
 from torch_offload import _C
-from torch_offload.errors import OffloadError
+from torch_offload.direct_file import DirectFile
 from torch_offload.patches import Patches
 
-PIECE_BYTES = 16 << 20
-_HEADER_LENGTH_BYTES = 8
+AHEAD_SHARE = 8
+"""Tensors that are read ahead of their turn take one part in so many of the budget."""
+_LENGTH_BYTES = 8
+_HEADER_UNIT_BYTES = 8
 
 
 class PointedTensors(dict[str, Any]):
@@ -40,7 +40,7 @@ def install(patches: Patches, *, budget_bytes: int) -> None:
     if not hasattr(safetensors.torch, "_flatten_as_ptr"):
         return  # a library that copies the bytes by itself: addresses that are read in user space fault and are safe
     patches.replace(safetensors.torch, "_flatten_as_ptr", _remember_tensors)
-    patches.replace(safetensors.torch, "serialize_file", functools.partial(_write_file, budget_bytes // 2))
+    patches.replace(safetensors.torch, "serialize_file", functools.partial(_write_file, budget_bytes))
 
 
 def _remember_tensors(original: Callable[..., Any], tensors: Any, *args: Any) -> Any:
@@ -48,108 +48,99 @@ def _remember_tensors(original: Callable[..., Any], tensors: Any, *args: Any) ->
 
 
 def _write_file(
-    at_once_bytes: int, original: Callable[..., Any], pointed: Any, filename: Any, *args: Any, **options: Any
+    budget_bytes: int,
+    original: Callable[..., Any],
+    pointed: Any,
+    filename: Any,
+    metadata: Mapping[str, str] | None = None,
 ) -> Any:
-    paged = _paged_tensors(pointed) if isinstance(pointed, PointedTensors) else {}
-    if not paged:
-        return original(pointed, filename, *args, **options)
-    if sum(pointed.tensors[name].nbytes for name in paged) <= at_once_bytes:
-        with ExitStack() as pins:
-            for name, engine in paged.items():
-                pins.enter_context(engine.pin(pointed.tensors[name]))
-            return original(pointed, filename, *args, **options)
-
-    def write(pointers: Mapping[str, Any], path: str) -> Any:
-        return original(pointers, path, *args, **options)
-
-    return stream_file(write, pointed, paged, Path(os.path.realpath(filename)))
-
-
-def _paged_tensors(pointed: PointedTensors) -> dict[str, _C.Engine]:
-    engines = ((name, _C.engine_of(tensor)) for name, tensor in pointed.tensors.items())
-    return {name: engine for name, engine in engines if engine is not None}
+    is_ours = isinstance(pointed, PointedTensors)
+    if not is_ours or not any(_C.is_managed(tensor) for tensor in pointed.tensors.values()):
+        return original(pointed, filename, metadata=metadata)
+    stream_file(pointed.tensors, Path(os.path.realpath(filename)), metadata, budget_bytes=budget_bytes)
+    return None
 
 
 def stream_file(
-    write: Callable[[Mapping[str, Any], str], Any],
-    pointed: PointedTensors,
-    paged: Mapping[str, _C.Engine],
-    path: Path,
-) -> Any:
-    """Write a safetensors file at `path` with at most one paged tensor in memory.
+    tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None, *, budget_bytes: int
+) -> None:
+    """Write a safetensors file with one tensor at a time in memory.
 
     Args:
-        write: The library's writer: pointers by name, path.
-        pointed: What is to be written.
-        paged: The engine of each tensor that is not ordinary memory.
+        tensors: Contiguous, by name.
         path: Appears complete and synced, or not at all.
+        metadata: As the library takes it.
+        budget_bytes: Of the engine; blocks and reading ahead take a share.
 
     Raises:
-        OSError: As from writing any file.
-        OffloadError: If the library's file does not have the layout that the tensors need.
+        OSError: As from writing any file. An earlier file at `path` is as it was.
     """
+    header, names = lay_out(tensors, metadata)
+    first = ctypes.create_string_buffer(header, len(header))
+    size_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        result = _write_layout(write, pointed, paged, str(partial))
-        with open(partial, "r+b") as file:
-            places = _places(file.fileno())
-            for name, engine in paged.items():
-                _write_tensor(file.fileno(), engine, pointed.tensors[name], name, places)
-            os.fsync(file.fileno())
+        with DirectFile(partial, size_bytes=size_bytes, budget_bytes=budget_bytes) as file:
+            file.append(ctypes.addressof(first), len(header))
+            _append_all(file, [tensors[name] for name in names], ahead_bytes=budget_bytes // AHEAD_SHARE)
+            file.finish()
+        with safetensors.safe_open(str(partial), framework="pt"):
+            pass  # the library agrees with the header
         os.replace(partial, path)
         _sync_directory(path.parent)
     finally:
         partial.unlink(missing_ok=True)
-    return result
 
 
-def _write_layout(
-    write: Callable[[Mapping[str, Any], str], Any], pointed: PointedTensors, paged: Mapping[str, _C.Engine], path: str
-) -> Any:
-    """Let the library write the file with zeros where paged tensors go. Untouched pages read as zeros for free."""
-    with mmap.mmap(-1, max(pointed.tensors[name].nbytes for name in paged)) as zeros:
-        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(zeros))
-        pointers = dict(pointed)
-        for name in paged:
-            tensor = pointed.tensors[name]
-            pointers[name] = safetensors.TensorSpec(
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=list(tensor.shape),
-                data_ptr=address,
-                data_len=tensor.nbytes,
-            )
-        return write(pointers, path)
+def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, list[str]]:
+    """Return the first bytes of a file, up to the tensors' own, and the order of these.
+
+    Order, spelling and metadata are the library's, of tensors of these names and types without elements.
+    """
+    stand_ins = {
+        name: safetensors.TensorSpec(dtype=str(tensor.dtype).removeprefix("torch."), shape=[0], data_ptr=0, data_len=0)
+        for name, tensor in tensors.items()
+    }
+    laid_out = bytes(safetensors.serialize(stand_ins, metadata=None if metadata is None else dict(metadata)))
+    header = json.loads(laid_out[_LENGTH_BYTES:])
+    names = [name for name in header if name != "__metadata__"]
+    begin = 0
+    for name in names:
+        tensor = tensors[name]
+        header[name] |= {"shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.nbytes]}
+        begin += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _HEADER_UNIT_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, names
 
 
-def _places(file: int) -> dict[str, tuple[int, int]]:
-    """Return offset and size in bytes of every tensor in a safetensors file, from its header."""
-    header_bytes = int.from_bytes(os.pread(file, _HEADER_LENGTH_BYTES, 0), "little")
-    header = json.loads(os.pread(file, header_bytes, _HEADER_LENGTH_BYTES))
-    first = _HEADER_LENGTH_BYTES + header_bytes
-    spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    return {name: (first + begin, end - begin) for name, (begin, end) in spans.items()}
+def _append_all(file: DirectFile, tensors: list[torch.Tensor], *, ahead_bytes: int) -> None:
+    """Append tensors, each while the next ones are read. What was not in memory before is not there afterwards."""
+    begun: list[bool] = []  # of the tensors whose turn is near: whether they were in memory before
+    waiting_bytes = 0
+    for position, tensor in enumerate(tensors):
+        while len(begun) < len(tensors) and (len(begun) <= position or waiting_bytes < ahead_bytes):
+            following = tensors[len(begun)]
+            begun.append(_begin_reading(following))
+            waiting_bytes += following.nbytes
+        waiting_bytes -= tensor.nbytes
+        engine = _C.engine_of(tensor)
+        if engine is None:
+            file.append(tensor.data_ptr(), tensor.nbytes)
+            continue
+        with engine.pin(tensor):
+            file.append(tensor.data_ptr(), tensor.nbytes)
+        if not begun[position]:
+            engine.evict(tensor)
 
 
-def _write_tensor(
-    file: int, engine: _C.Engine, tensor: torch.Tensor, name: str, places: Mapping[str, tuple[int, int]]
-) -> None:
-    offset, size_bytes = places.get(name, (0, -1))
-    if size_bytes != tensor.nbytes:
-        raise OffloadError(f"safetensors left {size_bytes} bytes for tensor {name!r} of {tensor.nbytes} bytes")
-    content = tensor.detach().reshape(-1).view(torch.uint8)
-    for piece in torch.split(content, PIECE_BYTES):
-        with engine.pin(piece):
-            _write_all(file, (ctypes.c_ubyte * piece.nbytes).from_address(piece.data_ptr()), offset)
-        offset += piece.nbytes
-
-
-def _write_all(file: int, memory: "ctypes.Array[ctypes.c_ubyte]", offset: int) -> None:
-    """Write all of `memory` at `offset`; a short write goes on with the rest."""
-    rest = memoryview(memory).cast("B")
-    while rest:
-        written_bytes = os.pwrite(file, rest, offset)
-        rest = rest[written_bytes:]
-        offset += written_bytes
+def _begin_reading(tensor: torch.Tensor) -> bool:
+    """Have a tensor read that is not in memory; returns whether it is."""
+    engine = _C.engine_of(tensor)
+    if engine is None or engine.is_resident(tensor):
+        return True
+    engine.prefetch(tensor)
+    return False
 
 
 def _sync_directory(directory: Path) -> None:

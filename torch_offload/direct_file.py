@@ -1,0 +1,144 @@
+"""Files written from front to end past the page cache: what is written takes no memory beyond a few blocks."""
+
+import ctypes
+import errno
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+SECTOR_BYTES = 4096
+MOST_BLOCK_BYTES = 4 << 20
+LEAST_BLOCK_BYTES = 64 << 10
+DEPTH = 4
+BLOCK_SHARE = 64
+"""A block takes one part in so many of the budget; there are `DEPTH` of them."""
+
+
+@dataclass
+class Block:
+    """Memory for a part of the file, under the budget as every allocation is."""
+
+    memory: torch.Tensor
+    written: "Future[None] | None" = None
+
+    def view(self, size_bytes: int) -> memoryview:
+        array = (ctypes.c_ubyte * size_bytes).from_address(self.memory.data_ptr())
+        return memoryview(array).cast("B")
+
+
+class DirectFile:
+    """A new file of known size. Threads: one appends; others write blocks behind it."""
+
+    def __init__(self, path: Path, *, size_bytes: int, budget_bytes: int) -> None:
+        """Make the file with all the room that it needs.
+
+        Raises:
+            OSError: If it cannot be made, or the disk is too full for it.
+        """
+        self._size_bytes = size_bytes
+        self._is_direct = True
+        self._file = self._open(path)
+        try:
+            if size_bytes > 0:
+                os.posix_fallocate(self._file, 0, size_bytes)
+        except BaseException:
+            os.close(self._file)
+            raise
+        room_bytes = budget_bytes // BLOCK_SHARE // SECTOR_BYTES * SECTOR_BYTES
+        self._block_bytes = min(max(room_bytes, LEAST_BLOCK_BYTES), MOST_BLOCK_BYTES)
+        self._blocks: list[Block] = []
+        self._filled_bytes = 0
+        self._offset = 0
+        self._turn = 0
+        self._pool = ThreadPoolExecutor(DEPTH, thread_name_prefix="torch-offload-save")
+
+    def __enter__(self) -> "DirectFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True)
+        self._blocks = []
+        os.close(self._file)
+
+    def append(self, address: int, size_bytes: int) -> None:
+        """Copy memory to the end of what was appended so far.
+
+        Raises:
+            OSError: If it, or something appended before, cannot be written.
+        """
+        while size_bytes > 0:
+            block = self._current()
+            part_bytes = min(size_bytes, self._block_bytes - self._filled_bytes)
+            ctypes.memmove(block.memory.data_ptr() + self._filled_bytes, address, part_bytes)
+            self._filled_bytes += part_bytes
+            address += part_bytes
+            size_bytes -= part_bytes
+            if self._filled_bytes == self._block_bytes:
+                self._send()
+
+    def finish(self) -> None:
+        """Write what is left, cut the file to its size and wait until it is on the disk.
+
+        Raises:
+            OSError: If anything cannot be written.
+        """
+        if self._filled_bytes > 0:
+            self._current().memory[self._filled_bytes :].zero_()
+            self._filled_bytes = -(-self._filled_bytes // SECTOR_BYTES) * SECTOR_BYTES
+            self._send()
+        for block in self._blocks:
+            self._wait(block)
+        os.ftruncate(self._file, self._size_bytes)
+        os.fsync(self._file)
+
+    def _open(self, path: Path) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        self._is_direct = False  # a file system in memory, say
+        return os.open(path, flags, 0o666)
+
+    def _current(self) -> Block:
+        """Return the block to fill, free to be written to."""
+        if self._turn == len(self._blocks):
+            self._blocks.append(Block(torch.empty(self._block_bytes, dtype=torch.uint8)))
+        block = self._blocks[self._turn]
+        if self._filled_bytes == 0:
+            self._wait(block)
+        return block
+
+    def _send(self) -> None:
+        block = self._blocks[self._turn]
+        content = block.view(self._filled_bytes)
+        block.written = self._pool.submit(self._write, content, self._offset)
+        self._offset += self._filled_bytes
+        self._filled_bytes = 0
+        self._turn = (self._turn + 1) % DEPTH
+
+    def _wait(self, block: Block) -> None:
+        written, block.written = block.written, None
+        if written is not None:
+            written.result()
+
+    def _write(self, content: memoryview, offset: int) -> None:
+        """Write all of it; a short write goes on with the rest, from a sector on where that is needed."""
+        while content:
+            written_bytes = os.pwrite(self._file, content, offset)
+            if self._is_direct and written_bytes < len(content):
+                written_bytes = written_bytes // SECTOR_BYTES * SECTOR_BYTES
+            if written_bytes == 0:
+                raise OSError(errno.EIO, "a write ended before the first sector")
+            if not self._is_direct:
+                os.fdatasync(self._file)
+                os.posix_fadvise(self._file, offset, written_bytes, os.POSIX_FADV_DONTNEED)
+            content = content[written_bytes:]
+            offset += written_bytes
