@@ -25,8 +25,17 @@ class Block:
     memory: torch.Tensor
     written: "Future[None] | None" = None
 
+    @classmethod
+    def make(cls, size_bytes: int) -> "Block":
+        return cls(torch.empty(size_bytes + SECTOR_BYTES, dtype=torch.uint8))
+
+    @property
+    def address(self) -> int:
+        """Where the block begins: at a sector, as direct writes must."""
+        return -(-self.memory.data_ptr() // SECTOR_BYTES) * SECTOR_BYTES
+
     def view(self, size_bytes: int) -> memoryview:
-        array = (ctypes.c_ubyte * size_bytes).from_address(self.memory.data_ptr())
+        array = (ctypes.c_ubyte * size_bytes).from_address(self.address)
         return memoryview(array).cast("B")
 
 
@@ -75,7 +84,7 @@ class DirectFile:
         while size_bytes > 0:
             block = self._current()
             part_bytes = min(size_bytes, self._block_bytes - self._filled_bytes)
-            ctypes.memmove(block.memory.data_ptr() + self._filled_bytes, address, part_bytes)
+            ctypes.memmove(block.address + self._filled_bytes, address, part_bytes)
             self._filled_bytes += part_bytes
             address += part_bytes
             size_bytes -= part_bytes
@@ -89,8 +98,9 @@ class DirectFile:
             OSError: If anything cannot be written.
         """
         if self._filled_bytes > 0:
-            self._current().memory[self._filled_bytes :].zero_()
-            self._filled_bytes = -(-self._filled_bytes // SECTOR_BYTES) * SECTOR_BYTES
+            rest_bytes = -self._filled_bytes % SECTOR_BYTES
+            ctypes.memset(self._current().address + self._filled_bytes, 0, rest_bytes)
+            self._filled_bytes += rest_bytes
             self._send()
         for block in self._blocks:
             self._wait(block)
@@ -110,7 +120,7 @@ class DirectFile:
     def _current(self) -> Block:
         """Return the block to fill, free to be written to."""
         if self._turn == len(self._blocks):
-            self._blocks.append(Block(torch.empty(self._block_bytes, dtype=torch.uint8)))
+            self._blocks.append(Block.make(self._block_bytes))
         block = self._blocks[self._turn]
         if self._filled_bytes == 0:
             self._wait(block)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torch_offload import _C, history, observation, raw_access, registrations
+from torch_offload import _C, expert_files, history, observation, raw_access, registrations
 from torch_offload.arrivals import Arrivals
 from torch_offload.config import Config
 from torch_offload.errors import ConfigError
@@ -57,6 +57,7 @@ class Session:
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WrappedModule, str]] = weakref.WeakKeyDictionary()
         self._patches = Patches()
         self._hooks: list[RemovableHandle | registrations.Listening] = []
+        self._saves_experts = False
         self._unpickled = Unpickled(self.engine, budget_bytes=config.ram or 0)
         self._steps = OptimizerSteps(self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of)
         self.arrivals = Arrivals(self.engine, config)
@@ -95,6 +96,7 @@ class Session:
         before = {id(tensor) for tensor in (*module.parameters(), *module.buffers()) if _C.is_managed(tensor)}
         wrapped = self._wrapped[module] = WrappedModule(module, self.engine, on_submodule=self._place)
         self._steps.unsettle()
+        self._saves_experts = self._saves_experts or expert_files.install(self._patches, self.engine)
         try:
             wrapped.scan()
         except BaseException:

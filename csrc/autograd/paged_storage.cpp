@@ -64,15 +64,16 @@ void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<
     }
 }
 
-/// The same from memory that may be a mapped file: read ahead of the copy, and its memory let go behind it.
+/// The same from memory that may be a mapped file: read ahead of the copy, and its memory let go behind it. Tensors
+/// are mostly loaded in the order of the file, so that what lies behind this one is read ahead as well.
 void copy_in_mapped(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
     std::size_t read_bytes = 0;
     for (std::size_t page = 0; page < segment->page_count(); ++page) {
         const std::size_t begin = page * segment->page_bytes();
         const std::size_t end = std::min(begin + segment->page_bytes(), source.size());
-        const std::size_t ahead = std::min(begin + kReadAheadBytes, source.size());
-        if (ahead > read_bytes) advise_read_ahead(source.subspan(read_bytes, ahead - read_bytes));
-        read_bytes = std::max(read_bytes, ahead);
+        const std::size_t ahead = begin + kReadAheadBytes;
+        advise_read_ahead(source.data() + read_bytes, ahead - read_bytes);
+        read_bytes = ahead;
         const PinGuard guard = engine.pin_pages(segment, page, 1, Access::overwrite);
         std::memcpy(segment->range().data() + begin, source.data() + begin, end - begin);
         advise_not_needed(source.subspan(begin, end - begin));

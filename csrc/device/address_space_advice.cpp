@@ -16,9 +16,9 @@ void advise(std::uintptr_t begin, std::uintptr_t end, int advice) noexcept {
 
 }  // namespace
 
-void advise_read_ahead(std::span<const std::byte> range) noexcept {
-    const auto begin = reinterpret_cast<std::uintptr_t>(range.data());
-    advise(begin / kSectorBytes * kSectorBytes, begin + range.size(), MADV_WILLNEED);
+void advise_read_ahead(const std::byte* begin, std::size_t size_bytes) noexcept {
+    const auto first = reinterpret_cast<std::uintptr_t>(begin);
+    advise(first / kSectorBytes * kSectorBytes, first + size_bytes, MADV_WILLNEED);
 }
 
 void advise_not_needed(std::span<const std::byte> range) noexcept {

@@ -7,9 +7,9 @@
 
 namespace torch_offload {
 
-/// Has the part of a file that is mapped at `range` read, without waiting for it. Other memory is left alone.
-/// Threads: any, also below.
-void advise_read_ahead(std::span<const std::byte> range) noexcept;
+/// Has what is mapped of a file at [begin, begin + size_bytes) read, without waiting for it. Other memory, and
+/// addresses that have none, are left alone. Threads: any, also below.
+void advise_read_ahead(const std::byte* begin, std::size_t size_bytes) noexcept;
 
 /// Lets the system take the whole sectors of `range` back. The bytes stay readable: those of a file are read again,
 /// what was changed goes to swap or stays.

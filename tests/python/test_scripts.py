@@ -97,9 +97,16 @@ def test_accelerate_launch_trains_in_a_child(folders, tmp_path, scratch):
 
 @pytest.mark.parametrize("kind", ["causal", "classification", "seq2seq"])
 def test_stock_trainer(folders, tmp_path, scratch, kind):
-    """Llama, BERT and T5 with evaluation and checkpoints."""
+    """Llama, BERT and T5 with evaluation and checkpoints; resumed from its own checkpoint the run ends the same."""
     command = [str(SCRIPTS / "fine_tune.py"), kind, str(folders[kind]), "OUTPUT"]
     run_both(command, tmp_path, scratch, ram="14MiB" if kind == "seq2seq" else "7MiB")
+    if kind == "causal":
+        resumed = [*command[:-1], str(tmp_path / "resumed"), str(tmp_path / "paged" / "checkpoint-2")]
+        ended = start_paged(resumed, ram="7MiB", ssd=scratch).end()
+        assert ended.status == 0, ended.errors[-5000:]
+        assert_paged(ended)
+        name = "model.safetensors"
+        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
 
 
 def test_plain_loop(tmp_path, scratch):

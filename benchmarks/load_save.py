@@ -1,0 +1,181 @@
+"""Loading and saving a model of three times the budget inside a memory-limited group, against the rate of the raw disk.
+
+    python benchmarks/load_save.py --json > benchmarks/results/load_save.json
+    python benchmarks/load_save.py --smoke
+
+A random-init Llama is saved once. Every round probes the disk, then a fresh process, limited to its base, the budget
+and 2 %, loads the model from a cold cache, wraps it and saves it. Base is what the same process peaks at with a model
+of a few kilobytes. The least time of a phase is what its bytes take at the probed rates: the file and what pages moved.
+A
+round in which somebody else took more than a tenth of the machine's CPU is dropped, where enough others are left.
+"""
+
+import argparse
+import filecmp
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from machine import DiskProbe
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests" / "python"))
+from support.memory_limits import UNLIMITED, LimitedRun, run_limited  # noqa: E402
+
+SLACK = 1.02
+LEAST_SHARE = 0.8
+MOST_OTHER_SHARE = 0.10
+PLAIN_CHECK = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+saved, original = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in sys.argv[1:])
+assert "torch_offload" not in sys.modules
+print(sum(not torch.equal(saved[name], original[name]) for name in original) + len(saved.keys() ^ original.keys()))
+"""
+MAKE_MODEL = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+folder, hidden, layers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.manual_seed(0)
+LlamaForCausalLM(LlamaConfig(vocab_size=8 * hidden, hidden_size=hidden, intermediate_size=4 * hidden,
+    num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8)).save_pretrained(folder)
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How large, how often."""
+
+    hidden: int
+    layers: int
+    rounds: int
+    most_rounds: int
+    probe_bytes: int
+
+
+FULL = Plan(hidden=1024, layers=12, rounds=5, most_rounds=12, probe_bytes=256 << 20)
+SMOKE = Plan(hidden=256, layers=12, rounds=1, most_rounds=1, probe_bytes=16 << 20)
+SMALLEST = (64, 1)
+SMALLEST_BUDGET_BYTES = 8 << 20
+MODEL_OVER_BUDGET = 3
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> Path:
+    subprocess.run([sys.executable, "-c", MAKE_MODEL, str(folder), str(hidden), str(layers)], check=True)
+    return folder
+
+
+def load_and_save(folder: Path, output: Path, budget_bytes: int, limit_bytes: int = UNLIMITED) -> LimitedRun:
+    worker = [sys.executable, str(HERE / "load_save_worker.py")]
+    return run_limited([*worker, str(folder), str(output), str(budget_bytes), str(folder.parent)], limit_bytes)
+
+
+def checked(run: LimitedRun) -> LimitedRun:
+    if run.status != 0:
+        raise SystemExit(f"a worker ended with status {run.status} ({run.kind}):\n{run.errors[-3000:]}")
+    return run
+
+
+def measure_base_bytes(root: Path) -> int:
+    """The first run also pays for files that nobody had read yet."""
+    smallest = make_model(root / "smallest", *SMALLEST)
+    runs = [checked(load_and_save(smallest, root / "output", SMALLEST_BUDGET_BYTES)) for _ in range(2)]
+    return min(run.peak_bytes for run in runs)
+
+
+def share_of_disk(phase: dict[str, Any], disk: dict[str, float], *, read_bytes: int, written_bytes: int) -> float:
+    """Return the least time of a phase's bytes over the time it took."""
+    read_seconds = (read_bytes + phase["ssd_read_bytes"]) / disk["read_bytes_per_second"]
+    write_seconds = (written_bytes + phase["ssd_written_bytes"]) / disk["write_bytes_per_second"]
+    return float((read_seconds + write_seconds) / phase["seconds"])
+
+
+def measure(plan: Plan, root: Path) -> dict[str, Any]:
+    """Run the rounds; return them with sizes and limits."""
+    base_bytes = measure_base_bytes(root)
+    folder, output = make_model(root / "model", plan.hidden, plan.layers), root / "output"
+    size_bytes = (folder / "model.safetensors").stat().st_size
+    budget_bytes = size_bytes // MODEL_OVER_BUDGET
+    limit_bytes = int((base_bytes + budget_bytes) * SLACK)
+    probe = DiskProbe(str(root), probe_bytes=plan.probe_bytes)
+    rounds: list[dict[str, Any]] = []
+    while sum(row["quiet"] for row in rounds) < plan.rounds and len(rounds) < plan.most_rounds:
+        disk = probe.bandwidth()
+        run = checked(load_and_save(folder, output, budget_bytes, limit_bytes))
+        row = json.loads(run.output) | {"disk": disk, "group_peak_bytes": run.peak_bytes}
+        row["quiet"] = all(row[phase]["other_share"] <= MOST_OTHER_SHARE for phase in ("load", "save"))
+        row["load_share"] = share_of_disk(row["load"], disk, read_bytes=size_bytes, written_bytes=0)
+        row["save_share"] = share_of_disk(row["save"], disk, read_bytes=0, written_bytes=size_bytes)
+        sys.stderr.write(f"load {row['load_share']:.2f}, save {row['save_share']:.2f}, quiet={row['quiet']}\n")
+        rounds.append(row)
+    same = filecmp.cmp(folder / "model.safetensors", output / "model.safetensors", shallow=False)
+    plain = subprocess.run(
+        [sys.executable, "-c", PLAIN_CHECK, str(output), str(folder)], capture_output=True, text=True, check=True
+    )
+    sizes = {"base_bytes": base_bytes, "model_bytes": size_bytes, "budget_bytes": budget_bytes}
+    limits = {"limit_bytes": limit_bytes, "limited_by": run.kind}
+    results = {"files_differ": int(not same), "tensors_differ": int(plain.stdout)}
+    return sizes | limits | results | {"rounds": rounds}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "count": len(values)}
+
+
+def summarise(result: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    quiet = [row for row in result["rounds"] if row["quiet"]]
+    used = quiet if len(quiet) >= plan.rounds else result["rounds"]
+    shares = {name: spread([row[name] for row in used]) for name in ("load_share", "save_share")}
+    seconds = {f"{phase}_seconds": spread([row[phase]["seconds"] for row in used]) for phase in ("load", "save")}
+    disk = {name: spread([row["disk"][name] for row in used]) for name in used[0]["disk"]}
+    return result | shares | seconds | {"disk": disk, "disturbed": used is not quiet}
+
+
+def bar(name: str, value: float, target: float, *, at_least: bool = False) -> dict[str, Any]:
+    holds = value >= target if at_least else value <= target
+    return {"name": name, "value": value, "target": target, "at_least": at_least, "holds": holds}
+
+
+def bars_of(result: dict[str, Any], *, is_timed: bool) -> list[dict[str, Any]]:
+    """Return what must hold; rates only where a phase is long enough to have one."""
+    rounds = result["rounds"]
+    bars = [
+        bar("group peak over limit", max(row["group_peak_bytes"] for row in rounds) / result["limit_bytes"], 1),
+        bar("engine peak over budget", max(row["peak_bytes"] for row in rounds) / result["budget_bytes"], 1),
+        bar("saved files that differ", result["files_differ"], 0),
+        bar("tensors that differ in plain transformers", result["tensors_differ"], 0),
+    ]
+    if is_timed:
+        for phase in ("load", "save"):
+            share = result[f"{phase}_share"]["median"]
+            bars.append(bar(f"{phase} rate over the disk's", share, LEAST_SHARE, at_least=True))
+    return bars
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model for seconds: shows that it runs")
+    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
+    options = parser.parse_args()
+    plan = SMOKE if options.smoke else FULL
+    with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
+        result = summarise(measure(plan, Path(scratch).resolve()), plan)
+    bars = bars_of(result, is_timed=not options.smoke)
+    if options.json:
+        machine = {"processor": platform.processor() or platform.machine()}
+        print(json.dumps({"benchmark": "load_save", "machine": machine, "result": result, "bars": bars}, indent=1))
+        return
+    for row in bars:
+        sense = "at least" if row["at_least"] else "at most"
+        print(f"{'holds' if row['holds'] else 'FAILS'}  {row['name']}: {row['value']:.3f} ({sense} {row['target']})")
+
+
+if __name__ == "__main__":
+    main()
