@@ -72,6 +72,7 @@ class Session:
         raw_access.install(self._patches, budget_bytes=self.config.ram or 0)
         self._unpickled.install(self._patches)
         self._patches.replace(nn.Module, "_apply", self._after_conversion)
+        self._patches.replace(nn.Parameter, "__deepcopy__", self._after_copy)
         self._hooks = [
             registrations.listen(registrations.Listener(self.on_tensor, self._on_submodule_added)),
             *self._steps.install(self._patches),
@@ -96,7 +97,7 @@ class Session:
         before = {id(tensor) for tensor in (*module.parameters(), *module.buffers()) if _C.is_managed(tensor)}
         wrapped = self._wrapped[module] = WrappedModule(module, self.engine, on_submodule=self._place)
         self._steps.unsettle()
-        self._saves_experts = self._saves_experts or expert_files.install(self._patches, self.engine)
+        self._prepare_saving()
         try:
             wrapped.scan()
         except BaseException:
@@ -187,6 +188,7 @@ class Session:
         place = self._places.get(module)
         if place is None:
             if self.arrivals.is_open:
+                self._prepare_saving()
                 self.arrivals.take(module, name, tensor, kind)
         elif kind == "parameter":
             wrapped, path = place
@@ -200,6 +202,18 @@ class Session:
         wrapped.mark_stale()
         for label, parameter in submodule.named_parameters(prefix=f"{path}.{name}" if path else name):
             wrapped.adopt_parameter(label, parameter)
+
+    def _prepare_saving(self) -> None:
+        """Transformers may be imported long after the engine opened, but not after its models are built."""
+        if not self._saves_experts:
+            self._saves_experts = expert_files.install(self._patches, self.engine)
+
+    def _after_copy(self, original: Callable[..., Any], parameter: nn.Parameter, *args: Any) -> Any:
+        """Page a copy of a paged parameter while modules are loaded: a reference model, say."""
+        copied = original(parameter, *args)
+        if self.arrivals.is_open and _C.is_managed(parameter) and isinstance(copied, nn.Parameter):
+            self.engine.manage(copied, kind="parameter", label=f"copy of {self._label_of(parameter)}")
+        return copied
 
     def _after_conversion(self, original: Callable[..., Any], module: nn.Module, *args: Any, **options: Any) -> Any:
         """Look at a wrapped module again after ``to``, ``half`` and the like, which may replace parameters."""

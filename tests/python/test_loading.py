@@ -3,6 +3,7 @@
 Method: tiny models under a budget below their size, counters of the engine, digests of the weights.
 """
 
+import copy
 import gc
 import os
 import resource
@@ -88,6 +89,26 @@ def test_a_tensor_larger_than_the_budget_is_refused_before_the_file_is_read(save
     ):
         AutoModelForCausalLM.from_pretrained(folder)
     assert read == []
+
+
+def test_a_copy_that_is_made_inside_is_paged(config):
+    """A reference model, larger than the budget by itself."""
+    with torch_offload.loading(config=config, ram="1MiB"):
+        model = tiny_model("llama", tied=True, layers=8)
+        reference = copy.deepcopy(model)
+    assert torch_offload.report().host_peak_bytes <= 1 << 20
+    assert all(_C.is_managed(weight) for weight in reference.parameters())
+    assert_bitwise_equal(weights(reference), weights(model))
+
+
+def test_experts_of_a_model_that_was_only_loaded_are_saved(config, tmp_path):
+    """Loaded and saved, never wrapped: the same file."""
+    tiny_model("mixtral", tied=False).save_pretrained(tmp_path / "model")
+    with torch_offload.loading(config=config, ram="1MiB"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "again")
+    name = "model.safetensors"
+    assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
 
 
 def test_buffers_are_paged_and_small_tensors_are_not(config):
