@@ -67,11 +67,18 @@ def _directory_findings(ssd: Path | None, *, ram: int) -> tuple[Path | None, lis
     refusal = budget.scratch_refusal(directory)
     if refusal is not None:
         what, _, remedy = refusal.partition("; ")
-        remedy = f"{remedy or 'name a directory on a disk'} (--ssd)"
+        remedy = f"{remedy or 'name a directory on a disk'} (--ssd){_example(ram)}"
         return None, [Finding(name=name, state=State.problem, what=what, remedy=remedy)]
     found = [_room_finding(directory, ram=ram), transfer_finding(directory)]
     usable = all(finding.state is not State.problem for finding in found)
     return (directory if usable else None), found
+
+
+def _example(ram: int) -> str:
+    try:
+        return f", such as {budget.default_scratch_directory(needed_bytes=ram)}"
+    except ConfigError:
+        return ""
 
 
 def _room_finding(directory: Path, *, ram: int) -> Finding:

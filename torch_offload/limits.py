@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-COMPUTE_BINDS_BELOW = 0.05
+COMPUTE_BINDS_BELOW = 0.10  # share of stalls
 
 _CAUSES = {
     "read": (
@@ -58,7 +58,7 @@ def binding_limit(stall_seconds: Mapping[str, float], seconds: float) -> Limit |
             name="compute",
             share=1.0 - stalled,
             what="the computation itself",
-            remedy="nothing: paging costs next to nothing here, and a smaller budget might do as well",
+            remedy="a faster processor or fewer tokens per step; paging costs little, so that a smaller budget may do",
         )
     name = max(stall_seconds, key=lambda cause: stall_seconds[cause])
     what, remedy = _CAUSES.get(name, (f"what is counted as {name!r}", "give more memory (--ram)"))

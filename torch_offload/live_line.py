@@ -26,8 +26,8 @@ SPEED_STEPS = 10
 SPEED_SECONDS = 30.0
 TRAFFIC_SECONDS = 2.0
 MIN_ROWS = 4
-LABEL = " torch-offload "
-SEPARATOR = "  │  "
+LABEL = " offload "
+SEPARATOR = " │ "
 
 SessionSource = Callable[[], "Session | None"]
 
@@ -130,7 +130,7 @@ def rendered(parts: Sequence[str], *, width: int) -> str:
 
     line = Text(LABEL, style="reverse")
     for index, part in enumerate(parts):
-        gap = SEPARATOR if index > 0 else "  "
+        gap = SEPARATOR if index > 0 else " "
         if len(line) + len(gap) + len(part) > width:
             break
         line.append(gap, style="not reverse dim").append(part, style="not reverse")
@@ -145,12 +145,11 @@ def parts_of(samples: Sequence[Sample], *, budget_bytes: int) -> list[str]:
     """Return what there is to say at the last of the samples, the most interesting first."""
     now = samples[-1]
     recent = between(_sample_before(samples, now.seconds - TRAFFIC_SECONDS), now)
-    used_bytes = sum(now.host_bytes.values())
     return [
         *_speeds(_speed_span(samples)),
-        f"read {_rate(recent.ssd_read_bytes, recent):.2f}  write {_rate(recent.ssd_written_bytes, recent):.2f} GB/s",
+        f"r/w {_rate(recent.ssd_read_bytes, recent):.2f}/{_rate(recent.ssd_written_bytes, recent):.2f} GB/s",
         _stalls(between(_sample_before(samples, now.seconds - SPEED_SECONDS), now)),
-        f"memory {used_bytes / 2**30:.2f}/{budget_bytes / 2**30:.2f} GiB",
+        _memory(sum(now.host_bytes.values()), budget_bytes),
     ]
 
 
@@ -176,6 +175,12 @@ def _speeds(span: Interval | None) -> list[str]:
 
 def _rate(size_bytes: int, span: Interval) -> float:
     return size_bytes / span.seconds / 1e9 if span.seconds > 0 else 0.0
+
+
+def _memory(used_bytes: int, budget_bytes: int) -> str:
+    if budget_bytes < 2**30:
+        return f"memory {used_bytes / 2**20:.0f}/{budget_bytes / 2**20:.0f} MiB"
+    return f"memory {used_bytes / 2**30:.1f}/{budget_bytes / 2**30:.1f} GiB"
 
 
 def _stalls(span: Interval) -> str:

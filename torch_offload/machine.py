@@ -47,7 +47,7 @@ def torch_finding() -> Finding:
 
 def kernel_finding(*, release: str | None = None) -> Finding:
     """Whether the kernel can move memory as pages need it."""
-    release = platform.release() if release is None else release
+    release = (platform.release() if release is None else release).split("-")[0]
     version = parse_version(release)
     if version < OLDEST_KERNEL:
         return Finding(

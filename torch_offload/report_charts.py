@@ -13,7 +13,7 @@ COMPUTE_COLOUR = "#4c9f70"
 READ_COLOUR = "#3572b0"
 WRITE_COLOUR = "#d9822b"
 BUDGET_COLOUR = "#222222"
-STALL_COLOURS = ("#c0392b", "#e5734f", "#f0a35e", "#8e44ad", "#b37fc7", "#7f8c8d")
+STALL_COLOURS = ("#c0392b", "#8e44ad", "#f0a35e", "#7f8c8d", "#e377c2", "#5d4037")
 PURPOSE_COLOURS = {
     "pages": "#3572b0",
     "free_pages": "#a8c6e5",
@@ -40,8 +40,8 @@ def _charts_over_time(report: Report, timeline: Timeline) -> Iterator[Chart]:
     if len(last) > 1:
         yield _chart(
             "The last steps",
-            "Above: what the time went into, stalls by cause. Below: what the SSD did meanwhile. A step ends at each "
-            "dotted line.",
+            "Above: where the time went; what is not a stall counts as compute. Below: what the SSD did meanwhile. "
+            "A step ends at each dotted line.",
             _step_figure(last),
         )
     steps = timeline.steps()

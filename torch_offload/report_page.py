@@ -49,11 +49,11 @@ def _inline(figure: Any) -> str:
 
 def _cards(report: Report) -> list[tuple[str, str]]:
     """Return the figures at the head of the page."""
-    memory = f"{format_size(report.host_peak_bytes)} of {format_size(report.budget_bytes)}"
+    memory = (f"peak, of {format_size(report.budget_bytes)} of memory", format_size(report.host_peak_bytes))
     steady = None if report.timeline is None else report.timeline.steady()
     if steady is None:
         return [
-            ("peak memory", memory),
+            memory,
             ("read from SSD", format_size(report.ssd_read_bytes)),
             ("written to SSD", format_size(report.ssd_written_bytes)),
             ("pages without a read", f"{report.hit_rate:.1%}"),
@@ -63,7 +63,7 @@ def _cards(report: Report) -> list[tuple[str, str]]:
         ("stalled", f"{steady.stall_share:.1%}"),
         ("read per step", f"{steady.ssd_read_bytes / steady.steps / 1e9:.3g} GB"),
         ("written per step", f"{steady.ssd_written_bytes / steady.steps / 1e9:.3g} GB"),
-        ("peak memory", memory),
+        memory,
     ]
     return [*cards, ("tokens", f"{steady.tokens / steady.seconds:.0f} per s")] if steady.tokens > 0 else cards
 

@@ -3,6 +3,8 @@
 import json
 import re
 import resource
+import subprocess
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -188,6 +190,37 @@ def test_without_io_uring(scratch):
     assert "io_uring_setup: Operation not permitted" in refused.stderr
 
 
+TRAINING = """
+import sys, torch, torch_offload
+model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(12)))
+config = torch_offload.Config(ram="1MiB", ssd=sys.argv[1], min_paged_bytes=0, page_elements=4096, report=sys.argv[1])
+torch_offload.wrap(model, config=config)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.ones(2, 128)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "io_engine"), [(without_io_uring, "threads"), (as_ordinary_user, "io_uring with fixed buffers")]
+)
+def test_training_and_its_report_in_a_confined_place(anybodys_scratch, place, io_engine):
+    """Method: a script trains there with a report, the command shows it there."""
+    inside, scratch = place(), anybodys_scratch
+    command = [*inside, sys.executable, "-c", TRAINING, str(scratch)]
+    trained = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert (trained.returncode, trained.stderr) == (0, "")
+    content = json.loads(command_line("report", str(scratch), "--json", inside=inside).stdout)
+    assert content["io_engine"] == io_engine
+    assert content["ssd_read_bytes"] > 0
+    assert len(content["timeline"]["step_ends"]) == 3
+    page = scratch / "report.html"
+    written = command_line("report", str(scratch), "--html", str(page), inside=inside)
+    assert (written.returncode, written.stderr) == (0, "")
+    assert "Step by step" in page.read_text()
+
+
 @pytest.fixture
 def anybodys_scratch():
     """A directory on a disk that every user may reach and write to; those of pytest are for one user."""
@@ -262,7 +295,8 @@ def test_on_tmpfs():
     found = findings_of(answer)["directory"]
     assert answer.returncode == 1
     assert (found["state"], found["what"]) == ("problem", "/dev/shm is on tmpfs, which is memory")
-    assert found["remedy"] == "name a directory on a disk (--ssd)"
+    example = torch_offload.budget.default_scratch_directory(needed_bytes=64 << 20)
+    assert found["remedy"] == f"name a directory on a disk (--ssd), such as {example}"
     measured = command_line("bench-ssd", "--ssd", str(SHARED_MEMORY))
     assert measured.returncode == 2
     assert "/dev/shm is on tmpfs, which is memory; name a directory on a disk" in measured.stderr

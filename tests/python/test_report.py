@@ -191,7 +191,7 @@ def test_what_is_no_report_is_named(tmp_path, text):
         ({"read": 0.1, "memory": 3.0}, "memory", "smaller batch"),
         ({"update": 5.0, "fault": 0.1}, "update", "more tokens"),
         ({"cosmic rays": 5.0}, "cosmic rays", "--ram"),
-        ({"read": 0.2, "memory": 0.2}, "compute", "nothing"),
+        ({"read": 0.2, "memory": 0.2}, "compute", "paging costs little"),
     ],
 )
 def test_what_binds_is_named_with_what_to_change(stalls, name, remedy):

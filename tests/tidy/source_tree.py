@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT_SUFFIXES = {".h", ".cpp", ".cu", ".py", ".pyi", ".md", ".toml", ".txt", ".sh", ".json"}
+IMAGE_SUFFIXES = {".png", ".svg"}
 TEXT_NAMES = {"Makefile", "CMakeLists.txt", "LICENSE", "run"}
 
 # Paths relative to the root, as in "csrc/base/check.h".
@@ -20,7 +21,7 @@ class Function(NamedTuple):
 
 
 def load_tree() -> Tree:
-    """Read every file that git tracks or would offer to track."""
+    """Read every file that git tracks or would offer to track; of images, that they are there."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -33,6 +34,8 @@ def load_tree() -> Tree:
         file = ROOT / path
         if file.is_file() and (file.suffix in TEXT_SUFFIXES or file.name in TEXT_NAMES):
             tree[path] = file.read_text(encoding="utf-8")
+        elif file.is_file() and file.suffix in IMAGE_SUFFIXES:
+            tree[path] = ""
     return tree
 
 
