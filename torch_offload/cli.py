@@ -83,6 +83,10 @@ def run(
     ] = None,
     ram: Ram = None,
     ssd: Ssd = None,
+    stripe_over: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIR", help="A further directory, on a disk of its own; may be given several times."),
+    ] = None,
     report: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="File, or directory for one file per process, for a report at the end."),
@@ -108,6 +112,7 @@ def run(
     given = {
         "ram": ram,
         "ssd": ssd,
+        "stripe_over": stripe_over or None,
         "report": report,
         "live": live,
         "min_paged_bytes": min_paged_bytes,

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -66,6 +67,7 @@ class Config(BaseModel):
             A hard limit. None: 80 % of what is free under the memory cgroup, measured by ``wrap``.
         ssd: Directory on a real disk for an unnamed scratch file; nothing stays there after the process. None: the
             first usual directory for temporary files that is on a disk.
+        stripe_over: Further directories, on disks of their own; pages are spread evenly over them and ``ssd``.
         min_paged_bytes: Tensors smaller than this stay in memory; 0 pages everything. The default of 64 KiB keeps
             norms and biases resident: together they are far below 1 % of a language model, and a read of fewer
             bytes takes as long.
@@ -88,6 +90,7 @@ class Config(BaseModel):
 
     ram: Bytes | None = Field(default=None, gt=0)
     ssd: Path | None = None
+    stripe_over: tuple[Path, ...] = ()
     min_paged_bytes: Bytes = DEFAULT_MIN_PAGED_BYTES
     page_elements: int = Field(default=DEFAULT_PAGE_ELEMENTS, gt=0, multiple_of=SECTOR_BYTES, strict=True)
     queue_depth: int = Field(default=DEFAULT_QUEUE_DEPTH, ge=1, le=4096, strict=True)
@@ -103,6 +106,7 @@ class Config(BaseModel):
             *,
             ram: int | str | None = None,
             ssd: str | os.PathLike[str] | None = None,
+            stripe_over: Sequence[str | os.PathLike[str]] = (),
             min_paged_bytes: int | str = DEFAULT_MIN_PAGED_BYTES,
             page_elements: int = DEFAULT_PAGE_ELEMENTS,
             queue_depth: int = DEFAULT_QUEUE_DEPTH,
@@ -125,6 +129,12 @@ class Config(BaseModel):
     def _expand_home(cls, directory: object) -> object:
         """Make ``~`` mean what it means in a shell."""
         return os.path.expanduser(directory) if isinstance(directory, (str, Path)) else directory
+
+    @field_validator("stripe_over")
+    @classmethod
+    def _resolve_all(cls, directories: tuple[Path, ...]) -> tuple[Path, ...]:
+        """The script may change its directory before the engine opens."""
+        return tuple(Path(os.path.expanduser(directory)).resolve() for directory in directories)
 
     @field_validator("report")
     @classmethod

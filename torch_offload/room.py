@@ -26,14 +26,17 @@ def decided(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
     ssd = config.ssd
     if ssd is None:
         ssd = budget.default_scratch_directory(needed_bytes=needed_bytes)
-    reason = budget.scratch_refusal(ssd)
-    if reason is not None:
-        raise ConfigError(f"ssd: {reason}")
-    free_bytes = budget.free_disk_bytes(ssd)
+    directories = (ssd, *config.stripe_over)
+    for setting, directory in zip(("ssd", *["stripe_over"] * len(config.stripe_over)), directories, strict=True):
+        reason = budget.scratch_refusal(directory)
+        if reason is not None:
+            raise ConfigError(f"{setting}: {reason}")
+    free_bytes = sum(budget.free_disk_bytes(directory) for directory in directories)
     if free_bytes < needed_bytes:
+        places = " and ".join(str(directory) for directory in directories)
         raise OutOfTierMemory(
-            f"ssd tier: parameters beyond the budget need {needed_bytes} bytes ({format_size(needed_bytes)}) in {ssd}, "
-            f"{free_bytes} bytes are free; give a directory on a larger disk"
+            f"ssd tier: parameters beyond the budget need {needed_bytes} bytes ({format_size(needed_bytes)}) in "
+            f"{places}, {free_bytes} bytes are free; give a directory on a larger disk"
         )
     return config.replace(ram=ram, ssd=Path(ssd).resolve())
 

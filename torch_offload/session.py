@@ -47,7 +47,7 @@ class Session:
         self.config = config
         self.engine = _C.Engine(
             budget_bytes=config.ram or 0,
-            directories=[str(config.ssd)],
+            directories=[str(directory) for directory in (config.ssd, *config.stripe_over)],
             io_engine=config.io_engine,
             queue_depth=config.queue_depth,
             page_elements=config.page_elements,

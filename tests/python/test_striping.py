@@ -1,0 +1,62 @@
+"""Pages spread over several directories, and nothing else changes."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.paging import assert_bitwise_equal
+from torch import nn
+
+import torch_offload
+from torch_offload import Config, ConfigError
+
+MIB = 1 << 20
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+
+
+def train(module: nn.Module, steps: int) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+    batch = torch.randn(4, 512, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        module(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def nameless_files(directory: Path) -> list[int]:
+    """Return the sizes in bytes of the open files without a name that lie in a directory."""
+    links = [Path("/proc/self/fd", entry) for entry in os.listdir("/proc/self/fd")]
+    targets = {link: os.readlink(link) for link in links if link.is_symlink()}
+    return [os.stat(link).st_size for link, target in targets.items() if target.startswith(f"{directory.resolve()}/#")]
+
+
+def test_pages_spread_over_the_directories(tmp_path: Path) -> None:
+    """The same bits come out, and each directory held about as much."""
+    places = [tmp_path / name for name in ("first", "second", "third")]
+    for place in places:
+        place.mkdir()
+    expected = train(make_module(), 3)
+    module = make_module()
+    config = Config(ram=16 * MIB, ssd=places[0], stripe_over=places[1:], page_elements=1 << 16)
+    torch_offload.wrap(module, config=config)
+    assert_bitwise_equal(train(module, 3), expected)
+    sizes = [nameless_files(place) for place in places]
+    assert [len(found) for found in sizes] == [1, 1, 1]
+    assert min(found[0] for found in sizes) > 0
+    report = torch_offload.report()
+    assert report.evictions > 0
+    assert sum(report.read_bytes.values()) > 0
+    torch_offload.unwrap(module)
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    """Every directory is checked before anything is paged."""
+    missing = tmp_path / "missing"
+    with pytest.raises(ConfigError, match=f"stripe_over: {missing}"):
+        torch_offload.wrap(make_module(), config=Config(ram=8 * MIB, ssd=tmp_path, stripe_over=[missing]))
