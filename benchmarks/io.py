@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
     parser.add_argument("--smoke", action="store_true", help="a small file once, in seconds: shows that it runs")
     parser.add_argument("--rounds", type=int, help="quiet ones per case")
+    parser.add_argument("--most-rounds", type=int, help="quiet or not, per case")
     parser.add_argument(
         "--depth", type=int, default=io_program.DEPTH, help="transfers in flight (default: %(default)s)"
     )

@@ -107,6 +107,7 @@ public:
         const std::size_t size_bytes = stride_bytes_ * options.depth;
         OFFLOAD_CHECK(!options.with_huge_pages || ::madvise(first_, size_bytes, MADV_HUGEPAGE) == 0, InvalidArgument,
                       "no huge pages: ", std::strerror(errno));
+        if (options.direction == "read") return;  // as fio: what only receives is first touched by its registration
         std::mt19937_64 random(kSeed);
         auto* words = reinterpret_cast<std::uint64_t*>(first_);
         std::generate(words, words + size_bytes / sizeof *words, random);
