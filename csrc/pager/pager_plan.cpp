@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::size_t kMaxSpareBytes = 16 * kMiB;
 constexpr std::size_t kMaxAhead = 256;  // segments
+constexpr std::size_t kFewestReads = 2;
 constexpr std::int64_t kKickEveryNs = 1'000'000;
 constexpr std::int64_t kNanosecondsPerSecond = 1'000'000'000;
 
@@ -114,6 +115,12 @@ void Pager::Impl::find_slack(std::vector<Ahead>& ahead) {
 /// Free memory that reads ahead of use leave to demand, and writes under way make up for.
 std::size_t Pager::Impl::spare_bytes() const noexcept { return std::min(options.budget_bytes / 32, kMaxSpareBytes); }
 
+/// Reads on their way hold memory that no page uses: as many as keep a disk busy, fewer where memory is small.
+std::size_t Pager::Impl::most_reads_ahead(std::size_t page_bytes) const noexcept {
+    const std::size_t in_budget = options.budget_bytes / 48 / page_bytes;
+    return std::clamp(in_budget, kFewestReads, std::max(kFewestReads, mover->capacity() / 2));
+}
+
 /// Evicts what is used last so that the next read or allocation finds memory without waiting for a write.
 void Pager::Impl::keep_room(std::size_t room_bytes, UsePosition keep_before) {
     std::size_t coming_bytes = leaving_bytes.load(std::memory_order_acquire);
@@ -160,7 +167,7 @@ bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, UsePositio
 }
 
 bool Pager::Impl::read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use) {
-    if (mover->reads_in_flight() >= divide_up(mover->capacity(), 2)) return false;
+    if (mover->reads_in_flight() >= most_reads_ahead(segment->page_bytes())) return false;
     Page& page = segment->page(index);
     const std::optional<Frame> frame = try_acquire_frame(segment->frame_bytes(index), use + 1);
     if (!frame) return false;
