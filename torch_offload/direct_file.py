@@ -12,7 +12,7 @@ import torch
 
 SECTOR_BYTES = 4096
 MOST_BLOCK_BYTES = 4 << 20
-LEAST_BLOCK_BYTES = 64 << 10
+LEAST_BLOCK_BYTES = 16 << 10
 DEPTH = 4
 BLOCK_SHARE = 64
 """A block takes one part in so many of the budget; there are `DEPTH` of them."""
