@@ -107,14 +107,20 @@ def ratios(rounds: list[Round], name: str, base: str) -> dict[str, float]:
 
 
 def against_limit(name: str, rounds: list[Round], price: dict[str, Any]) -> dict[str, Any]:
-    """Put each step beside what binds it: computing under its own traffic, or the disk."""
+    """Put each step beside what binds it: computing under its own traffic, or the disk.
+
+    The disk's rate is the better of two measured in this run: each direction by itself just before the step, or the
+    mix that our I/O engine moved beside a computation.
+    """
+    mixed_rate = price["mix"]["bytes_per_second"]["max"]
     rows = []
     for row in rounds:
         step, disk = row["steps"][name], row["disk"]
         read, written = step["ssd_read_bytes"], step["ssd_written_bytes"]
         lost = interference.interference_seconds(price, read_bytes=read, written_bytes=written)
         computing = row["steps"]["plain"]["seconds"] + lost
-        moving = read / disk["read_bytes_per_second"] + written / disk["write_bytes_per_second"]
+        apart = read / disk["read_bytes_per_second"] + written / disk["write_bytes_per_second"]
+        moving = min(apart, (read + written) / mixed_rate)
         share = max(computing, moving) / step["seconds"]
         rows.append({"computing_seconds": computing, "moving_seconds": moving, "share": share})
     return {key: spread([row[key] for row in rows]) for key in rows[0]}

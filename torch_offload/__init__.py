@@ -26,6 +26,16 @@ from torch_offload.wrap import evict, flush, is_resident, prefetch, report, unwr
 
 if TYPE_CHECKING:
     from torch_offload.trainer_callback import ReportCallback as ReportCallback
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import what needs transformers only when it is asked for."""
+        if name == "ReportCallback":
+            from torch_offload.trainer_callback import ReportCallback
+
+            return ReportCallback
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 
@@ -48,12 +58,3 @@ __all__ = [
     "unwrap",
     "wrap",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import what needs transformers only when it is asked for."""
-    if name == "ReportCallback":
-        from torch_offload.trainer_callback import ReportCallback
-
-        return ReportCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ paged as it is registered, and a module that is called with such tensors in it i
 import logging
 import os
 import socket
+import sys
 import warnings
 import weakref
 from typing import Any
@@ -72,6 +73,7 @@ class Ambient:
         if running is None or sessions.joinable(running.config) is None:
             running = sessions.open_session(room.decided(config))
         running.arrivals.open()
+        _add_figures_to_trackers()
         return running
 
     def _before_call(self, module: nn.Module, args: Any) -> None:
@@ -135,6 +137,14 @@ def claim_budget(name: str, *, sharing: int) -> socket.socket | None:
             )
         return note
     return None
+
+
+def _add_figures_to_trackers() -> None:
+    """Give a script's Trainer a ReportCallback, if it has one: whoever uses it has imported it by now."""
+    if "transformers.trainer" in sys.modules:
+        from torch_offload import trainer_callback
+
+        trainer_callback.install()
 
 
 def _is_large(tensor: torch.Tensor, config: Config) -> bool:

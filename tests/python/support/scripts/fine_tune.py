@@ -44,6 +44,7 @@ arguments = TrainingArguments(
     per_device_train_batch_size=2,
     gradient_accumulation_steps=2,
     learning_rate=1e-3,
+    logging_steps=1,
     eval_strategy="steps",
     eval_steps=2,
     save_strategy="steps",
