@@ -137,7 +137,7 @@ struct Pager::Impl final : MoverClient {
         std::shared_ptr<Segment> segment;
         UsePosition use = 0;
         std::int64_t due_ns = 0;    // computing time until then
-        std::int64_t slack_ns = 0;  // of the tightest read from here on, if reading went on from now in order
+        std::int64_t slack_ns = 0;  // how long reading it may be put off
     };
     /// What lies ahead, and what other memory it will take shortly.
     struct Outlook {

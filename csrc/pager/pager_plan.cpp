@@ -4,6 +4,7 @@
 #include <unordered_set>
 
 #include "base/units.h"
+#include "pager/deadlines.h"
 #include "pager/pager_impl.h"
 
 namespace torch_offload {
@@ -13,7 +14,6 @@ constexpr std::size_t kMaxSpareBytes = 16 * kMiB;
 constexpr std::size_t kMaxAhead = 256;  // segments
 constexpr std::size_t kFewestReads = 2;
 constexpr std::int64_t kKickEveryNs = 1'000'000;
-constexpr std::int64_t kNanosecondsPerSecond = 1'000'000'000;
 
 // A read begins so long before it has to: what the disk may stall, and what a computation may be faster than before.
 constexpr std::int64_t kMarginNs = 100'000'000;
@@ -96,20 +96,12 @@ std::size_t Pager::Impl::missing_bytes(Segment& segment) {
     return missing;
 }
 
-/// Latest starts, from the far end to the near: a burst of reads that is due together casts its shadow on what is due
-/// before it.
 void Pager::Impl::find_slack(std::vector<Ahead>& ahead) {
-    const double bytes_per_second = mover->read_rate();
-    std::size_t missing = 0;
-    for (Ahead& next : ahead) {
-        missing += missing_bytes(*next.segment);
-        const double read_seconds = static_cast<double>(missing) / bytes_per_second;
-        next.slack_ns = next.due_ns - static_cast<std::int64_t>(read_seconds * kNanosecondsPerSecond);
-    }
-    std::int64_t tightest_ns = INT64_MAX;
-    for (auto next = ahead.rbegin(); next != ahead.rend(); ++next) {
-        next->slack_ns = tightest_ns = std::min(tightest_ns, next->slack_ns);
-    }
+    std::vector<DueReads> reads;
+    reads.reserve(ahead.size());
+    for (const Ahead& next : ahead) reads.push_back({next.due_ns, missing_bytes(*next.segment)});
+    const std::vector<std::int64_t> slack = slack_of(reads, mover->read_rate());
+    for (std::size_t i = 0; i < ahead.size(); ++i) ahead[i].slack_ns = slack[i];
 }
 
 /// Free memory that reads ahead of use leave to demand, and writes under way make up for.

@@ -209,6 +209,22 @@ TEST(Pager, RandomWorkloadKeepsEveryByte) {
     EXPECT_LE(pager.statistics().memory.peak_bytes, 24 * kPageBytes);
 }
 
+// A page that nobody will read any more leaves without being written. Method: an update that discards one of two pages,
+// then evict both.
+TEST(Pager, DiscardedPageIsNotWritten) {
+    Pager pager(options_with(8));
+    const std::vector<std::shared_ptr<Segment>> segments{filled_segment(pager, 1, 1), filled_segment(pager, 1, 2)};
+    {
+        UpdateClaim claim = pager.claim_for_update(segments, 0, true);
+        ASSERT_TRUE(claim);
+        claim.finish();
+        claim.discard(1);
+    }
+    for (const auto& segment : segments) EXPECT_EQ(pager.evict(segment), 0u);
+    EXPECT_EQ(total(pager.statistics().written_bytes), kPageBytes);
+    EXPECT_EQ(pager.statistics().clean_drops, 1u);
+}
+
 // Pages spread over directories come back from the one that each went to. Method: two directories, a budget of four
 // pages, sixteen pages written and read.
 TEST(Pager, StripesOverDirectories) {
