@@ -53,8 +53,8 @@ test-versions: $(NEWER_VENV)/.ready ## Build for a newer torch (CUDA wheel, 2.15
 		--force-reinstall .
 	rm -rf build/lib.* build/bdist.*
 	mkdir -p $(NEWER_TREE)/tests
-	cp -r pyproject.toml $(wildcard examples benchmarks) $(NEWER_TREE)/
-	cp -r tests/python $(NEWER_TREE)/tests/
+	cp -r pyproject.toml requirements CMakeLists.txt csrc examples benchmarks $(NEWER_TREE)/
+	cp -r tests/python tests/cpp $(NEWER_TREE)/tests/
 	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -c "import torch, \
 	torch_offload; print('torch', torch.__version__, 'with', torch_offload.__file__)"
 	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -m pytest tests/python

@@ -99,6 +99,8 @@ def base_resident_bytes(options: argparse.Namespace) -> int:
 class Worker:
     """A model in training, and what it counts."""
 
+    max_grad_norm: float = 0  # 0: gradients are not clipped
+
     def __init__(self, options: argparse.Namespace) -> None:
         self.base_bytes = base_resident_bytes(options) if options.process_limit_bytes else 0
         limit_budget(options, self.base_bytes)

@@ -73,12 +73,15 @@ def test_size_trains_models_beyond_the_budget(scratch):
 
 
 def test_train_step_compares_equal_work(scratch):
-    """Both dtypes trained to the same bits, plain and paged, and paging moved bytes that a replay accounts for."""
+    """Both dtypes trained to the same bits, plain and paged, and a replay accounts for the bytes that paging moved.
+
+    Furthest next use does not weigh that a dirty page moves twice, so on a tiny model it is no strict bound.
+    """
     result = smoke("train_step", scratch)
     assert [row["workload"]["dtype"] for row in result["workloads"]] == ["fp32", "bf16"]
     for row in result["workloads"]:
         quarter = row["variants"]["quarter"]
         moved = quarter["ssd_read_bytes"]["median"] + quarter["ssd_written_bytes"]["median"]
         least = quarter["traffic"]["least_read_bytes"] + quarter["traffic"]["least_written_bytes"]
-        assert 0 < least <= moved
+        assert 0.5 < moved / least < 2
         assert row["variants"]["plain"]["final"]["weights_sha256"] == quarter["final"]["weights_sha256"]

@@ -70,7 +70,8 @@ def test_sizes_are_written_in_the_largest_unit(size, text):
         ({"io": "auto"}, "did you mean 'io_engine'?"),
         (
             {"zzz": 1},
-            "there are: ram, ssd, min_paged_bytes, page_elements, queue_depth, io_engine, report, live, device",
+            "there are: ram, ssd, stripe_over, min_paged_bytes, page_elements, queue_depth, io_engine, report, live, "
+            "device",
         ),
         ({"ram": 0}, "ram: Input should be greater than 0, got 0"),
         ({"ram": -1}, "ram: a size cannot be negative, got -1"),
