@@ -92,6 +92,7 @@ def test_without_a_wrapped_model_nothing_is_added(capsys):
 
 
 def test_every_trainer_has_one_where_that_is_installed(model, capsys):
+    trainer_callback.uninstall()  # an ambient engine of another test may have installed it
     defaults = list(trainers.DEFAULT_CALLBACKS)
     trainer_callback.install()
     trainer_callback.install()
