@@ -12,29 +12,28 @@ from heapq import heappop, heappush
 
 NEVER = 1 << 60
 DROPPED = NEVER + 1  # the next thing that happens to it is its end
-LoggedUse = tuple[str, int, int, int, int, int, int, int]
+LoggedUse = tuple[str, int, int, int, int, int, int]
 PageKey = tuple[int, int]  # segment, page
 
 
 @dataclass(frozen=True)
 class PageUse:
-    """One use of one page; pages of the same call are never evicted for each other."""
+    """One use of one page; pages of the same segment are never evicted for each other."""
 
     kind: str
     page: PageKey
     size_bytes: int
     other_bytes: int
-    call: int
 
 
 def page_uses(log: Sequence[LoggedUse]) -> Iterator[PageUse]:
     """Yield the uses of single pages, and the ends of steps."""
-    for kind, segment, first, count, page_bytes, segment_bytes, other_bytes, call in log:
+    for kind, segment, first, count, page_bytes, segment_bytes, other_bytes in log:
         if kind == "step":
-            yield PageUse(kind, (-1, -1), 0, 0, -1)
+            yield PageUse(kind, (-1, -1), 0, 0)
         for page in range(first, first + count):
             size_bytes = min(page_bytes, segment_bytes - page * page_bytes)
-            yield PageUse(kind, (segment, page), size_bytes, other_bytes, call)
+            yield PageUse(kind, (segment, page), size_bytes, other_bytes)
 
 
 class LoggedReplay:

@@ -67,8 +67,8 @@ class Engine:
     def statistics(self) -> dict[str, object]: ...
     def start_use_log(self) -> None:
         """List every use of a page from now on."""
-    def take_use_log(self) -> list[tuple[str, int, int, int, int, int, int, int]]:
-        """End the list: (kind, segment, first page, pages, page bytes, segment bytes, bytes not in pages, call)."""
+    def take_use_log(self) -> list[tuple[str, int, int, int, int, int, int]]:
+        """End the list: (kind, segment, first page, pages, page bytes, segment bytes, bytes not in pages)."""
     def managed_count(self) -> int:
         """Number of live segments."""
 

@@ -104,9 +104,7 @@ std::shared_ptr<Segment> Pager::adopt_range(std::span<std::byte> range, std::siz
         }
         impl_->rank(*segment);
     }
-    if (UseLog& log = impl_->use_log; log.is_on()) {
-        impl_->log_use(*segment, 0, segment->page_count(), UseKind::create, log.next_call());
-    }
+    impl_->log_use(*segment, 0, segment->page_count(), UseKind::create);
     return segment;
 }
 
@@ -125,7 +123,7 @@ bool Pager::Impl::is_whole_in_place(const Segment& segment) {
 /// The last owner of the segment is gone, so nothing of it is in flight or pinned.
 void Pager::Impl::forget(Segment& segment) {
     const std::span<std::byte> range = whole_sectors(segment.range());
-    if (use_log.is_on()) log_use(segment, 0, segment.page_count(), UseKind::drop, use_log.next_call());
+    log_use(segment, 0, segment.page_count(), UseKind::drop);
     AddressSpace::process().set_target(range, nullptr);
     for (std::size_t i = 0; i < segment.page_count(); ++i) {
         if (const Page& page = segment.page(i); page.extent) file.free(*page.extent);
@@ -256,15 +254,15 @@ void Pager::start_use_log() { impl_->use_log.switch_on(); }
 
 std::vector<UseEvent> Pager::take_use_log() { return impl_->use_log.take(); }
 
-void Pager::Impl::log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind,
-                          std::uint64_t call) {
+void Pager::Impl::log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind) {
+    if (!use_log.is_on()) return;
     ArenaUsage usage;
     {
         const std::lock_guard lock(mutex);
         usage = arena.usage();
     }
     use_log.add({segment.id(), first, count, segment.page_bytes(), segment.size_bytes(),
-                 usage.range_bytes + usage.small_bytes + usage.reserve_bytes, call, kind});
+                 usage.range_bytes + usage.small_bytes + usage.reserve_bytes, kind});
 }
 
 void Pager::end_step() {

@@ -251,11 +251,8 @@ PinGuard Pager::pin(std::span<const PinRequest> requests) {
         PageAccess::hold(guard, request.segment, 0, request.segment->page_count());
         impl_->pins.add(request.segment->page_count());
     }
-    if (UseLog& log = impl_->use_log; log.is_on()) {
-        const std::uint64_t call = log.next_call();
-        for (const PinRequest& request : requests) {
-            impl_->log_use(*request.segment, 0, request.segment->page_count(), use_of(request.access), call);
-        }
+    for (const PinRequest& request : requests) {
+        impl_->log_use(*request.segment, 0, request.segment->page_count(), use_of(request.access));
     }
     for (const PinRequest& request : requests) impl_->start_missing(request);
     for (const PinRequest& request : requests) {
@@ -274,9 +271,7 @@ PinGuard Pager::pin_pages(const std::shared_ptr<Segment>& segment, std::size_t f
     PinGuard guard;
     PageAccess::hold(guard, segment, first, count);
     impl_->pins.add(count);
-    if (UseLog& log = impl_->use_log; log.is_on()) {
-        impl_->log_use(*segment, first, count, use_of(access), log.next_call());
-    }
+    impl_->log_use(*segment, first, count, use_of(access));
     for (std::size_t i = first; i < first + count; ++i) impl_->ensure_mapped(segment, i, access);
     return guard;
 }
@@ -385,12 +380,7 @@ UpdateClaim Pager::claim_for_update(std::span<const std::shared_ptr<Segment>> se
         PageAccess::add_to_claim(claim, segment, segment->page(index), bytes, is_pinned);
     }
     PageAccess::confirm(claim, std::move(transient));
-    if (UseLog& log = impl_->use_log; log.is_on()) {
-        const std::uint64_t call = log.next_call();
-        for (const std::shared_ptr<Segment>& segment : segments) {
-            impl_->log_use(*segment, index, 1, UseKind::write, call);
-        }
-    }
+    for (const std::shared_ptr<Segment>& segment : segments) impl_->log_use(*segment, index, 1, UseKind::write);
     return claim;
 }
 

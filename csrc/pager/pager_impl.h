@@ -86,7 +86,7 @@ struct Pager::Impl final : MoverClient {
     std::shared_ptr<Segment> find_role(TraceId id);
     void keep_error(std::exception_ptr error);
     void raise_kept_error();
-    void log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind, std::uint64_t call);
+    void log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind);
     [[noreturn]] void raise_page_error(const Page& page);
 
     // Memory (pager_memory.cpp)
@@ -139,10 +139,10 @@ struct Pager::Impl final : MoverClient {
         std::int64_t due_ns = 0;    // computing time until then
         std::int64_t slack_ns = 0;  // how long reading it may be put off
     };
-    /// What lies ahead, and what other memory it will take shortly.
+    /// What lies ahead, and how much more other memory it will take shortly than there is now.
     struct Outlook {
         std::vector<Ahead> segments;
-        std::size_t coming_other_bytes = 0;
+        std::size_t growth_bytes = 0;
     };
     Outlook upcoming_segments();
     void find_slack(std::vector<Ahead>& ahead);

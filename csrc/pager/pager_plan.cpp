@@ -65,17 +65,21 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
     std::size_t planned_bytes = 0;
     const std::lock_guard lock(mutex);
     const std::int64_t since_touch_ns = busy_ns() - last_touch_ns;
+    const ArenaUsage usage = arena.usage();
+    const std::size_t other_bytes = usage.range_bytes + usage.small_bytes;
+    std::size_t coming_other_bytes = other_bytes;
     for (std::size_t distance = 0; planned_bytes < window_bytes && seen.size() < kMaxAhead; ++distance) {
         const std::optional<UpcomingUse> use = trace.upcoming(distance);
         if (!use) break;
         const std::int64_t due_ns = use->after_ns - since_touch_ns;
-        if (due_ns < kRoomAheadNs) outlook.coming_other_bytes = std::max(outlook.coming_other_bytes, use->other_bytes);
+        if (due_ns < kRoomAheadNs) coming_other_bytes = std::max(coming_other_bytes, use->other_bytes);
         if (!seen.insert(use->id).second) continue;
         std::shared_ptr<Segment> segment = use->id < roles.size() ? roles[use->id].lock() : nullptr;
         if (!segment) continue;
         planned_bytes += segment->size_bytes() * (segment->has_pending() ? 4 : 1);  // weight, gradient, two moments
         outlook.segments.push_back({std::move(segment), trace.position_of(distance), due_ns, 0});
     }
+    outlook.growth_bytes = coming_other_bytes - other_bytes;
     return outlook;
 }
 
@@ -129,17 +133,10 @@ void Pager::Impl::look_ahead() {
     const Transient transient(*this);
     Outlook outlook = upcoming_segments();
     find_slack(outlook.segments);
-    std::size_t other_bytes = 0;
-    {
-        const std::lock_guard lock(mutex);
-        other_bytes = arena.usage().range_bytes + arena.usage().small_bytes;
-    }
-    const std::size_t growth_bytes =
-        outlook.coming_other_bytes > other_bytes ? outlook.coming_other_bytes - other_bytes : 0;
     const auto relaxed = std::find_if(outlook.segments.begin(), outlook.segments.end(),
                                       [](const Ahead& next) { return next.slack_ns >= kMarginNs; });
     const UsePosition keep_before = relaxed == outlook.segments.begin() ? 0 : std::prev(relaxed)->use + 1;
-    keep_room(spare_bytes() + growth_bytes, keep_before);
+    keep_room(spare_bytes() + outlook.growth_bytes, keep_before);
     for (auto next = outlook.segments.begin(); next != relaxed; ++next) {
         if (!read_ahead(next->segment, next->use, UpdateTime::while_program_waits)) return;
     }

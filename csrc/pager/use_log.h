@@ -23,7 +23,6 @@ struct UseEvent {
     std::uint64_t page_bytes = 0;   // of each page but the last of a segment
     std::uint64_t size_bytes = 0;   // of the segment
     std::uint64_t other_bytes = 0;  // memory that was not in pages just then
-    std::uint64_t call = 0;         // equal for uses that are held at the same time
     UseKind kind = UseKind::read;
 };
 
@@ -34,13 +33,11 @@ public:
     bool is_on() const noexcept { return is_on_.load(std::memory_order_relaxed); }
     void switch_on();
     void add(const UseEvent& event);
-    std::uint64_t next_call() noexcept { return calls_.fetch_add(1, std::memory_order_relaxed); }
     /// Switches recording off and returns what there is.
     std::vector<UseEvent> take();
 
 private:
     std::atomic<bool> is_on_{false};
-    std::atomic<std::uint64_t> calls_{0};
     std::mutex mutex_;
     std::vector<UseEvent> events_;
 };
