@@ -4,8 +4,6 @@ Takes step_worker.py's options; --budget-bytes or --process-limit-bytes is neede
 """
 
 import json
-import os
-import sys
 import time
 from typing import Any
 
@@ -18,6 +16,7 @@ from step_worker import (
     make_configuration,
     make_optimizer,
     parse_options,
+    serve,
 )
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -82,15 +81,5 @@ class SizeWorker(Worker):
         return {"report": json.loads(torch_offload.report().json())}
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints must not look like an answer
-    worker = SizeWorker(parse_options())
-    answers.write(json.dumps(worker.describe()) + "\n")
-    for line in sys.stdin:
-        answer = worker.step() if line.strip() == "step" else worker.finish()
-        answers.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    serve(lambda: SizeWorker(parse_options()))

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -198,10 +199,11 @@ class Worker:
         return sizes | memory | {"torch": torch.__version__}
 
 
-def main() -> None:
+def serve(make_worker: Callable[[], Worker]) -> None:
+    """Make a worker and answer commands until stdin ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints must not look like an answer
-    worker = Worker(parse_options())
+    worker = make_worker()
     answers.write(json.dumps(worker.describe()) + "\n")
     for line in sys.stdin:
         answer = {"step": worker.step, "replay": worker.replay, "finish": worker.finish}[line.strip()]()
@@ -209,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda: Worker(parse_options()))
