@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch_offload.config import format_size
 from torch_offload.errors import ConfigError
 from torch_offload.limits import Limit, Wear, binding_limit, wear_of
-from torch_offload.timeline import PURPOSES, Timeline
+from torch_offload.timeline import PURPOSES, Timeline, Traffic
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +20,7 @@ _TOTALS = ("ssd_read_bytes", "ssd_written_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Traffic):
     """Figures since the engine started. Bytes and counts are totals unless they say otherwise.
 
     Attributes:
@@ -83,16 +83,6 @@ class Report:
             timeline=timeline,
             **known,
         )
-
-    @property
-    def ssd_read_bytes(self) -> int:
-        """Bytes read from SSD, all kinds together."""
-        return sum(self.read_bytes.values())
-
-    @property
-    def ssd_written_bytes(self) -> int:
-        """Bytes written to SSD, all kinds together."""
-        return sum(self.written_bytes.values())
 
     def limit(self) -> Limit | None:
         """Return what binds a step, None where no steps were recorded."""

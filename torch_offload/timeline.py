@@ -60,8 +60,25 @@ class Sample:
         )
 
 
+class Traffic:
+    """Sums over the kinds of pages, for what counts SSD traffic by kind."""
+
+    read_bytes: dict[str, int]
+    written_bytes: dict[str, int]
+
+    @property
+    def ssd_read_bytes(self) -> int:
+        """Bytes read from SSD, all kinds together."""
+        return sum(self.read_bytes.values())
+
+    @property
+    def ssd_written_bytes(self) -> int:
+        """Bytes written to SSD, all kinds together."""
+        return sum(self.written_bytes.values())
+
+
 @dataclass(frozen=True, kw_only=True)
-class Interval:
+class Interval(Traffic):
     """What happened between two moments."""
 
     start_seconds: float
@@ -71,16 +88,6 @@ class Interval:
     read_bytes: dict[str, int]
     written_bytes: dict[str, int]
     stall_seconds: dict[str, float]
-
-    @property
-    def ssd_read_bytes(self) -> int:
-        """All kinds together."""
-        return sum(self.read_bytes.values())
-
-    @property
-    def ssd_written_bytes(self) -> int:
-        """All kinds together."""
-        return sum(self.written_bytes.values())
 
     @property
     def compute_seconds(self) -> float:
