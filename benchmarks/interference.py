@@ -23,7 +23,7 @@ from machine import CpuSeconds
 from reporting import are_enough, emit, is_quiet, machine, progress, spread, usable
 
 DIRECTIONS = ("read", "write", "mix")
-SETTLE_SECONDS = 0.2
+SETTLE_SECONDS = 0.2  # until the traffic has filled its queue: the window must see nothing but full traffic
 
 
 @dataclass(frozen=True)

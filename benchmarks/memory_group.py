@@ -141,7 +141,7 @@ class MemoryGroup:
                 self.folder.rmdir()
             if not self.folder.exists():
                 return
-            time.sleep(0.1)
+            time.sleep(0.1)  # the kernel takes the last process out of a group a moment after it was reaped
 
 
 def _parents() -> list[tuple[Path, int]]:

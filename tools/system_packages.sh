@@ -13,6 +13,7 @@ needs_command g++ g++
 needs_command cmake cmake
 needs_command ninja ninja-build
 needs_command pkg-config pkg-config
+needs_command fio fio
 needs_library liburing liburing-dev
 needs_library libxxhash libxxhash-dev
 needs_library gtest libgtest-dev

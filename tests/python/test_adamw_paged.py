@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.bare_training import MakeOptimizer, Program, Run, assert_equal_bits, make_engine
+from support.bare_training import STEPS, Program, Run, assert_equal_bits, make_engine, training
 from support.bits import digest
 from support.models import VOCABULARY, tiny_config
 from support.training import digest_run
@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import torch_offload
 from torch_offload import _C
 
-STEPS = 4
 BUDGET_SHARE = 0.3
 
 
@@ -32,18 +31,6 @@ def assert_deferred_and_equal(directory: Path, program: Program, dtype: torch.dt
     assert paged.count("evictions") > 0
     assert_equal_bits(paged.everything(), plain.everything())
     return paged
-
-
-def training(make: MakeOptimizer, **options: object) -> Program:
-    def program(run: Run) -> None:
-        run.optimizer = make(run.parameters)
-        for _ in range(STEPS):
-            run.backward()
-            run.evict()
-            run.step()
-            run.optimizer.zero_grad(**options)
-
-    return program
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

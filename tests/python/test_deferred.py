@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.bare_training import (
     PAGE_ELEMENTS,
+    STEPS,
     MakeOptimizer,
     Optimizer,
     Program,
@@ -16,12 +17,11 @@ from support.bare_training import (
     assert_equal_bits,
     make_engine,
     sgd,
+    training,
 )
 from torch import Tensor, nn
 
 from torch_offload import _C
-
-STEPS = 4
 
 
 def assert_deferred_and_equal(directory: Path, program: Program, dtype: torch.dtype = torch.float32) -> Run:
@@ -34,18 +34,6 @@ def assert_deferred_and_equal(directory: Path, program: Program, dtype: torch.dt
     assert paged.count("evictions") > 0
     assert_equal_bits(paged.everything(), plain.everything())
     return paged
-
-
-def training(make: MakeOptimizer, **options: object) -> Program:
-    def program(run: Run) -> None:
-        run.optimizer = make(run.parameters)
-        for _ in range(STEPS):
-            run.backward()
-            run.evict()
-            run.step()
-            run.optimizer.zero_grad(**options)
-
-    return program
 
 
 def two_groups(parameters: list[nn.Parameter]) -> Optimizer:

@@ -33,7 +33,7 @@ RUN = """
     for step in tqdm(range(6), mininterval=0, miniters=1, bar_format="{n}/{total}", ncols=40):
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
-        time.sleep(0.3)
+        time.sleep(0.3)  # the steps together last several periods of the line, so that it is painted
         if step == 3:
             tqdm.write("a line of the log", file=sys.stderr)
     print("after", flush=True)

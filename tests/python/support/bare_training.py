@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch_offload import _C
 
 PAGE_ELEMENTS = 4096
+STEPS = 4
 SHAPES = ((129, 161), (64, 256), (3 * PAGE_ELEMENTS,), (40, 8, 41), (7,))  # the last one is too small to be paged
 
 Optimizer = torch.optim.Optimizer
@@ -114,3 +115,17 @@ def adamw(parameters: list[nn.Parameter]) -> Optimizer:
 
 def sgd(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def training(make: MakeOptimizer, **options: object) -> Program:
+    """Some steps, everything evicted before each update; `options` are those of `zero_grad`."""
+
+    def program(run: Run) -> None:
+        run.optimizer = make(run.parameters)
+        for _ in range(STEPS):
+            run.backward()
+            run.evict()
+            run.step()
+            run.optimizer.zero_grad(**options)
+
+    return program
