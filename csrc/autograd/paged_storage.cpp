@@ -122,12 +122,13 @@ void copy_out(Engine& engine, const std::shared_ptr<Segment>& segment, std::byte
 }
 
 /// The temporary that the storage lies in, if it can become pages of `engine` where it is.
-std::optional<Temporary> adoptable(const Engine& engine, c10::StorageImpl& storage) {
+std::optional<Temporary> adoptable(Engine& engine, c10::StorageImpl& storage, std::size_t element_bytes) {
     const c10::DataPtr& pointer = storage._mutable_data_ptr_no_checks();
     if (pointer.get() != pointer.get_context()) return std::nullopt;
     std::optional<Temporary> temporary = find_temporary(pointer.get());
     const bool fits = temporary && temporary->engine.get() == &engine &&
-                      temporary->range.size() == round_up(storage.nbytes(), kSectorBytes);
+                      temporary->range.size() == round_up(storage.nbytes(), kSectorBytes) &&
+                      engine.pager().can_adopt(temporary->range, element_bytes);
     return fits ? temporary : std::nullopt;
 }
 
@@ -208,7 +209,7 @@ std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at:
     c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
     if (!block_of(storage)) {
         const auto element_bytes = static_cast<std::size_t>(tensor.element_size());
-        if (const std::optional<Temporary> temporary = adoptable(*engine, storage)) {
+        if (const std::optional<Temporary> temporary = adoptable(*engine, storage, element_bytes)) {
             adopt_storage(*temporary, storage, element_bytes, std::move(role));
         } else {
             copy_storage(engine, storage, element_bytes, std::move(role));

@@ -8,14 +8,15 @@
 
 namespace torch_offload {
 
-Arena::Arena(std::size_t limit_bytes, std::size_t reserve_bytes, HugePages huge_pages) : huge_pages_(huge_pages) {
-    usage_.limit_bytes = limit_bytes;
-    usage_.reserve_bytes = reserve_bytes;
+Arena::Arena(const ArenaOptions& options) : piece_bytes_(options.piece_bytes), huge_pages_(options.huge_pages) {
+    usage_.limit_bytes = options.limit_bytes;
+    usage_.reserve_bytes = options.reserve_bytes;
 }
 
 Arena::~Arena() {
     AddressSpace& space = AddressSpace::process();
     for (const auto& [size, frame] : free_frames_) space.release(frame.slot);
+    for (const auto& [size, frame] : registered_free_frames_) space.release(frame.slot);
     for (const auto& [size, range] : idle_ranges_) space.release(range);
 }
 
@@ -30,27 +31,36 @@ bool Arena::make_room(std::size_t size_bytes, std::size_t reserve_bytes) {
     const auto fits = [&] { return usage_.used_bytes() + reserve_bytes + size_bytes <= usage_.limit_bytes; };
     while (!fits() && !idle_ranges_.empty()) {
         const auto largest = std::prev(idle_ranges_.end());
-        AddressSpace::process().release(largest->second);
+        release_range(largest->second);
         usage_.idle_range_bytes -= largest->first;
         idle_ranges_.erase(largest);
     }
-    for (auto frame = free_frames_.end(); !fits() && frame != free_frames_.begin();) {
-        --frame;
-        if (frame->second.fixed_index != kUnregistered) continue;
-        AddressSpace::process().release(frame->second.slot);
-        usage_.free_frame_bytes -= frame->first;
-        frame = free_frames_.erase(frame);
+    while (!fits() && !free_frames_.empty()) {
+        const auto largest = std::prev(free_frames_.end());
+        AddressSpace::process().release(largest->second.slot);
+        usage_.free_frame_bytes -= largest->first;
+        free_frames_.erase(largest);
     }
     return fits();
 }
 
+/// Uncounted: the caller says what it is now.
+std::optional<Frame> Arena::take_free_frame(std::multimap<std::size_t, Frame>& frames, std::size_t size_bytes) {
+    const auto found = frames.find(size_bytes);
+    if (found == frames.end()) return std::nullopt;
+    const Frame frame = found->second;
+    frames.erase(found);
+    usage_.free_frame_bytes -= size_bytes;
+    return frame;
+}
+
+/// Registered frames first: the others are of use to ranges as well.
 std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes) {
-    if (const auto reuse = free_frames_.find(size_bytes); reuse != free_frames_.end()) {
-        const Frame frame = reuse->second;
-        free_frames_.erase(reuse);
-        usage_.free_frame_bytes -= size_bytes;
+    std::optional<Frame> free = take_free_frame(registered_free_frames_, size_bytes);
+    if (!free) free = take_free_frame(free_frames_, size_bytes);
+    if (free) {
         charge(usage_.frame_bytes, size_bytes);
-        return frame;
+        return free;
     }
     if (usage_.available_bytes() < size_bytes || !make_room(size_bytes, usage_.reserve_bytes)) return std::nullopt;
     AddressSpace& space = AddressSpace::process();
@@ -62,9 +72,11 @@ std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes) {
 }
 
 void Arena::give_frame(const Frame& frame) {
-    usage_.frame_bytes -= frame.slot.size();
-    usage_.free_frame_bytes += frame.slot.size();
-    free_frames_.emplace(frame.slot.size(), frame);
+    const std::size_t size_bytes = frame.slot.size();
+    usage_.frame_bytes -= size_bytes;
+    usage_.free_frame_bytes += size_bytes;
+    const bool is_registered = frame.fixed_index != kUnregistered;
+    (is_registered ? registered_free_frames_ : free_frames_).emplace(size_bytes, frame);
 }
 
 std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes) {
@@ -75,18 +87,73 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
         charge(usage_.range_bytes, size_bytes);
         return range;
     }
-    if (usage_.available_bytes() < size_bytes || !make_room(size_bytes, usage_.reserve_bytes)) return std::nullopt;
-    AddressSpace& space = AddressSpace::process();
-    const std::span<std::byte> range = space.reserve(size_bytes, nullptr);
-    space.commit(range, huge_pages_);
+    if (usage_.available_bytes() < size_bytes) return std::nullopt;
+    const std::vector<Frame> pieces = take_pieces(piece_bytes_ == 0 ? 0 : size_bytes / piece_bytes_);
+    if (!make_room(size_bytes, usage_.reserve_bytes)) {
+        for (const Frame& piece : pieces) {
+            usage_.free_frame_bytes += piece_bytes_;
+            free_frames_.emplace(piece_bytes_, piece);
+        }
+        return std::nullopt;
+    }
+    const std::span<std::byte> range = put_together(pieces, size_bytes);
     charge(usage_.range_bytes, size_bytes);
     return range;
+}
+
+std::vector<Frame> Arena::take_pieces(std::size_t at_most) {
+    std::vector<Frame> pieces;
+    while (pieces.size() < at_most) {
+        const std::optional<Frame> piece = take_free_frame(free_frames_, piece_bytes_);
+        if (!piece) break;
+        pieces.push_back(*piece);
+    }
+    return pieces;
+}
+
+/// A range that begins with the memory of `pieces`; the rest is new.
+std::span<std::byte> Arena::put_together(const std::vector<Frame>& pieces, std::size_t size_bytes) {
+    AddressSpace& space = AddressSpace::process();
+    const std::span<std::byte> range = space.reserve(size_bytes, nullptr);
+    std::size_t count = 0;
+    try {
+        for (; count < pieces.size(); ++count) {
+            space.move(pieces[count].slot, range.data() + count * piece_bytes_, Protection::read_write);
+        }
+        const std::size_t filled_bytes = count * piece_bytes_;
+        if (filled_bytes > 0) space.hide_from_fork(range.first(filled_bytes), false);
+        if (filled_bytes < range.size()) space.commit(range.subspan(filled_bytes), huge_pages_);
+    } catch (...) {  // no more mappings: the memory is given up
+        space.release(range);
+        for (const Frame& piece : pieces) space.release(piece.slot);
+        throw;
+    }
+    for (const Frame& piece : pieces) space.release(piece.slot);
+    if (!pieces.empty()) mapping_bytes_[range.data()] = piece_bytes_;
+    return range;
+}
+
+bool Arena::can_become_pages(std::span<std::byte> range, std::size_t page_bytes) const {
+    const auto found = mapping_bytes_.find(range.data());
+    return found == mapping_bytes_.end() || found->second % page_bytes == 0;
+}
+
+void Arena::hand_over(std::span<std::byte> range) { mapping_bytes_.erase(range.data()); }
+
+void Arena::take_back(std::span<std::byte> range, std::size_t page_bytes) {
+    if (page_bytes < range.size()) mapping_bytes_[range.data()] = page_bytes;
+    give_range(range);
 }
 
 void Arena::give_range(std::span<std::byte> range) {
     usage_.range_bytes -= range.size();
     usage_.idle_range_bytes += range.size();
     idle_ranges_.emplace(range.size(), range);
+}
+
+void Arena::release_range(std::span<std::byte> range) {
+    mapping_bytes_.erase(range.data());
+    AddressSpace::process().release(range);
 }
 
 Frame Arena::adopt_into_frame(std::size_t size_bytes) {
@@ -99,11 +166,6 @@ Frame Arena::adopt_into_frame(std::size_t size_bytes) {
 void Arena::return_to_range(const Frame& frame) {
     usage_.frame_bytes -= frame.slot.size();
     usage_.range_bytes += frame.slot.size();
-    AddressSpace::process().release(frame.slot);
-}
-
-void Arena::release_frame(const Frame& frame) {
-    usage_.frame_bytes -= frame.slot.size();
     AddressSpace::process().release(frame.slot);
 }
 
@@ -120,16 +182,13 @@ void Arena::count_small(std::ptrdiff_t delta_bytes) noexcept {
 std::vector<Frame> Arena::take_registered_free_frames(std::size_t at_least_bytes) {
     std::vector<Frame> taken;
     std::size_t taken_bytes = 0;
-    for (auto frame = free_frames_.begin(); frame != free_frames_.end() && taken_bytes < at_least_bytes;) {
-        if (frame->second.fixed_index == kUnregistered) {
-            ++frame;
-            continue;
-        }
-        taken.push_back(frame->second);
-        taken_bytes += frame->first;
-        usage_.free_frame_bytes -= frame->first;
-        usage_.frame_bytes += frame->first;
-        frame = free_frames_.erase(frame);
+    while (!registered_free_frames_.empty() && taken_bytes < at_least_bytes) {
+        const auto first = registered_free_frames_.begin();
+        taken.push_back(first->second);
+        taken_bytes += first->first;
+        usage_.free_frame_bytes -= first->first;
+        usage_.frame_bytes += first->first;
+        registered_free_frames_.erase(first);
     }
     return taken;
 }

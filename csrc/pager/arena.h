@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -39,14 +40,21 @@ private:
     }
 };
 
-/// Hands out memory under a hard limit. Memory is reused by exact size first; free memory of other sizes is given
-/// back to the system when a new size needs room. Nothing here waits or evicts.
+/// What an arena hands out.
+struct ArenaOptions {
+    std::size_t limit_bytes = 0;
+    std::size_t reserve_bytes = 0;  // of it, for small allocations that an operation makes while its pages are pinned
+    std::size_t piece_bytes = 0;    // frames of this size may be put together to a range; 0: none
+    HugePages huge_pages = HugePages::allowed;
+};
+
+/// Hands out memory under a hard limit. Memory is reused by exact size first; a range is put together from free frames
+/// where there are some, because new memory has to be zeroed by the system; free memory of other sizes is given back to
+/// the system when a new size needs room. Nothing here waits or evicts.
 /// Threads: none; the pager's lock covers it.
 class Arena {
 public:
-    /// `reserve_bytes` of the limit are kept free for small allocations to come, which an operation makes while its
-    /// pages are pinned.
-    explicit Arena(std::size_t limit_bytes, std::size_t reserve_bytes = 0, HugePages huge_pages = HugePages::allowed);
+    explicit Arena(const ArenaOptions& options);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
@@ -58,20 +66,24 @@ public:
     /// A committed range of `size_bytes` with unspecified contents that a fork shares, or nothing.
     std::optional<std::span<std::byte>> try_take_range(std::size_t size_bytes);
     void give_range(std::span<std::byte> range);
-
+    /// Whether the pages of `page_bytes` that a live range holds can be moved one by one: the system moves one mapping
+    /// at a time, and a range that was put together consists of several.
+    bool can_become_pages(std::span<std::byte> range, std::size_t page_bytes) const;
+    /// The addresses of a live range are a segment's from now on; adopt_into_frame() follows for each of its pages.
+    void hand_over(std::span<std::byte> range);
+    /// The reverse: return_to_range() has been called for each of its pages of `page_bytes`.
+    void take_back(std::span<std::byte> range, std::size_t page_bytes);
     /// Turns `size_bytes` of a live range into a frame of that size whose memory stays where it is.
     Frame adopt_into_frame(std::size_t size_bytes);
     /// The reverse: the frame's memory lies in a range, which is live again; its slot is given up.
     void return_to_range(const Frame& frame);
-    /// Gives the frame's memory back to the system at once. Pre: it is not registered with the I/O engine.
-    void release_frame(const Frame& frame);
 
     /// Counts bytes allocated elsewhere if they fit the limit, giving free memory back where they need it.
     bool try_count_small(std::size_t size_bytes);
     /// Counts bytes allocated (or, below zero, freed) elsewhere, whether they fit or not.
     void count_small(std::ptrdiff_t delta_bytes) noexcept;
 
-    /// Free frames that the I/O engine has registered: only its owner may take them, to unregister and release them.
+    /// Free frames that the I/O engine has registered: only its owner may take them, to unregister them and give them.
     std::vector<Frame> take_registered_free_frames(std::size_t at_least_bytes);
 
     ArenaUsage usage() const noexcept { return usage_; }
@@ -83,13 +95,20 @@ public:
 
 private:
     bool make_room(std::size_t size_bytes, std::size_t reserve_bytes);
+    std::optional<Frame> take_free_frame(std::multimap<std::size_t, Frame>& frames, std::size_t size_bytes);
+    std::vector<Frame> take_pieces(std::size_t at_most);
+    std::span<std::byte> put_together(const std::vector<Frame>& pieces, std::size_t size_bytes);
+    void release_range(std::span<std::byte> range);
     void charge(std::size_t& account, std::size_t size_bytes) noexcept;
 
     ArenaUsage usage_;
     std::size_t other_peak_bytes_ = 0;
+    std::size_t piece_bytes_;
     HugePages huge_pages_;
     std::multimap<std::size_t, Frame> free_frames_;
+    std::multimap<std::size_t, Frame> registered_free_frames_;
     std::multimap<std::size_t, std::span<std::byte>> idle_ranges_;
+    std::unordered_map<const std::byte*, std::size_t> mapping_bytes_;  // by start, of ranges that are not one mapping
 };
 
 }  // namespace torch_offload

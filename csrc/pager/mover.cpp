@@ -208,7 +208,7 @@ void Mover::settle_read(std::unique_ptr<Transfer> transfer) {
 void Mover::give_back_registered() {
     for (const Frame& frame : client_.frames_to_unregister()) {
         engine_->unregister_buffer(frame.fixed_index);
-        client_.release_frame(Frame{frame.slot});
+        client_.take_unregistered(Frame{frame.slot});
     }
 }
 

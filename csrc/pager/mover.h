@@ -37,9 +37,9 @@ public:
     virtual bool frame_matches(const Page& page) = 0;
     /// Of the file that the page's extent is in.
     virtual int file_descriptor(const Page& page) = 0;
-    /// Registered frames that must be given back to the system now.
+    /// Registered free frames that are wanted for something else than transfers.
     virtual std::vector<Frame> frames_to_unregister() = 0;
-    virtual void release_frame(const Frame& frame) = 0;
+    virtual void take_unregistered(const Frame& frame) = 0;
     virtual bool may_register(std::size_t size_bytes) = 0;
     virtual void note_registered(std::size_t size_bytes) = 0;
     /// Evicts ahead of need and starts reads ahead of use.

@@ -11,6 +11,8 @@
 namespace torch_offload {
 namespace {
 
+constexpr std::size_t kUsualElementBytes = 4;  // pages of this element size may be put together to a gradient's memory
+
 /// Distinguishes the scratch files of one process, so that a page of one is never taken for a page of another.
 std::uint64_t next_store_id() {
     static std::atomic<std::uint64_t> last{0};
@@ -35,7 +37,8 @@ Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_p
       options(pager_options),
       file(pager_options.directories),
       store_id(next_store_id()),
-      arena(pager_options.budget_bytes, small_reserve(pager_options.budget_bytes), huge_pages_for(pager_options)) {
+      arena({pager_options.budget_bytes, small_reserve(pager_options.budget_bytes),
+             pager_options.page_elements * kUsualElementBytes, huge_pages_for(pager_options)}) {
     OFFLOAD_CHECK(options.budget_bytes > 0, InvalidArgument, "the RAM budget is 0 bytes");
     OFFLOAD_CHECK(options.page_elements > 0 && options.page_elements % kSectorBytes == 0, InvalidArgument,
                   "page_elements must be a positive multiple of ", kSectorBytes, ", got ", options.page_elements);
@@ -89,14 +92,22 @@ std::shared_ptr<Segment> Pager::create_segment(std::size_t size_bytes, std::size
     return impl_->make_segment(range.first(size_bytes), element_bytes, kind);
 }
 
+bool Pager::can_adopt(std::span<std::byte> range, std::size_t element_bytes) const {
+    const std::lock_guard lock(impl_->mutex);
+    return impl_->arena.can_become_pages(range, options_.page_elements * element_bytes);
+}
+
 std::shared_ptr<Segment> Pager::adopt_range(std::span<std::byte> range, std::size_t size_bytes,
                                             std::size_t element_bytes, SegmentKind kind) {
     OFFLOAD_CHECK(range.size() == round_up(size_bytes, kSectorBytes), InvalidArgument, "a range of ", range.size(),
                   " bytes cannot become a segment of ", size_bytes);
+    OFFLOAD_CHECK(can_adopt(range, element_bytes), InvalidArgument, "a range of ", range.size(),
+                  " bytes is not made of pages of ", options_.page_elements * element_bytes);
     AddressSpace::process().hide_from_fork(range, true);
     auto segment = impl_->make_segment(range.first(size_bytes), element_bytes, kind);
     {
         const std::lock_guard lock(impl_->mutex);
+        impl_->arena.hand_over(range);
         for (std::size_t i = 0; i < segment->page_count(); ++i) {
             Page& page = segment->page(i);
             page.frame = impl_->arena.adopt_into_frame(segment->frame_bytes(i));
@@ -148,7 +159,7 @@ void Pager::Impl::forget(Segment& segment) {
                 arena.give_frame(page.frame);
             }
         }
-        if (is_kept) arena.give_range(range);
+        if (is_kept) arena.take_back(range, segment.page_bytes());
     }
     {
         const std::lock_guard lock(mutex);

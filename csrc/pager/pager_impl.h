@@ -165,7 +165,7 @@ struct Pager::Impl final : MoverClient {
     bool frame_matches(const Page& page) override;
     int file_descriptor(const Page& page) override { return file.file_descriptor(*page.extent); }
     std::vector<Frame> frames_to_unregister() override;
-    void release_frame(const Frame& frame) override;
+    void take_unregistered(const Frame& frame) override;
     bool may_register(std::size_t size_bytes) override;
     void note_registered(std::size_t size_bytes) override;
     void look_ahead() override;

@@ -92,11 +92,11 @@ std::vector<Frame> Pager::Impl::frames_to_unregister() {
     return frames;
 }
 
-void Pager::Impl::release_frame(const Frame& frame) {
+void Pager::Impl::take_unregistered(const Frame& frame) {
     {
         const std::lock_guard lock(mutex);
         registered_bytes -= frame.slot.size();
-        arena.release_frame(frame);
+        arena.give_frame(frame);
     }
     announce_progress();
 }

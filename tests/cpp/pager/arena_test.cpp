@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "base/units.h"
+#include "device/address_space.h"
 
 namespace torch_offload::test {
 namespace {
@@ -11,7 +12,7 @@ constexpr std::size_t kUnit = 64 * kKiB;
 
 // The limit is never exceeded, whatever asks. Method: fill with frames and ranges, ask for one more of each.
 TEST(Arena, RefusesBeyondTheLimit) {
-    Arena arena(4 * kUnit);
+    Arena arena({.limit_bytes = 4 * kUnit});
     ASSERT_TRUE(arena.try_take_frame(2 * kUnit));
     ASSERT_TRUE(arena.try_take_range(2 * kUnit));
     EXPECT_FALSE(arena.try_take_frame(kSectorBytes));
@@ -21,7 +22,7 @@ TEST(Arena, RefusesBeyondTheLimit) {
 
 // Free memory of one size makes room for another size and kind. Method: give frames back, take a large range.
 TEST(Arena, FreeMemoryServesOtherSizes) {
-    Arena arena(4 * kUnit);
+    Arena arena({.limit_bytes = 4 * kUnit});
     const auto a = arena.try_take_frame(2 * kUnit);
     const auto b = arena.try_take_frame(2 * kUnit);
     arena.give_frame(*a);
@@ -34,7 +35,7 @@ TEST(Arena, FreeMemoryServesOtherSizes) {
 
 // Memory of the right size is reused where it lies. Method: give back, take again, compare addresses.
 TEST(Arena, ReusesExactSizes) {
-    Arena arena(4 * kUnit);
+    Arena arena({.limit_bytes = 4 * kUnit});
     const auto range = arena.try_take_range(kUnit);
     arena.give_range(*range);
     const auto again = arena.try_take_range(kUnit);
@@ -44,15 +45,63 @@ TEST(Arena, ReusesExactSizes) {
 
 // Frames that the I/O engine has registered are not dropped behind its back. Method: register one, ask for its room.
 TEST(Arena, RegisteredFramesAreLeftToTheirOwner) {
-    Arena arena(2 * kUnit);
+    Arena arena({.limit_bytes = 2 * kUnit});
     auto frame = arena.try_take_frame(2 * kUnit);
     frame->fixed_index = 3;
     arena.give_frame(*frame);
     EXPECT_FALSE(arena.try_take_range(kUnit));
     const auto taken = arena.take_registered_free_frames(kUnit);
     ASSERT_EQ(taken.size(), 1u);
-    arena.release_frame(taken[0]);
+    arena.give_frame(Frame{taken[0].slot});
     EXPECT_TRUE(arena.try_take_range(kUnit));
+}
+
+// A range is made of the memory of free frames, not of new zeros, and says which pages it can become. Method: mark two
+// frames, give them back, take a range of two and a half.
+TEST(Arena, RangesArePutTogetherFromFreeFrames) {
+    Arena arena({.limit_bytes = 4 * kUnit, .piece_bytes = kUnit});
+    const auto a = arena.try_take_frame(kUnit);
+    const auto b = arena.try_take_frame(kUnit);
+    a->slot[1] = std::byte{7};
+    b->slot[1] = std::byte{7};
+    arena.give_frame(*a);
+    arena.give_frame(*b);
+    const auto range = arena.try_take_range(2 * kUnit + kUnit / 2);
+    ASSERT_TRUE(range);
+    EXPECT_EQ((*range)[1], std::byte{7});
+    EXPECT_EQ((*range)[kUnit + 1], std::byte{7});
+    EXPECT_EQ((*range)[2 * kUnit + 1], std::byte{0});
+    EXPECT_EQ(arena.usage().free_frame_bytes, 0u);
+    EXPECT_EQ(arena.usage().peak_bytes, 2 * kUnit + kUnit / 2);
+    EXPECT_TRUE(arena.can_become_pages(*range, kUnit));
+    EXPECT_TRUE(arena.can_become_pages(*range, kUnit / 2));
+    EXPECT_FALSE(arena.can_become_pages(*range, 2 * kUnit));
+    arena.give_range(*range);
+}
+
+// Pages that come back as a range are no single mapping any more. Method: hand a range over, take it back as pages.
+TEST(Arena, RangeThatWasPagesKeepsTheirMappings) {
+    Arena arena({.limit_bytes = 2 * kUnit});
+    const auto range = arena.try_take_range(2 * kUnit);
+    EXPECT_TRUE(arena.can_become_pages(*range, 2 * kUnit));
+    arena.hand_over(*range);
+    for (int page = 0; page < 2; ++page) arena.return_to_range(arena.adopt_into_frame(kUnit));
+    arena.take_back(*range, kUnit);
+    const auto again = arena.try_take_range(2 * kUnit);
+    ASSERT_EQ(again->data(), range->data());
+    EXPECT_TRUE(arena.can_become_pages(*again, kUnit));
+    EXPECT_FALSE(arena.can_become_pages(*again, 2 * kUnit));
+    AddressSpace::process().release(*again);
+}
+
+// What does not fit leaves the free frames as they were. Method: ask for more than there is while a frame is in use.
+TEST(Arena, FramesStayFreeWhereTheRangeDoesNotFit) {
+    Arena arena({.limit_bytes = 3 * kUnit, .reserve_bytes = kUnit, .piece_bytes = kUnit});
+    const auto free = arena.try_take_frame(kUnit);
+    arena.give_frame(*free);
+    EXPECT_FALSE(arena.try_take_range(3 * kUnit));
+    EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
+    EXPECT_EQ(arena.try_take_frame(kUnit)->slot.data(), free->slot.data());
 }
 
 }  // namespace
