@@ -124,13 +124,18 @@ class Worker:
         forget_peak()
         before = CpuSeconds.now()
         loss = self.model(input_ids=self.ids, labels=self.ids).loss
+        forward_seconds, forward_traffic = CpuSeconds.now().wall - before.wall, self.traffic_since_last_call()
         loss.backward()
+        backward_seconds = CpuSeconds.now().wall - before.wall - forward_seconds
         if self.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         measured = CpuSeconds.now().since(before)
-        traffic = {name: between[name] + count for name, count in self.traffic_since_last_call().items()}
+        measured |= {"forward_seconds": forward_seconds, "backward_seconds": backward_seconds}
+        later = self.traffic_since_last_call()
+        traffic = {name: between[name] + forward_traffic[name] + count for name, count in later.items()}
+        traffic |= {f"{name}_forward": count for name, count in forward_traffic.items()}
         outside = {f"{name}_between_steps": count for name, count in between.items()}
         memory = {"peak_resident_bytes": float(peak_resident_bytes())}
         return measured | traffic | outside | memory | {"loss": loss.item().hex()}

@@ -63,10 +63,12 @@ class Plan:
 
 def workloads_of(**shape: int) -> list[tuple[Workload, dict[str, VariantPlan]]]:
     """Return the questions, for a model of this shape: both dtypes, bound by the disk and bound by computing."""
+    fewest = {"batch": 1, "sequence": 32, "checkpointing": 0, **shape}
     few = {"batch": 1, "sequence": 128, "checkpointing": 0, **shape}
     some = {"batch": 1, "sequence": 256, "checkpointing": 0, **shape}
     many = {"batch": 8, "sequence": 256, "checkpointing": 1, **shape}
     return [
+        (Workload("fp32, 32 tokens", **fewest), PLAIN | QUARTER),
         (Workload("fp32, 128 tokens", **few), PLAIN | QUARTER),
         (Workload("fp32, 256 tokens", **some), IN_MEMORY),
         (Workload("fp32, 2048 tokens", **many), IN_MEMORY | QUARTER | CLIPPED),
