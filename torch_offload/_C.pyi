@@ -53,6 +53,8 @@ class Engine:
     def begin_optimizer_step(self) -> None: ...
     def end_optimizer_step(self) -> None:
         """End of a step: also the boundary of the recorded trace."""
+    def finish_loading(self) -> None:
+        """Give back the memory that reads a file ahead between two tensors."""
     def evict(self, tensor: torch.Tensor) -> int:
         """Send the tensor's pages to SSD and wait; returns the bytes that stayed because they are pinned."""
     def prefetch(self, tensor: torch.Tensor) -> None: ...

@@ -42,6 +42,8 @@ class Arrivals:
     def close(self) -> None:
         """Undo one :meth:`open`."""
         self._openings -= 1
+        if self._openings == 0 and os.getpid() == self._process:
+            self._engine.finish_loading()
 
     def is_idle(self) -> bool:
         """Whether it is closed and no module with such tensors is waiting to be wrapped."""

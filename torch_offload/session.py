@@ -106,6 +106,8 @@ class Session:
                 if id(tensor) not in before:
                     self._release(tensor)
             raise
+        finally:
+            self.engine.finish_loading()
 
     def remove(self, module: nn.Module) -> None:
         """Make everything of the module ordinary memory, except what another wrapped module shares.

@@ -19,7 +19,8 @@ std::shared_ptr<Engine> Engine::make(const EngineOptions& options) {
 Engine::Engine(const EngineOptions& options)
     : options_(options),
       pager_(std::make_shared<Pager>(options.pager)),
-      deferred_(std::make_unique<DeferredOps>(pager_)) {
+      deferred_(std::make_unique<DeferredOps>(pager_)),
+      mapped_copy_(std::make_unique<MappedCopy>(*this)) {
     pager_->set_pending_work(
         [this](Segment& segment, std::size_t index, bool may_wait) {
             // What a recorded kernel allocates must not wait for memory that only the record's end can free.
@@ -30,6 +31,7 @@ Engine::Engine(const EngineOptions& options)
 }
 
 Engine::~Engine() {
+    mapped_copy_->finish();
     leases_.clear();
     pager_->clear_pending_work();
     deferred_.reset();
@@ -89,6 +91,7 @@ void Engine::end_optimizer_step() {
         ++step_;
     }
     sweep_leases();
+    finish_loading();
     pager_->end_step();
 }
 

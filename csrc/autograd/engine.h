@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "autograd/deferred_ops.h"
+#include "autograd/mapped_copy.h"
 #include "autograd/paged_storage.h"
 #include "base/counters.h"
 #include "pager/pager.h"
@@ -28,6 +29,7 @@ struct EngineCounters {
     Counter norms_from_cache;
     Counter adopted_bytes;  // became pages where they lay
     Counter copied_bytes;   // were copied into pages
+    Counter direct_bytes;   // of those, read past the page cache from the file that they were mapped from
     Counter zero_segments;  // made without bytes
 };
 
@@ -43,6 +45,7 @@ public:
 
     Pager& pager() noexcept { return *pager_; }
     DeferredOps& deferred() noexcept { return *deferred_; }
+    MappedCopy& mapped_copy() noexcept { return *mapped_copy_; }
     std::size_t min_paged_bytes() const noexcept { return options_.min_paged_bytes; }
     std::size_t live_segments() const noexcept { return live_segments_.load(std::memory_order_relaxed); }
 
@@ -51,6 +54,9 @@ public:
     PinGuard pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count, Access access);
     std::span<std::byte> allocate_range(std::size_t size_bytes);
     void reserve_small(std::size_t size_bytes);
+
+    /// Gives back what loading keeps between two tensors of a file.
+    void finish_loading() noexcept { mapped_copy_->finish(); }
 
     /// Manages the tensor if it is large enough and of a kind that can be. Returns whether it is managed now.
     bool try_manage(const at::Tensor& tensor, SegmentRole role);
@@ -99,6 +105,7 @@ private:
     EngineOptions options_;
     std::shared_ptr<Pager> pager_;
     std::unique_ptr<DeferredOps> deferred_;
+    std::unique_ptr<MappedCopy> mapped_copy_;
     std::atomic<std::size_t> live_segments_{0};
     std::atomic<bool> in_optimizer_step_{false};
     std::atomic<std::uint32_t> steps_without_norms_{0};

@@ -11,10 +11,10 @@
 
 #include "autograd/engine.h"
 #include "autograd/forked_child.h"
+#include "autograd/mapped_copy.h"
 #include "autograd/temporaries.h"
 #include "base/check.h"
 #include "base/units.h"
-#include "device/address_space_advice.h"
 
 namespace torch_offload {
 namespace {
@@ -63,55 +63,6 @@ void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<
     }
 }
 
-constexpr std::size_t kStepsAhead = 8;  // the file is read ahead, copied and let go in so many parts of what is ahead
-
-/// How much of a mapped file is read ahead. What the system holds of it counts against the budget meanwhile: a memory
-/// control group counts it as well. Nothing is read ahead where no page can make room.
-class ReadAhead {
-public:
-    explicit ReadAhead(Engine& engine)
-        : engine_(engine), size_bytes_(std::min(kMostBytes, engine.pager().options().budget_bytes / kBudgetShare)) {
-        try {
-            engine_.reserve_small(size_bytes_);
-        } catch (const OutOfTierMemory&) {
-            size_bytes_ = 0;
-        }
-    }
-    ~ReadAhead() { engine_.pager().count_small(-static_cast<std::ptrdiff_t>(size_bytes_)); }
-    ReadAhead(const ReadAhead&) = delete;
-    ReadAhead& operator=(const ReadAhead&) = delete;
-
-    std::size_t size_bytes() const noexcept { return size_bytes_; }
-
-private:
-    static constexpr std::size_t kMostBytes = 32 * kMiB;
-    static constexpr std::size_t kBudgetShare = 16;
-
-    Engine& engine_;
-    std::size_t size_bytes_;
-};
-
-/// The same from memory that may be a mapped file: read ahead of the copy, and its memory let go behind it. Tensors
-/// are mostly loaded in the order of the file, so that what lies behind this one is read ahead as well.
-void copy_in_mapped(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
-    const ReadAhead read_ahead(engine);
-    const std::size_t step_bytes = std::max(read_ahead.size_bytes() / kStepsAhead, kSectorBytes);
-    std::size_t read_bytes = 0;
-    for (std::size_t begin = 0; begin < source.size();) {
-        const std::size_t page = begin / segment->page_bytes();
-        const PinGuard guard = engine.pin_pages(segment, page, 1, Access::overwrite);
-        const std::size_t page_end = std::min((page + 1) * segment->page_bytes(), source.size());
-        for (; begin < page_end; begin = std::min(begin + step_bytes, page_end)) {
-            const std::size_t end = std::min(begin + step_bytes, page_end);
-            const std::size_t ahead = std::max(read_bytes, begin + read_ahead.size_bytes());
-            advise_read_ahead(source.data() + read_bytes, ahead - read_bytes);
-            read_bytes = ahead;
-            std::memcpy(segment->range().data() + begin, source.data() + begin, end - begin);
-            advise_not_needed(source.subspan(begin, end - begin));
-        }
-    }
-}
-
 void copy_out(Engine& engine, const std::shared_ptr<Segment>& segment, std::byte* target, std::size_t size_bytes) {
     for (std::size_t page = 0; page < segment->page_count(); ++page) {
         const std::size_t begin = page * segment->page_bytes();
@@ -152,7 +103,7 @@ void copy_storage(const std::shared_ptr<Engine>& engine, c10::StorageImpl& stora
     if (is_allocated) {
         copy_in(*engine, segment, source);
     } else {
-        copy_in_mapped(*engine, segment, source);
+        engine->mapped_copy().copy_in(segment, source);
     }
     engine->counters.copied_bytes.add(storage.nbytes());
     storage.set_data_ptr_noswap(data_ptr_over(engine, std::move(segment)));

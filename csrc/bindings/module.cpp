@@ -151,6 +151,7 @@ void bind_engine(py::module_& module) {
             py::arg("parameter"))
         .def("begin_optimizer_step", [](Engine& self) { waiting([&] { self.begin_optimizer_step(); }); })
         .def("end_optimizer_step", [](Engine& self) { waiting([&] { self.end_optimizer_step(); }); })
+        .def("finish_loading", [](Engine& self) { waiting([&] { self.finish_loading(); }); })
         .def("evict", &evict_tensor, py::arg("tensor"))
         .def(
             "prefetch",

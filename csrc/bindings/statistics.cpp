@@ -70,6 +70,7 @@ void add_counters(py::dict& result, const EngineCounters& counters) {
     result["split_list_calls"] = counters.split_list_calls.get();
     result["adopted_bytes"] = counters.adopted_bytes.get();
     result["copied_bytes"] = counters.copied_bytes.get();
+    result["direct_bytes"] = counters.direct_bytes.get();
     result["zero_segments"] = counters.zero_segments.get();
 }
 

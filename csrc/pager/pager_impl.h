@@ -147,7 +147,7 @@ struct Pager::Impl final : MoverClient {
     Outlook upcoming_segments();
     void find_slack(std::vector<Ahead>& ahead);
     std::size_t missing_bytes(Segment& segment);
-    std::size_t spare_bytes() const noexcept;
+    std::size_t spare_bytes();
     std::size_t most_reads_ahead(std::size_t page_bytes) const noexcept;
     void keep_room(std::size_t room_bytes, UsePosition keep_before);
     bool read_ahead(const std::shared_ptr<Segment>& segment, UsePosition use, UpdateTime time);

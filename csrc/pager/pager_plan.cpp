@@ -11,6 +11,7 @@ namespace torch_offload {
 namespace {
 
 constexpr std::size_t kMaxSpareBytes = 16 * kMiB;
+constexpr std::size_t kMaxSpareBytesWhileLoading = 64 * kMiB;
 constexpr std::size_t kMaxAhead = 256;  // segments
 constexpr std::size_t kFewestReads = 2;
 constexpr std::int64_t kKickEveryNs = 1'000'000;
@@ -108,8 +109,13 @@ void Pager::Impl::find_slack(std::vector<Ahead>& ahead) {
     for (std::size_t i = 0; i < ahead.size(); ++i) ahead[i].slack_ns = slack[i];
 }
 
-/// Free memory that reads ahead of use leave to demand, and writes under way make up for.
-std::size_t Pager::Impl::spare_bytes() const noexcept { return std::min(options.budget_bytes / 32, kMaxSpareBytes); }
+/// Free memory that reads ahead of use leave to demand, and writes under way make up for. Before there is a prediction,
+/// a model is being loaded or laid out: nothing is known to be used soon, and much has to be written.
+std::size_t Pager::Impl::spare_bytes() {
+    const std::lock_guard lock(mutex);
+    if (!trace.has_prediction()) return std::min(options.budget_bytes / 8, kMaxSpareBytesWhileLoading);
+    return std::min(options.budget_bytes / 32, kMaxSpareBytes);
+}
 
 /// Reads on their way hold memory that no page uses: as many as keep a disk busy, fewer where memory is small.
 std::size_t Pager::Impl::most_reads_ahead(std::size_t page_bytes) const noexcept {

@@ -10,6 +10,7 @@ import resource
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.bits import digest
 from support.models import tiny_model
 from support.paging import assert_bitwise_equal
@@ -54,6 +55,28 @@ def test_a_model_larger_than_the_budget_is_loaded_and_trained(saved, config, dty
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert all(_C.is_managed(weight.grad) for weight in model.parameters())
     assert torch_offload.report().host_peak_bytes <= report.budget_bytes
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_large_tensors_are_read_past_the_page_cache(config, tmp_path, is_cached):
+    """From a file that is not in the page cache; from one that is, they are copied out of it. The same weights."""
+    layers = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+    path = tmp_path / "layers.safetensors"
+    save_file(layers.state_dict(), path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if is_cached:
+            file.read()
+    with torch.device("meta"):
+        loaded = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+    weight_bytes = sum(layer.weight.nbytes for layer in layers)
+    with torch_offload.loading(config=config, ram=weight_bytes // 2):
+        loaded.load_state_dict(load_file(path), assign=True)
+    counters = torch_offload.report().counters
+    assert counters["direct_bytes"] == (0 if is_cached else weight_bytes)
+    assert torch_offload.report().host_bytes["temporaries"] == 0, "blocks for reading ahead were kept"
+    assert_bitwise_equal(weights(loaded), weights(layers))
 
 
 def test_a_model_that_is_built_inside_is_the_same_model(config):

@@ -1,0 +1,162 @@
+#include "autograd/mapped_copy.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "autograd/engine.h"
+#include "base/check.h"
+#include "base/units.h"
+#include "device/address_space_advice.h"
+
+namespace torch_offload {
+namespace {
+
+constexpr std::size_t kBlockCount = 8;
+constexpr std::size_t kBudgetShare = 8;  // one part in so many of the budget holds what is read ahead
+constexpr std::size_t kMostAheadBytes = 32 * kMiB;
+constexpr std::size_t kLeastDirectBytes = 1 * kMiB;  // below, finding the file costs more than it saves
+constexpr std::size_t kAskedAheadBytes = 64 * kMiB;  // of a file decide whether it is read past the page cache
+constexpr std::size_t kStepsAhead = 8;               // a mapping is read ahead, copied and let go in so many parts
+
+std::size_t ahead_bytes(Engine& engine) {
+    return std::min(kMostAheadBytes, engine.pager().options().budget_bytes / kBudgetShare);
+}
+
+/// Copies part after part of `source` by `copy(offset in source, target)`, so that the pager can let pages go while the
+/// next ones are copied.
+template <typename Copy>
+void copy_by_page(Engine& engine, const std::shared_ptr<Segment>& segment, std::size_t size_bytes, Copy copy) {
+    for (std::size_t page = 0; page < segment->page_count(); ++page) {
+        const std::size_t begin = page * segment->page_bytes();
+        const PinGuard guard = engine.pin_pages(segment, page, 1, Access::overwrite);
+        copy(begin, segment->range().subspan(begin, std::min(segment->page_bytes(), size_bytes - begin)));
+    }
+}
+
+/// What the system reads ahead of a mapping counts against the budget meanwhile: a memory control group counts it as
+/// well. Nothing is read ahead where no page can make room.
+class ReadAhead {
+public:
+    explicit ReadAhead(Engine& engine) : engine_(engine), size_bytes_(ahead_bytes(engine)) {
+        try {
+            engine_.reserve_small(size_bytes_);
+        } catch (const OutOfTierMemory&) {
+            size_bytes_ = 0;
+        }
+    }
+    ~ReadAhead() { engine_.pager().count_small(-static_cast<std::ptrdiff_t>(size_bytes_)); }
+    ReadAhead(const ReadAhead&) = delete;
+    ReadAhead& operator=(const ReadAhead&) = delete;
+
+    std::size_t size_bytes() const noexcept { return size_bytes_; }
+
+private:
+    Engine& engine_;
+    std::size_t size_bytes_;
+};
+
+/// Nothing is read ahead of it: a large tensor behind it would be found in the page cache, and be read the slow way.
+void copy_small(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
+    copy_by_page(engine, segment, source.size(), [&](std::size_t begin, std::span<std::byte> target) {
+        std::memcpy(target.data(), source.data() + begin, target.size());
+    });
+}
+
+/// The mapping is read ahead of the copy, and its memory let go behind it.
+void copy_through_mapping(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
+    const ReadAhead read_ahead(engine);
+    const std::size_t step_bytes = std::max(read_ahead.size_bytes() / kStepsAhead, kSectorBytes);
+    std::size_t read_bytes = 0;
+    copy_by_page(engine, segment, source.size(), [&](std::size_t begin, std::span<std::byte> target) {
+        for (std::size_t done = 0; done < target.size(); done += step_bytes) {
+            const std::size_t part_bytes = std::min(step_bytes, target.size() - done);
+            const std::size_t ahead = std::max(read_bytes, begin + done + read_ahead.size_bytes());
+            advise_read_ahead(source.data() + read_bytes, ahead - read_bytes);
+            read_bytes = ahead;
+            std::memcpy(target.data() + done, source.data() + begin + done, part_bytes);
+            advise_not_needed(source.subspan(begin + done, part_bytes));
+        }
+    });
+}
+
+}  // namespace
+
+MappedCopy::Stream::Stream(Engine& engine, MappedFile file)
+    : engine_(engine), memory_(engine.allocate_range(std::max(ahead_bytes(engine), kBlockCount * kSectorBytes))) {
+    try {
+        auto threads = make_io_engine(IoEngineKind::threads, kBlockCount);
+        blocks_ = std::make_unique<BlockStream>(std::move(file), std::move(threads), memory_, kBlockCount);
+    } catch (...) {
+        engine_.pager().free_range(memory_);
+        throw;
+    }
+}
+
+MappedCopy::Stream::~Stream() {
+    blocks_.reset();  // waits for reads into the memory
+    engine_.pager().free_range(memory_);
+}
+
+bool MappedCopy::Stream::is_of(const MappedFile& file) const noexcept {
+    const MappedFile& mine = blocks_->file();
+    return thread_ == std::this_thread::get_id() && mine.device == file.device && mine.inode == file.inode &&
+           mine.size_bytes == file.size_bytes;
+}
+
+/// The stream of the file that `source` lies in, or nothing if it is better read through the mapping.
+std::unique_ptr<MappedCopy::Stream> MappedCopy::stream_for(std::span<const std::byte> source,
+                                                           std::uint64_t& offset_bytes) {
+    std::optional<MappedFile> file = file_under(source);
+    if (!file) return nullptr;
+    offset_bytes = file->offset_bytes;
+    std::unique_ptr<Stream> stream;
+    {
+        const std::lock_guard lock(mutex_);
+        stream = std::move(resting_);
+    }
+    if (stream && stream->is_of(*file)) return stream;
+    // More than the source, and not for a file that is under way: the system reads some MiB around whatever is touched.
+    const std::size_t asked_bytes = std::max(source.size(), std::min(kAskedAheadBytes, file->mapped_bytes));
+    if (is_mostly_cached({source.data(), asked_bytes})) return nullptr;
+    stream.reset();
+    try {
+        return std::make_unique<Stream>(engine_, std::move(*file));
+    } catch (const OutOfTierMemory&) {
+        return nullptr;  // no page can make room for blocks
+    }
+}
+
+void MappedCopy::copy_in(const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
+    if (source.size() < kLeastDirectBytes) {
+        copy_small(engine_, segment, source);
+        return;
+    }
+    std::uint64_t offset_bytes = 0;
+    std::unique_ptr<Stream> stream = stream_for(source, offset_bytes);
+    if (!stream) {
+        copy_through_mapping(engine_, segment, source);
+        return;
+    }
+    BlockStream& blocks = stream->blocks();
+    copy_by_page(engine_, segment, source.size(), [&](std::size_t begin, std::span<std::byte> target) {
+        const std::uint64_t left_bytes = blocks.end_bytes() - std::min(blocks.end_bytes(), offset_bytes + begin);
+        const std::size_t direct_bytes = std::min<std::size_t>(target.size(), left_bytes);
+        if (direct_bytes > 0) blocks.copy(offset_bytes + begin, target.first(direct_bytes));
+        std::memcpy(target.data() + direct_bytes, source.data() + begin + direct_bytes, target.size() - direct_bytes);
+    });
+    engine_.counters.direct_bytes.add(source.size());
+    {
+        const std::lock_guard lock(mutex_);
+        resting_.swap(stream);
+    }
+}
+
+void MappedCopy::finish() noexcept {
+    std::unique_ptr<Stream> stream;  // outlives the lock: it waits for its reads
+    const std::lock_guard lock(mutex_);
+    stream = std::move(resting_);
+}
+
+}  // namespace torch_offload

@@ -1,0 +1,59 @@
+// Bringing tensors that lie in a mapped file into pages. Layer autograd; torch-free.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <thread>
+
+#include "pager/pager.h"
+#include "storage/block_stream.h"
+
+namespace torch_offload {
+
+class Engine;
+
+/// Copies memory that may be a mapped file into pages. Tensors are mostly loaded in the order of the file: what follows
+/// one is read meanwhile, past the page cache and into huge pages, several times as fast as through the mapping. Memory
+/// that is no such file, or lies in the page cache already, is read through the mapping.
+/// Threads: any; each has a file of its own under way.
+class MappedCopy {
+public:
+    explicit MappedCopy(Engine& engine) noexcept : engine_(engine) {}
+    MappedCopy(const MappedCopy&) = delete;
+    MappedCopy& operator=(const MappedCopy&) = delete;
+
+    /// Throws: what a pin throws; TierIoError if the file cannot be read.
+    void copy_in(const std::shared_ptr<Segment>& segment, std::span<const std::byte> source);
+
+    /// Gives back the memory that waits for the next tensor of a file. Call it when loading has ended.
+    void finish() noexcept;
+
+private:
+    /// A file under way, and the memory of the budget that its blocks lie in.
+    class Stream {
+    public:
+        Stream(Engine& engine, MappedFile file);
+        ~Stream();
+        Stream(const Stream&) = delete;
+        Stream& operator=(const Stream&) = delete;
+
+        bool is_of(const MappedFile& file) const noexcept;
+        BlockStream& blocks() noexcept { return *blocks_; }
+
+    private:
+        Engine& engine_;
+        std::thread::id thread_ = std::this_thread::get_id();
+        std::span<std::byte> memory_;
+        std::unique_ptr<BlockStream> blocks_;
+    };
+
+    std::unique_ptr<Stream> stream_for(std::span<const std::byte> source, std::uint64_t& offset_bytes);
+
+    Engine& engine_;
+    std::mutex mutex_;                 // guards the next; never held during I/O
+    std::unique_ptr<Stream> resting_;  // between two tensors
+};
+
+}  // namespace torch_offload

@@ -1,0 +1,115 @@
+#include "storage/mapped_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+
+#include <algorithm>
+#include <fstream>
+#include <sstream>
+#include <vector>
+
+#include "base/units.h"
+
+namespace torch_offload {
+namespace {
+
+struct Mapping {
+    std::uintptr_t begin = 0;
+    std::uintptr_t end = 0;
+    std::uint64_t offset_bytes = 0;
+    dev_t device = 0;
+    ino_t inode = 0;
+    std::string path;
+};
+
+struct SectorRange {
+    std::uintptr_t begin = 0;
+    std::uintptr_t end = 0;
+
+    std::size_t count() const noexcept { return (end - begin) / kSectorBytes; }
+};
+
+/// The sectors that hold `memory`.
+SectorRange sectors_of(std::span<const std::byte> memory) {
+    const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
+    return {address / kSectorBytes * kSectorBytes, round_up(address + memory.size(), kSectorBytes)};
+}
+
+/// "7f10a000-7f20a000 r--p 00001000 fe:00 1835013                 /models/model.safetensors", see proc(5).
+std::optional<Mapping> parse(const std::string& line) {
+    Mapping mapping;
+    std::string permissions;
+    unsigned int major = 0;
+    unsigned int minor = 0;
+    char separator = 0;
+    std::istringstream words(line);
+    words >> std::hex >> mapping.begin >> separator >> mapping.end >> permissions >> mapping.offset_bytes >> major >>
+        separator >> minor >> std::dec >> mapping.inode >> std::ws;
+    std::getline(words, mapping.path);
+    mapping.device = makedev(major, minor);
+    return mapping.path.starts_with('/') ? std::optional(mapping) : std::nullopt;
+}
+
+std::optional<Mapping> find_mapping(std::uintptr_t begin, std::uintptr_t end) {
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+        const std::uintptr_t line_end = std::stoull(line.substr(line.find('-') + 1), nullptr, 16);
+        if (line_end <= begin) continue;
+        std::optional<Mapping> mapping = parse(line);
+        const bool is_whole = mapping && mapping->begin <= begin && end <= mapping->end;
+        return is_whole ? mapping : std::nullopt;
+    }
+    return std::nullopt;
+}
+
+/// Whether no page has been written to: a private mapping then shows memory of the process, not the file.
+bool is_unchanged(const SectorRange& range) {
+    constexpr std::uint64_t kPresent = std::uint64_t{1} << 63;
+    constexpr std::uint64_t kSwapped = std::uint64_t{1} << 62;
+    constexpr std::uint64_t kOfFile = std::uint64_t{1} << 61;
+    const FileDescriptor pagemap(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
+    if (!pagemap) return false;
+    std::vector<std::uint64_t> entries(range.count());
+    const std::size_t size_bytes = entries.size() * sizeof(std::uint64_t);
+    const auto offset = static_cast<off_t>(range.begin / kSectorBytes * sizeof(std::uint64_t));
+    if (::pread(pagemap.get(), entries.data(), size_bytes, offset) != static_cast<ssize_t>(size_bytes)) return false;
+    return std::all_of(entries.begin(), entries.end(), [](std::uint64_t entry) {
+        return (entry & (kPresent | kSwapped)) == 0 || (entry & kOfFile) != 0;
+    });
+}
+
+}  // namespace
+
+std::optional<MappedFile> file_under(std::span<const std::byte> memory) {
+    if (memory.empty() || ::sysconf(_SC_PAGESIZE) != kSectorBytes) return std::nullopt;
+    const SectorRange range = sectors_of(memory);
+    const std::optional<Mapping> mapping = find_mapping(range.begin, range.end);
+    if (!mapping || !is_unchanged(range)) return std::nullopt;
+
+    MappedFile found;
+    found.file = FileDescriptor(::open(mapping->path.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC));
+    struct stat status{};
+    if (!found.file || ::fstat(found.file.get(), &status) != 0) return std::nullopt;
+    const bool is_same = status.st_dev == mapping->device && status.st_ino == mapping->inode;
+    if (!is_same || !S_ISREG(status.st_mode)) return std::nullopt;
+    found.path = mapping->path;
+    found.offset_bytes = mapping->offset_bytes + (reinterpret_cast<std::uintptr_t>(memory.data()) - mapping->begin);
+    found.mapped_bytes = mapping->end - reinterpret_cast<std::uintptr_t>(memory.data());
+    found.size_bytes = static_cast<std::uint64_t>(status.st_size);
+    found.device = status.st_dev;
+    found.inode = status.st_ino;
+    return found;
+}
+
+bool is_mostly_cached(std::span<const std::byte> memory) {
+    const SectorRange range = sectors_of(memory);
+    std::vector<unsigned char> residency(range.count());
+    auto* const begin = reinterpret_cast<void*>(range.begin);
+    if (::mincore(begin, range.count() * kSectorBytes, residency.data()) != 0) return true;
+    const auto cached = std::count_if(residency.begin(), residency.end(), [](unsigned char page) { return page & 1; });
+    return static_cast<std::size_t>(cached) > range.count() / 2;
+}
+
+}  // namespace torch_offload

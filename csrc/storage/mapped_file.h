@@ -1,0 +1,36 @@
+// The file that a program sees through mapped memory, for who wants to read it some other way.
+// Layer storage: includes base only.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "storage/file_descriptor.h"
+
+namespace torch_offload {
+
+/// A file, open for reads past the page cache, and where in it some memory lies.
+struct MappedFile {
+    FileDescriptor file;
+    std::string path;
+    std::uint64_t offset_bytes = 0;  // of the first byte of the memory
+    std::uint64_t size_bytes = 0;    // of the file
+    std::size_t mapped_bytes = 0;    // from the first byte of the memory to the end of its mapping
+    dev_t device = 0;
+    ino_t inode = 0;
+};
+
+/// The file whose bytes `memory` shows, if reading them from the disk gives the same: one mapping of a regular file
+/// that still has its name, no part of it written to in memory. Whatever else, or what the system does not tell:
+/// nothing.
+std::optional<MappedFile> file_under(std::span<const std::byte> memory);
+
+/// Whether more than half of a mapped file's `memory` is in the page cache, or the system does not tell.
+bool is_mostly_cached(std::span<const std::byte> memory);
+
+}  // namespace torch_offload
