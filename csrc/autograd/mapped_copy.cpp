@@ -100,9 +100,7 @@ MappedCopy::Stream::~Stream() {
 }
 
 bool MappedCopy::Stream::is_of(const MappedFile& file) const noexcept {
-    const MappedFile& mine = blocks_->file();
-    return thread_ == std::this_thread::get_id() && mine.device == file.device && mine.inode == file.inode &&
-           mine.size_bytes == file.size_bytes;
+    return thread_ == std::this_thread::get_id() && blocks_->file().is_same_content(file);
 }
 
 /// The stream of the file that `source` lies in, or nothing if it is better read through the mapping.

@@ -26,9 +26,13 @@ void Arena::charge(std::size_t& account, std::size_t size_bytes) noexcept {
     other_peak_bytes_ = std::max(other_peak_bytes_, usage_.range_bytes + usage_.small_bytes);
 }
 
+bool Arena::has_room(std::size_t size_bytes, std::size_t reserve_bytes) const noexcept {
+    return usage_.used_bytes() + reserve_bytes + size_bytes <= usage_.limit_bytes;
+}
+
 /// Gives free memory back to the system, largest first, until `size_bytes` more fit the limit.
 bool Arena::make_room(std::size_t size_bytes, std::size_t reserve_bytes) {
-    const auto fits = [&] { return usage_.used_bytes() + reserve_bytes + size_bytes <= usage_.limit_bytes; };
+    const auto fits = [&] { return has_room(size_bytes, reserve_bytes); };
     while (!fits() && !idle_ranges_.empty()) {
         const auto largest = std::prev(idle_ranges_.end());
         release_range(largest->second);
@@ -42,6 +46,30 @@ bool Arena::make_room(std::size_t size_bytes, std::size_t reserve_bytes) {
         free_frames_.erase(largest);
     }
     return fits();
+}
+
+/// Turns the largest idle range that can be into free frames; what is left of it goes back to the system. False if
+/// there is none.
+bool Arena::take_apart(std::size_t frame_bytes) {
+    auto found = idle_ranges_.end();
+    do {
+        if (found == idle_ranges_.begin()) return false;
+        --found;
+        if (found->first < frame_bytes) return false;
+    } while (!can_become_pages(found->second, frame_bytes));
+    const std::span<std::byte> range = found->second;
+    idle_ranges_.erase(found);
+    usage_.idle_range_bytes -= range.size();
+    AddressSpace& space = AddressSpace::process();
+    for (std::size_t begin = 0; begin + frame_bytes <= range.size(); begin += frame_bytes) {
+        const Frame frame{space.reserve(frame_bytes, nullptr)};
+        space.move(range.subspan(begin, frame_bytes), frame.slot.data(), Protection::read_write);
+        space.hide_from_fork(frame.slot, true);
+        usage_.free_frame_bytes += frame_bytes;
+        free_frames_.emplace(frame_bytes, frame);
+    }
+    release_range(range);
+    return true;
 }
 
 /// Uncounted: the caller says what it is now.
@@ -58,6 +86,9 @@ std::optional<Frame> Arena::take_free_frame(std::multimap<std::size_t, Frame>& f
 std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes) {
     std::optional<Frame> free = take_free_frame(registered_free_frames_, size_bytes);
     if (!free) free = take_free_frame(free_frames_, size_bytes);
+    if (!free && !has_room(size_bytes, usage_.reserve_bytes) && take_apart(size_bytes)) {
+        free = take_free_frame(free_frames_, size_bytes);
+    }
     if (free) {
         charge(usage_.frame_bytes, size_bytes);
         return free;
@@ -88,7 +119,11 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
         return range;
     }
     if (usage_.available_bytes() < size_bytes) return std::nullopt;
-    const std::vector<Frame> pieces = take_pieces(piece_bytes_ == 0 ? 0 : size_bytes / piece_bytes_);
+    const std::size_t piece_count = piece_bytes_ == 0 ? 0 : size_bytes / piece_bytes_;
+    while (free_frames_.count(piece_bytes_) < piece_count && !has_room(size_bytes, usage_.reserve_bytes)) {
+        if (!take_apart(piece_bytes_)) break;
+    }
+    const std::vector<Frame> pieces = take_pieces(piece_count);
     if (!make_room(size_bytes, usage_.reserve_bytes)) {
         for (const Frame& piece : pieces) {
             usage_.free_frame_bytes += piece_bytes_;

@@ -48,9 +48,10 @@ struct ArenaOptions {
     HugePages huge_pages = HugePages::allowed;
 };
 
-/// Hands out memory under a hard limit. Memory is reused by exact size first; a range is put together from free frames
-/// where there are some, because new memory has to be zeroed by the system; free memory of other sizes is given back to
-/// the system when a new size needs room. Nothing here waits or evicts.
+/// Hands out memory under a hard limit. Memory is reused by exact size first. Where the budget is used up, ranges are
+/// put together from free frames, and idle ranges taken apart into frames, because new memory has to be zeroed by the
+/// system (and, in a virtual machine, found by its host: ten times slower). What fits neither way is given back to the
+/// system to make room. Nothing here waits or evicts.
 /// Threads: none; the pager's lock covers it.
 class Arena {
 public:
@@ -94,7 +95,9 @@ public:
     }
 
 private:
+    bool has_room(std::size_t size_bytes, std::size_t reserve_bytes) const noexcept;
     bool make_room(std::size_t size_bytes, std::size_t reserve_bytes);
+    bool take_apart(std::size_t frame_bytes);
     std::optional<Frame> take_free_frame(std::multimap<std::size_t, Frame>& frames, std::size_t size_bytes);
     std::vector<Frame> take_pieces(std::size_t at_most);
     std::span<std::byte> put_together(const std::vector<Frame>& pieces, std::size_t size_bytes);

@@ -100,6 +100,7 @@ std::optional<MappedFile> file_under(std::span<const std::byte> memory) {
     found.size_bytes = static_cast<std::uint64_t>(status.st_size);
     found.device = status.st_dev;
     found.inode = status.st_ino;
+    found.modified_ns = std::int64_t{status.st_mtim.tv_sec} * 1'000'000'000 + status.st_mtim.tv_nsec;
     return found;
 }
 

@@ -23,6 +23,13 @@ struct MappedFile {
     std::size_t mapped_bytes = 0;    // from the first byte of the memory to the end of its mapping
     dev_t device = 0;
     ino_t inode = 0;
+    std::int64_t modified_ns = 0;
+
+    /// Whether the two are one file that nobody has written to in between.
+    bool is_same_content(const MappedFile& other) const noexcept {
+        return device == other.device && inode == other.inode && size_bytes == other.size_bytes &&
+               modified_ns == other.modified_ns;
+    }
 };
 
 /// The file whose bytes `memory` shows, if reading them from the disk gives the same: one mapping of a regular file

@@ -79,6 +79,39 @@ TEST(Arena, RangesArePutTogetherFromFreeFrames) {
     arena.give_range(*range);
 }
 
+// The other way round: where the budget is used up, frames are made of an idle range. Method: mark a range of two and a
+// half frames, give it back, take frames.
+TEST(Arena, IdleRangesAreTakenApartIntoFrames) {
+    Arena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
+    const auto range = arena.try_take_range(2 * kUnit + kUnit / 2);
+    for (std::size_t i = 1; i < range->size(); i += kUnit) (*range)[i] = std::byte{7};
+    arena.give_range(*range);
+    const auto a = arena.try_take_frame(kUnit);
+    EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
+    EXPECT_EQ(arena.usage().idle_range_bytes, 0u);
+    const auto b = arena.try_take_frame(kUnit);
+    ASSERT_TRUE(a && b);
+    EXPECT_EQ(a->slot[1], std::byte{7});
+    EXPECT_EQ(b->slot[1], std::byte{7});
+    EXPECT_LE(arena.usage().peak_bytes, 3 * kUnit);
+    arena.give_frame(*a);
+    arena.give_frame(*b);
+}
+
+// And ranges of one size become ranges of another by way of frames. Method: a marked idle range, a shorter one wanted.
+TEST(Arena, IdleRangesBecomeOtherRanges) {
+    Arena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
+    const auto range = arena.try_take_range(3 * kUnit);
+    for (std::size_t i = 1; i < range->size(); i += kUnit) (*range)[i] = std::byte{7};
+    arena.give_range(*range);
+    const auto shorter = arena.try_take_range(2 * kUnit);
+    ASSERT_TRUE(shorter);
+    EXPECT_EQ((*shorter)[1], std::byte{7});
+    EXPECT_EQ((*shorter)[kUnit + 1], std::byte{7});
+    EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
+    arena.give_range(*shorter);
+}
+
 // Pages that come back as a range are no single mapping any more. Method: hand a range over, take it back as pages.
 TEST(Arena, RangeThatWasPagesKeepsTheirMappings) {
     Arena arena({.limit_bytes = 2 * kUnit});

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 #include <fstream>
 #include <random>
@@ -107,6 +108,16 @@ TEST_F(BlockStreamTest, FindsTheFileUnderMemory) {
     EXPECT_EQ(found->path, path_);
     EXPECT_EQ(found->offset_bytes, kBlockBytes + 5);
     EXPECT_EQ(found->size_bytes, kFileBytes);
+}
+
+// A file that was written to is no longer the one whose blocks were read ahead. Method: write, compare.
+TEST_F(BlockStreamTest, KnowsAFileThatWasWrittenTo) {
+    const std::optional<MappedFile> before = file_under(mapping_);
+    ASSERT_TRUE(before);
+    EXPECT_TRUE(before->is_same_content(*file_under(mapping_)));
+    const timespec times[] = {{.tv_sec = 0, .tv_nsec = UTIME_OMIT}, {.tv_sec = 1, .tv_nsec = 0}};
+    ASSERT_EQ(::futimens(file_.get(), times), 0);
+    EXPECT_FALSE(before->is_same_content(*file_under(mapping_)));
 }
 
 // Memory that no longer shows the file is not taken for it. Method: write into the private mapping, far away and near.

@@ -1,0 +1,151 @@
+// What the pager does of its own accord: when it reads ahead, when it runs deferred work, how it feeds the disk.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "pager/pager.h"
+#include "support/gated_engine.h"
+#include "support/pager_fixture.h"
+
+namespace torch_offload::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+/// Waits for `condition`; false after ten seconds.
+bool comes_true(const std::function<bool()>& condition) {
+    for (int i = 0; i < 10'000; ++i) {
+        if (condition()) return true;
+        std::this_thread::sleep_for(milliseconds(1));
+    }
+    return false;
+}
+
+std::shared_ptr<Segment> with_role(Pager& pager, std::uint32_t seed) {
+    auto segment = filled_segment(pager, 1, seed);
+    segment->trace_id = pager.new_trace_id();
+    return segment;
+}
+
+// Reads and writes that wait together go to the disk in batches of one direction, few at a time. Method: a disk that
+// finishes nothing until 24 pages wait to come and 24 to leave, then one after the other.
+TEST(PagerPlan, DiskIsFedInBatches) {
+    constexpr std::size_t kPages = 24;
+    auto made = std::make_unique<GatedEngine>();
+    GatedEngine& disk = *made;
+    const PagerOptions options = options_with(4 * kPages);
+    Pager pager(options, std::move(made));
+    const auto coming = filled_segment(pager, kPages, 1);
+    const auto leaving = filled_segment(pager, kPages, 2);
+    ASSERT_EQ(pager.evict(coming), 0u);
+    disk.shut();
+    std::thread reader([&] {
+        const PinGuard guard = pin(pager, coming, Access::read);
+        EXPECT_TRUE(holds(*coming, 1));
+    });
+    std::thread writer([&] { EXPECT_EQ(pager.evict(leaving), 0u); });
+    std::this_thread::sleep_for(milliseconds(100));
+    const std::string first = disk.order();
+    for (std::size_t i = 0; i < 2 * kPages; ++i) {
+        disk.finish_one();
+        ASSERT_TRUE(comes_true([&] { return disk.order().size() >= std::min(first.size() + i + 1, 2 * kPages); }));
+    }
+    disk.open();
+    reader.join();
+    writer.join();
+
+    const std::string order = disk.order();
+    EXPECT_EQ(order.size(), 2 * kPages);
+    EXPECT_EQ(disk.most(), 8u);  // the first shape that the arbiter tries
+    const std::size_t both_end = std::min(order.find_last_of('r'), order.find_last_of('w'));
+    const std::string both = order.substr(first.size(), both_end - first.size());
+    EXPECT_EQ(both.find("rrrrr"), std::string::npos) << order;
+    EXPECT_EQ(both.find("wwwww"), std::string::npos) << order;
+    EXPECT_NE(both.find("rrrrwwww"), std::string::npos) << order;
+}
+
+/// Steps of thirty segments used 20 ms after each other and one used at the end. `watch` is told how many there were.
+class PagerDeadlines : public testing::Test {
+protected:
+    static constexpr int kUses = 30;
+    static constexpr milliseconds kPause{20};
+
+    PagerDeadlines() {
+        for (std::uint32_t seed = 0; seed < kUses; ++seed) early_.push_back(with_role(pager_, seed));
+    }
+
+    void step(const std::function<void(int)>& watch = [](int) {}) {
+        for (int use = 0; use < kUses; ++use) {
+            pager_.touch(early_.at(use));
+            std::this_thread::sleep_for(kPause);
+            watch(use);
+        }
+        pager_.touch(late_);
+        pager_.end_step();
+    }
+
+    Pager pager_{options_with(64)};
+    std::vector<std::shared_ptr<Segment>> early_;
+    std::shared_ptr<Segment> late_ = with_role(pager_, kUses);
+};
+
+// What is used late in a step is read shortly before, not at once: its memory serves others meanwhile. Method: a use
+// 600 ms after the step's begin; the read comes neither in the first half nor after the use.
+TEST_F(PagerDeadlines, ReadsComeShortlyBeforeTheirUse) {
+    step();
+    step();
+    ASSERT_EQ(pager_.evict(late_), 0u);
+    int read_at = -1;
+    step([&](int use) {
+        if (read_at < 0 && pager_.is_resident(*late_)) read_at = use;
+    });
+    EXPECT_GE(read_at, kUses / 2);
+    EXPECT_EQ(pager_.statistics().prefetches, 1u);
+    EXPECT_EQ(pager_.statistics().misses, 0u);
+}
+
+// Deferred work that nobody waits for does not fight the program for the cores, and runs once the program waits.
+// Method: work due now, while the program computes; then a read that the disk holds back.
+TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaits) {
+    auto made = std::make_unique<GatedEngine>();
+    GatedEngine& disk = *made;
+    Pager pager(options_with(64), std::move(made));
+    const auto updated = with_role(pager, 1);
+    const auto awaited = filled_segment(pager, 1, 2);
+    for (int step = 0; step < 2; ++step) {
+        pager.touch(updated);
+        pager.end_step();
+    }
+    ASSERT_EQ(pager.evict(awaited), 0u);
+    std::atomic<int> applied{0};
+    const std::shared_ptr<Segment> members[] = {updated};
+    pager.set_pending_work(
+        [&](Segment&, std::size_t index, bool may_wait) {
+            UpdateClaim claim = pager.claim_for_update(members, index, may_wait);
+            if (!claim) return false;
+            claim.finish();
+            ++applied;
+            return true;
+        },
+        [&](Segment&) { return std::vector<std::shared_ptr<Segment>>{updated}; });
+    ASSERT_TRUE(pager.set_pending(*updated, 0));
+    pager.end_step();  // has the mover look ahead: the segment is used next
+    ASSERT_TRUE(comes_true([&] { return updated->page(0).load().has(PageWord::kUpdateQueued); }));
+    std::this_thread::sleep_for(milliseconds(50));
+    EXPECT_EQ(applied, 0);
+
+    disk.shut();
+    std::thread program([&] { const PinGuard guard = pin(pager, awaited, Access::read); });
+    EXPECT_TRUE(comes_true([&] { return applied == 1; }));
+    disk.open();
+    program.join();
+    pager.clear_pending_work();
+}
+
+}  // namespace
+}  // namespace torch_offload::test

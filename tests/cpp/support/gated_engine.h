@@ -1,0 +1,110 @@
+// An I/O engine that finishes transfers when a test lets it. Header only.
+#pragma once
+
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "storage/io_engine.h"
+
+namespace torch_offload::test {
+
+/// Keeps bytes in memory by place. What is submitted waits for open() or for its turn in finish_one().
+/// Threads: any.
+class GatedEngine final : public IoEngine {
+public:
+    std::size_t submit(std::span<IoRequest* const> requests) override {
+        const std::lock_guard lock(mutex_);
+        for (IoRequest* request : requests) {
+            start_over(*request);
+            waiting_.push_back(request);
+            order_ += request->direction == IoDirection::read ? 'r' : 'w';
+            most_ = std::max(most_, waiting_.size());
+        }
+        changed_.notify_all();
+        return requests.size();
+    }
+
+    std::size_t reap(std::span<IoRequest*> finished, std::chrono::milliseconds timeout) override {
+        std::unique_lock lock(mutex_);
+        const auto can_finish = [&] { return !waiting_.empty() && (is_open_ || allowed_ > 0); };
+        changed_.wait_for(lock, timeout, [&] { return woken_ || can_finish(); });
+        woken_ = false;
+        std::size_t count = 0;
+        for (; count < finished.size() && can_finish(); ++count) {
+            if (!is_open_) --allowed_;
+            finished[count] = waiting_.front();
+            waiting_.pop_front();
+            move_bytes(*finished[count]);
+        }
+        return count;
+    }
+
+    void wake() noexcept override {
+        const std::lock_guard lock(mutex_);
+        woken_ = true;
+        changed_.notify_all();
+    }
+
+    BufferIndex register_buffer(std::span<std::byte>) override { return kUnregistered; }
+    void unregister_buffer(BufferIndex) override {}
+    std::size_t capacity() const noexcept override { return 64; }
+    std::string name() const override { return "gated"; }
+
+    /// Nothing finishes from now on; forgets what was submitted so far.
+    void shut() {
+        const std::lock_guard lock(mutex_);
+        is_open_ = false;
+        allowed_ = 0;
+        order_.clear();
+        most_ = 0;
+    }
+    void open() {
+        const std::lock_guard lock(mutex_);
+        is_open_ = true;
+        changed_.notify_all();
+    }
+    void finish_one() {
+        const std::lock_guard lock(mutex_);
+        ++allowed_;
+        changed_.notify_all();
+    }
+
+    /// The directions submitted since shut(), one letter each: r or w.
+    std::string order() const {
+        const std::lock_guard lock(mutex_);
+        return order_;
+    }
+    /// The most transfers under way at once since shut().
+    std::size_t most() const {
+        const std::lock_guard lock(mutex_);
+        return most_;
+    }
+
+private:
+    void move_bytes(IoRequest& request) {
+        std::vector<std::byte>& place = places_[request.offset_bytes];
+        if (request.direction == IoDirection::write) {
+            place.assign(request.buffer.begin(), request.buffer.end());
+        } else {
+            std::memcpy(request.buffer.data(), place.data(), std::min(place.size(), request.buffer.size()));
+        }
+        request.done_bytes = request.buffer.size();
+    }
+
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<IoRequest*> waiting_;
+    std::map<std::uint64_t, std::vector<std::byte>> places_;
+    std::string order_;
+    std::size_t most_ = 0;
+    std::size_t allowed_ = 0;
+    bool is_open_ = true;
+    bool woken_ = false;
+};
+
+}  // namespace torch_offload::test
