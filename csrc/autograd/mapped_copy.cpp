@@ -57,13 +57,6 @@ private:
     std::size_t size_bytes_;
 };
 
-/// Nothing is read ahead of it: a large tensor behind it would be found in the page cache, and be read the slow way.
-void copy_small(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
-    copy_by_page(engine, segment, source.size(), [&](std::size_t begin, std::span<std::byte> target) {
-        std::memcpy(target.data(), source.data() + begin, target.size());
-    });
-}
-
 /// The mapping is read ahead of the copy, and its memory let go behind it.
 void copy_through_mapping(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
     const ReadAhead read_ahead(engine);
@@ -82,6 +75,12 @@ void copy_through_mapping(Engine& engine, const std::shared_ptr<Segment>& segmen
 }
 
 }  // namespace
+
+void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
+    copy_by_page(engine, segment, source.size(), [&](std::size_t begin, std::span<std::byte> target) {
+        std::memcpy(target.data(), source.data() + begin, target.size());
+    });
+}
 
 MappedCopy::Stream::Stream(Engine& engine, MappedFile file)
     : engine_(engine), memory_(engine.allocate_range(std::max(ahead_bytes(engine), kBlockCount * kSectorBytes))) {
@@ -128,7 +127,9 @@ std::unique_ptr<MappedCopy::Stream> MappedCopy::stream_for(std::span<const std::
 
 void MappedCopy::copy_in(const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
     if (source.size() < kLeastDirectBytes) {
-        copy_small(engine_, segment, source);
+        // Nothing is read ahead of it: a large tensor behind it would be found in the page cache, and read the slow
+        // way.
+        torch_offload::copy_in(engine_, segment, source);
         return;
     }
     std::uint64_t offset_bytes = 0;

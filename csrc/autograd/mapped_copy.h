@@ -1,4 +1,4 @@
-// Bringing tensors that lie in a mapped file into pages. Layer autograd; torch-free.
+// Copying memory into pages, also such as lies in a mapped file. Layer autograd.
 #pragma once
 
 #include <cstddef>
@@ -13,6 +13,9 @@
 namespace torch_offload {
 
 class Engine;
+
+/// Copies page by page, so that the pager can let pages go while the next ones are copied. Throws: what a pin throws.
+void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source);
 
 /// Copies memory that may be a mapped file into pages. Tensors are mostly loaded in the order of the file: what follows
 /// one is read meanwhile, past the page cache and into huge pages, several times as fast as through the mapping. Memory

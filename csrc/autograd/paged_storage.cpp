@@ -53,16 +53,6 @@ void assume_role(Segment& segment, SegmentRole role) {
     segment.anchor_id = role.anchor_id;
 }
 
-/// Page by page, so that the pager can let pages go while the next ones are copied.
-void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
-    for (std::size_t page = 0; page < segment->page_count(); ++page) {
-        const std::size_t begin = page * segment->page_bytes();
-        const PinGuard guard = engine.pin_pages(segment, page, 1, Access::overwrite);
-        std::memcpy(segment->range().data() + begin, source.data() + begin,
-                    std::min(segment->page_bytes(), source.size() - begin));
-    }
-}
-
 void copy_out(Engine& engine, const std::shared_ptr<Segment>& segment, std::byte* target, std::size_t size_bytes) {
     for (std::size_t page = 0; page < segment->page_count(); ++page) {
         const std::size_t begin = page * segment->page_bytes();
