@@ -84,11 +84,13 @@ void Pager::Impl::fail_write(Page& page, const std::string& why, int error_numbe
     end_move(size_bytes);
 }
 
+/// The frames are nobody's until take_unregistered(): who waits for memory waits for them too.
 std::vector<Frame> Pager::Impl::frames_to_unregister() {
     const std::lock_guard lock(mutex);
     if (unregister_wanted_bytes == 0) return {};
     std::vector<Frame> frames = arena.take_registered_free_frames(unregister_wanted_bytes);
     unregister_wanted_bytes = 0;
+    for (std::size_t i = 0; i < frames.size(); ++i) Transient(*this).hand_over();
     return frames;
 }
 
@@ -98,7 +100,7 @@ void Pager::Impl::take_unregistered(const Frame& frame) {
         registered_bytes -= frame.slot.size();
         arena.give_frame(frame);
     }
-    announce_progress();
+    end_transient();
 }
 
 /// Registered memory is slower to give back, so at most half of the budget is.

@@ -1,12 +1,32 @@
 #include <gtest/gtest.h>
 
+#include <future>
+#include <semaphore>
+
 #include "pager/pager.h"
+#include "support/gated_engine.h"
 #include "support/pager_fixture.h"
 
 namespace torch_offload::test {
 namespace {
 
 constexpr std::size_t kLumpBytes = kPageBytes / 8;
+
+/// Registers all memory, and unregisters some when a test lets it.
+class RegisteringEngine final : public GatedEngine {
+public:
+    BufferIndex register_buffer(std::span<std::byte>) override { return next_index_++; }
+    void unregister_buffer(BufferIndex) override {
+        began.release();
+        may_end.acquire();
+    }
+
+    std::counting_semaphore<> began{0};
+    std::counting_semaphore<> may_end{0};
+
+private:
+    BufferIndex next_index_ = 0;
+};
 
 /// Grants lumps until the pager refuses; returns the bytes granted.
 std::size_t grant_all(Pager& pager) {
@@ -39,6 +59,29 @@ TEST(PagerMemory, SmallGrantsTakeAllThatPagesCanGive) {
         }
     }
     EXPECT_LE(pager.statistics().memory.peak_bytes, 12 * kPageBytes);
+}
+
+// Memory that is being unregistered is on its way, not used up. Method: what is not pinned or granted is
+// two registered free frames; one thread asks for so much that the mover unregisters both; before that ends, another
+// asks.
+TEST(PagerMemory, MemoryBeingUnregisteredIsWaitedFor) {
+    auto made = std::make_unique<RegisteringEngine>();
+    RegisteringEngine& disk = *made;
+    const PagerOptions options = options_with(6);
+    Pager pager(options, std::move(made));
+    const auto held = filled_segment(pager, 3, 1);
+    const PinGuard guard = pin(pager, held, Access::read);
+    const auto left = filled_segment(pager, 2, 2);
+    ASSERT_EQ(pager.evict(left), 0u);
+    pager.reserve_small(kPageBytes);
+    const auto ask_for = [&pager](std::size_t size_bytes) { pager.reserve_small(size_bytes); };
+    std::future<void> first = std::async(std::launch::async, ask_for, kPageBytes + kLumpBytes);
+    disk.began.acquire();
+    std::future<void> second = std::async(std::launch::async, ask_for, kLumpBytes);
+    EXPECT_EQ(second.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout);
+    disk.may_end.release(64);
+    EXPECT_NO_THROW(first.get());
+    EXPECT_NO_THROW(second.get());
 }
 
 // What is pinned is left alone. Method: pin half, lumps until refused, the pinned bytes are there.
