@@ -115,9 +115,11 @@ std::unique_ptr<MappedCopy::Stream> MappedCopy::stream_for(std::span<const std::
     }
     if (stream && stream->is_of(*file)) return stream;
     // More than the source, and not for a file that is under way: the system reads some MiB around whatever is touched.
-    const std::size_t asked_bytes = std::max(source.size(), std::min(kAskedAheadBytes, file->mapped_bytes));
+    const std::size_t behind_bytes = static_cast<std::size_t>(std::to_address(file->mapping.end()) - source.data());
+    const std::size_t asked_bytes = std::max(source.size(), std::min(kAskedAheadBytes, behind_bytes));
     if (is_mostly_cached({source.data(), asked_bytes})) return nullptr;
     stream.reset();
+    advise_few_touches(file->mapping);  // safetensors looks at the first element of each tensor
     try {
         return std::make_unique<Stream>(engine_, std::move(*file));
     } catch (const OutOfTierMemory&) {

@@ -10,8 +10,8 @@ namespace torch_offload {
 namespace {
 
 /// Only an advice: a kernel that does not know it, or memory that it does not fit, changes nothing.
-void advise(std::uintptr_t begin, std::uintptr_t end, int advice) noexcept {
-    if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+bool advise(std::uintptr_t begin, std::uintptr_t end, int advice) noexcept {
+    return begin < end && ::madvise(reinterpret_cast<void*>(begin), end - begin, advice) == 0;
 }
 
 }  // namespace
@@ -19,6 +19,13 @@ void advise(std::uintptr_t begin, std::uintptr_t end, int advice) noexcept {
 void advise_read_ahead(const std::byte* begin, std::size_t size_bytes) noexcept {
     const auto first = reinterpret_cast<std::uintptr_t>(begin);
     advise(first / kSectorBytes * kSectorBytes, first + size_bytes, MADV_WILLNEED);
+}
+
+void advise_few_touches(std::span<const std::byte> mapping) noexcept {
+    const auto begin = reinterpret_cast<std::uintptr_t>(mapping.data());
+    const std::uintptr_t end = begin + mapping.size();
+    // Without the first the second would have each sector read alone.
+    if (advise(begin, end, MADV_HUGEPAGE)) advise(begin, end, MADV_RANDOM);
 }
 
 void advise_not_needed(std::span<const std::byte> range) noexcept {

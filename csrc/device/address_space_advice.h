@@ -11,6 +11,11 @@ namespace torch_offload {
 /// addresses that have none, are left alone. Threads: any, also below.
 void advise_read_ahead(const std::byte* begin, std::size_t size_bytes) noexcept;
 
+/// Has the system read no more of a mapped file than the 2 MiB around what is touched, for who reads most of it some
+/// other way: else a touch reads up to 16 MiB. Holds as long as the mapping; on kernels without huge pages of files
+/// nothing changes. Method: do_sync_mmap_readahead() in mm/filemap.c of Linux.
+void advise_few_touches(std::span<const std::byte> mapping) noexcept;
+
 /// Lets the system take the whole sectors of `range` back. The bytes stay readable: those of a file are read again,
 /// what was changed goes to swap or stays.
 void advise_not_needed(std::span<const std::byte> range) noexcept;

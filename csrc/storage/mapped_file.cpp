@@ -96,7 +96,7 @@ std::optional<MappedFile> file_under(std::span<const std::byte> memory) {
     if (!is_same || !S_ISREG(status.st_mode)) return std::nullopt;
     found.path = mapping->path;
     found.offset_bytes = mapping->offset_bytes + (reinterpret_cast<std::uintptr_t>(memory.data()) - mapping->begin);
-    found.mapped_bytes = mapping->end - reinterpret_cast<std::uintptr_t>(memory.data());
+    found.mapping = {reinterpret_cast<const std::byte*>(mapping->begin), mapping->end - mapping->begin};
     found.size_bytes = static_cast<std::uint64_t>(status.st_size);
     found.device = status.st_dev;
     found.inode = status.st_ino;

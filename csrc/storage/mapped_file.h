@@ -18,9 +18,9 @@ namespace torch_offload {
 struct MappedFile {
     FileDescriptor file;
     std::string path;
-    std::uint64_t offset_bytes = 0;  // of the first byte of the memory
-    std::uint64_t size_bytes = 0;    // of the file
-    std::size_t mapped_bytes = 0;    // from the first byte of the memory to the end of its mapping
+    std::uint64_t offset_bytes = 0;      // of the first byte of the memory
+    std::uint64_t size_bytes = 0;        // of the file
+    std::span<const std::byte> mapping;  // around the memory
     dev_t device = 0;
     ino_t inode = 0;
     std::int64_t modified_ns = 0;

@@ -10,6 +10,7 @@ import resource
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.bits import digest
 from support.models import tiny_model
@@ -78,6 +79,25 @@ def test_large_tensors_are_read_past_the_page_cache(config, tmp_path, is_cached)
     assert counters["direct_bytes"] == (0 if is_cached else weight_bytes)
     assert torch_offload.report().host_bytes["temporaries"] == 0, "blocks for reading ahead were kept"
     assert_bitwise_equal(weights(loaded), weights(layers))
+
+
+def test_a_file_is_not_read_twice(config, tmp_path):
+    """Safetensors looks at each tensor's first element through the mapping: the system reads little around it."""
+    path = tmp_path / "layers.safetensors"
+    save_file({str(i): torch.full((1024, 2048), float(i)) for i in range(16)}, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    layers = nn.ParameterList()
+    with torch_offload.loading(config=config, ram="64MiB"), safe_open(path, "pt") as tensors:
+        read_before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
+        for name in sorted(tensors.keys(), key=int):
+            layers.append(nn.Parameter(tensors.get_slice(name)[...]))
+        read_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_inblock - read_before) * 512
+    size_bytes = path.stat().st_size
+    assert torch_offload.report().counters["direct_bytes"] > size_bytes * 0.99
+    assert read_bytes < 1.6 * size_bytes
+    assert [float(layer[0, 0]) for layer in layers] == [float(i) for i in range(16)]
 
 
 def test_a_model_that_is_built_inside_is_the_same_model(config):
