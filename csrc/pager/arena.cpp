@@ -60,16 +60,30 @@ bool Arena::take_apart(std::size_t frame_bytes) {
     const std::span<std::byte> range = found->second;
     idle_ranges_.erase(found);
     usage_.idle_range_bytes -= range.size();
-    AddressSpace& space = AddressSpace::process();
-    for (std::size_t begin = 0; begin + frame_bytes <= range.size(); begin += frame_bytes) {
-        const Frame frame{space.reserve(frame_bytes, nullptr)};
-        space.move(range.subspan(begin, frame_bytes), frame.slot.data(), Protection::read_write);
-        space.hide_from_fork(frame.slot, true);
-        usage_.free_frame_bytes += frame_bytes;
-        free_frames_.emplace(frame_bytes, frame);
+    try {
+        for (std::size_t begin = 0; begin + frame_bytes <= range.size(); begin += frame_bytes) {
+            free_frames_.emplace(frame_bytes, move_into_frame(range.subspan(begin, frame_bytes)));
+            usage_.free_frame_bytes += frame_bytes;
+        }
+    } catch (...) {  // no more mappings: the rest is given up
+        release_range(range);
+        throw;
     }
     release_range(range);
     return true;
+}
+
+Frame Arena::move_into_frame(std::span<std::byte> memory) {
+    AddressSpace& space = AddressSpace::process();
+    const Frame frame{space.reserve(memory.size(), nullptr)};
+    try {
+        space.move(memory, frame.slot.data(), Protection::read_write);
+        space.hide_from_fork(frame.slot, true);
+    } catch (...) {
+        space.release(frame.slot);
+        throw;
+    }
+    return frame;
 }
 
 /// Uncounted: the caller says what it is now.

@@ -98,6 +98,7 @@ private:
     bool has_room(std::size_t size_bytes, std::size_t reserve_bytes) const noexcept;
     bool make_room(std::size_t size_bytes, std::size_t reserve_bytes);
     bool take_apart(std::size_t frame_bytes);
+    static Frame move_into_frame(std::span<std::byte> memory);
     std::optional<Frame> take_free_frame(std::multimap<std::size_t, Frame>& frames, std::size_t size_bytes);
     std::vector<Frame> take_pieces(std::size_t at_most);
     std::span<std::byte> put_together(const std::vector<Frame>& pieces, std::size_t size_bytes);

@@ -1,14 +1,28 @@
 #include "pager/arena.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <vector>
+
+#include "base/check.h"
 #include "base/units.h"
 #include "device/address_space.h"
+#include "support/refuse_system_call.h"
 
 namespace torch_offload::test {
 namespace {
 
 constexpr std::size_t kUnit = 64 * kKiB;
+
+/// How many sectors of memory lie at `range`, readable or not.
+std::size_t sectors_at(std::span<std::byte> range) {
+    std::vector<unsigned char> residency(range.size() / kSectorBytes);
+    EXPECT_EQ(::mincore(range.data(), range.size(), residency.data()), 0);
+    return static_cast<std::size_t>(std::count(residency.begin(), residency.end(), 1));
+}
 
 // The limit is never exceeded, whatever asks. Method: fill with frames and ranges, ask for one more of each.
 TEST(Arena, RefusesBeyondTheLimit) {
@@ -96,6 +110,26 @@ TEST(Arena, IdleRangesAreTakenApartIntoFrames) {
     EXPECT_LE(arena.usage().peak_bytes, 3 * kUnit);
     arena.give_frame(*a);
     arena.give_frame(*b);
+}
+
+// A range that the system does not let be taken apart goes back to it. Method: mremap is refused; what lies at the
+// addresses, what is counted.
+TEST(Arena, RangeThatCannotBeTakenApartIsGivenBack) {
+    Arena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
+    const auto range = arena.try_take_range(3 * kUnit);
+    std::fill(range->begin(), range->end(), std::byte{7});
+    arena.give_range(*range);
+    ASSERT_EQ(sectors_at(*range), 3 * kUnit / kSectorBytes);
+    bool is_refused = false;
+    in_own_thread([&] {
+        is_refused = refuse_system_call({.number = __NR_mremap, .error = ENOMEM});
+        if (!is_refused) return;
+        EXPECT_THROW(arena.try_take_frame(kUnit), OutOfTierMemory);
+    });
+    if (!is_refused) GTEST_SKIP() << "no seccomp here";
+    EXPECT_EQ(sectors_at(*range), 0u);
+    EXPECT_EQ(arena.usage().used_bytes(), 0u);
+    EXPECT_TRUE(arena.try_take_frame(3 * kUnit));
 }
 
 // And ranges of one size become ranges of another by way of frames. Method: a marked idle range, a shorter one wanted.
