@@ -14,11 +14,12 @@ namespace torch_offload {
 namespace {
 
 constexpr std::size_t kBlockCount = 8;
-constexpr std::size_t kBudgetShare = 8;  // one part in so many of the budget holds what is read ahead
-constexpr std::size_t kMostAheadBytes = 32 * kMiB;
-constexpr std::size_t kLeastDirectBytes = 1 * kMiB;  // below, finding the file costs more than it saves
-constexpr std::size_t kAskedAheadBytes = 64 * kMiB;  // of a file decide whether it is read past the page cache
-constexpr std::size_t kStepsAhead = 8;               // a mapping is read ahead, copied and let go in so many parts
+constexpr std::size_t kBudgetShare = 8;               // one part in so many of the budget holds what is read ahead
+constexpr std::size_t kMostAheadBytes = 16 * kMiB;    // more delays who touches the mapping meanwhile
+constexpr std::size_t kLeastDirectBytes = 1 * kMiB;   // below, finding the file costs more than it saves
+constexpr std::size_t kAskedAheadBytes = 64 * kMiB;   // of a file decide whether it is read past the page cache
+constexpr std::size_t kTouchedNextBytes = 64 * kKiB;  // behind a tensor: where the next ones begin, small ones between
+constexpr std::size_t kStepsAhead = 8;                // a mapping is read ahead, copied and let go in so many parts
 
 std::size_t ahead_bytes(Engine& engine) {
     return std::min(kMostAheadBytes, engine.pager().options().budget_bytes / kBudgetShare);
@@ -140,6 +141,7 @@ void MappedCopy::copy_in(const std::shared_ptr<Segment>& segment, std::span<cons
         copy_through_mapping(engine_, segment, source);
         return;
     }
+    advise_read_ahead(std::to_address(source.end()), kTouchedNextBytes);
     BlockStream& blocks = stream->blocks();
     copy_by_page(engine_, segment, source.size(), [&](std::size_t begin, std::span<std::byte> target) {
         const std::uint64_t left_bytes = blocks.end_bytes() - std::min(blocks.end_bytes(), offset_bytes + begin);
