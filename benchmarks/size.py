@@ -5,9 +5,9 @@
     python benchmarks/size.py --smoke
 
 Trains Llamas of 0.1, 0.4, 1.2 and 3 B parameters that differ in depth only, one after the other, each within the same
-budget (--ram) and built within it too, batch 1 x 256 tokens; then the largest once more in a process limited to
---large-limit. fp32 with stock AdamW takes 16 bytes per parameter on SSD, bf16 with torch_offload.AdamW 14: 48 or 42 GB
-for 3 B, checked before anything starts. The raw disk is probed before every step.
+budget (--ram) and built within it too, batch 1 x 256 tokens with gradient checkpointing; then the largest once more in
+a process limited to --large-limit. fp32 with stock AdamW takes 16 bytes per parameter on SSD, bf16 with
+torch_offload.AdamW 14: 48 or 42 GB for 3 B, checked before anything starts. The raw disk is probed before every step.
 
 Some 25 minutes on two cores and a disk of 1.5 GB/s, nearly all of it for the 3 B model.
 """
@@ -195,7 +195,7 @@ def measure(plan: Plan, ssd: str) -> tuple[list[dict[str, Any]], dict[str, Any] 
 def make_plan(options: argparse.Namespace) -> Plan:
     if options.smoke:
         return Plan((2, 6), TINY, options.dtype, 32 << 20, 0, steps=1, most_steps=1, warmup=1, probe_bytes=16 << 20)
-    workload = Workload("256 tokens", batch=1, sequence=256, checkpointing=0)
+    workload = Workload("256 tokens", batch=1, sequence=256, checkpointing=1)
     layers = tuple(layers_for(float(size) * 1e9, workload) for size in options.sizes.split(","))
     limit_bytes = parse_size(options.large_limit)
     steps = {"steps": options.steps, "most_steps": max(options.steps, options.most_steps)}
