@@ -28,6 +28,13 @@ class Pin:
     def release(self) -> None: ...
 
 @final
+class SavedTensor:
+    """What ``Engine.save_for_backward`` gives the graph."""
+
+def restore_for_backward(saved: SavedTensor) -> torch.Tensor:
+    """Return the tensor; RuntimeError if it was changed in place since."""
+
+@final
 class Engine:
     """A pager with its recorder of deferred work. Methods release the GIL while they wait."""
 
@@ -40,6 +47,7 @@ class Engine:
         queue_depth: int,
         page_elements: int,
         min_paged_bytes: int,
+        device_bytes: int = 0,
     ) -> None: ...
     def install_allocator(self) -> None:
         """Make large CPU allocations count against this engine's budget from now on."""
@@ -50,6 +58,10 @@ class Engine:
         """Make the tensor's storage ordinary memory again; applies what is pending on it first."""
     def gradient_complete(self, parameter: torch.Tensor) -> None:
         """Adopt ``parameter.grad`` as pages, cache its norm, let it leave. For the post-accumulate hook."""
+    def save_for_backward(self, tensor: torch.Tensor) -> SavedTensor:
+        """Take a tensor that a graph is about to keep, as pages where it lies in the engine's memory."""
+    def end_saving(self) -> None:
+        """Let go of what was saved last, which an operator may have been using."""
     def begin_optimizer_step(self) -> None: ...
     def end_optimizer_step(self) -> None:
         """End of a step: also the boundary of the recorded trace."""

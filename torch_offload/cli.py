@@ -107,8 +107,15 @@ def run(
     io_engine: Annotated[
         str | None, typer.Option(metavar="NAME", help="auto, uring_fixed, uring or threads (default auto).")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Hard limit of a device's memory, to compute in it.")
+    ] = None,
+    device_kind: Annotated[str | None, typer.Option(metavar="NAME", help="Which device: emulated.")] = None,
+    activations: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="What the backward pass needs waits: keep (in memory) or ssd.")
+    ] = None,
 ) -> None:
-    """Run a training script with its models paged between memory and SSD."""
+    """Run a training script with its models paged between a device, memory and SSD."""
     given = {
         "ram": ram,
         "ssd": ssd,
@@ -119,6 +126,9 @@ def run(
         "page_elements": page_elements,
         "queue_depth": queue_depth,
         "io_engine": io_engine,
+        "device": device,
+        "device_kind": device_kind,
+        "activations": activations,
     }
     with _plain_errors():
         config = Config(**_given(given))

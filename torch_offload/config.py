@@ -18,6 +18,8 @@ DEFAULT_MIN_PAGED_BYTES = 64 << 10
 DEFAULT_QUEUE_DEPTH = 16
 
 IoEngine = Literal["auto", "uring_fixed", "uring", "threads"]
+DeviceKind = Literal["emulated"]
+Activations = Literal["keep", "ssd"]
 
 _ACCEPTED_SIZES = "a whole number of bytes, or a string such as '24GiB', '1.5GiB', '512 MiB', '64kB' or '8GB'"
 _SIZE_PATTERN = re.compile(r"\s*(?P<count>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*", re.ASCII)
@@ -80,7 +82,12 @@ class Config(BaseModel):
             ends. None: no report, and nothing is recorded for one.
         live: Whether one line at the foot of the terminal shows speed, traffic and stalls while a script runs. Nothing
             is written where stderr is not a terminal.
-        device: Where the module computes. Only ``cpu``: memory under the budget is compute memory.
+        device: Bytes of a device's memory to compute in; ``ram`` then holds what the device has no room for, and
+            ``ssd`` what ``ram`` has no room for. A hard limit. None: the module computes in ``ram``.
+        activations: Where what the backward pass needs waits for it. ``keep``: in memory. ``ssd``: as pages, which
+            leave memory when it is short and come back before they are used.
+        device_kind: Which device. ``emulated``: host memory that is handed out and filled like a device's, to try a
+            machine that is not there; tensors stay on ``cpu``.
 
     Raises:
         ConfigError: If a value cannot be used or a setting does not exist. The message names the nearest one.
@@ -97,7 +104,9 @@ class Config(BaseModel):
     io_engine: IoEngine = "auto"
     report: Path | None = None
     live: bool = Field(default=False, strict=True)
-    device: Literal["cpu"] = "cpu"
+    device: Bytes | None = Field(default=None, gt=0)
+    device_kind: DeviceKind | None = None
+    activations: Activations = "keep"
 
     if TYPE_CHECKING:
 
@@ -113,7 +122,9 @@ class Config(BaseModel):
             io_engine: IoEngine = "auto",
             report: str | os.PathLike[str] | None = None,
             live: bool = False,
-            device: Literal["cpu"] = "cpu",
+            device: int | str | None = None,
+            device_kind: DeviceKind | None = None,
+            activations: Activations = "keep",
         ) -> None: ...
 
     else:
@@ -135,6 +146,11 @@ class Config(BaseModel):
     def _resolve_all(cls, directories: tuple[Path, ...]) -> tuple[Path, ...]:
         """The script may change its directory before the engine opens."""
         return tuple(Path(os.path.expanduser(directory)).resolve() for directory in directories)
+
+    @property
+    def compute_bytes(self) -> int:
+        """The budget of the memory in which the module computes; 0 while it is not decided."""
+        return self.device or self.ram or 0
 
     @field_validator("report")
     @classmethod

@@ -11,7 +11,11 @@ from torch_offload.config import Config
 
 @contextmanager
 def loading(
-    *, ram: int | str | None = None, ssd: str | os.PathLike[str] | None = None, config: Config | None = None
+    *,
+    ram: int | str | None = None,
+    ssd: str | os.PathLike[str] | None = None,
+    device: int | str | None = None,
+    config: Config | None = None,
 ) -> Iterator[None]:
     """Page every parameter and buffer that any module gets inside the block, as soon as it is registered.
 
@@ -22,7 +26,8 @@ def loading(
     Args:
         ram: Hard limit of memory, in bytes or as ``"24GiB"``. Default: 80 % of what is free now.
         ssd: Directory on a real disk for an unnamed scratch file. Default: a usual directory for temporary files.
-        config: All settings; ``ram`` and ``ssd`` take precedence over it.
+        device: Hard limit of a device's memory, to compute in it. Default: the module computes in ``ram``.
+        config: All settings; the other arguments take precedence over it.
 
     Raises:
         ConfigError: If a setting cannot be used, or differs from the engine that is running.
@@ -30,7 +35,7 @@ def loading(
             Models that are laid out first, as by ``from_pretrained``, are refused before anything is read.
         TierIOError: If the scratch file cannot be made, or inside the block, written.
     """
-    given = {name: value for name, value in (("ram", ram), ("ssd", ssd)) if value is not None}
+    given = {name: value for name, value in (("ram", ram), ("ssd", ssd), ("device", device)) if value is not None}
     wanted = (config or Config()).replace(**given)
     if sessions.joinable(wanted) is None:
         wanted = room.decided(wanted)

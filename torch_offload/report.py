@@ -20,6 +20,39 @@ _TOTALS = ("ssd_read_bytes", "ssd_written_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceReport:
+    """Figures of a device's memory and its links to the host's, since the engine started.
+
+    Attributes:
+        name: Which device.
+        budget_bytes: The hard limit of its memory.
+        used_bytes: Memory in use now, by purpose, as ``Report.host_bytes``.
+        peak_bytes: The most that was ever in use; never above the budget.
+        to_device_bytes: Bytes that came from the host's memory, by kind of page.
+        to_host_bytes: Bytes that went there.
+    """
+
+    name: str
+    budget_bytes: int
+    used_bytes: dict[str, int]
+    peak_bytes: int
+    to_device_bytes: dict[str, int]
+    to_host_bytes: dict[str, int]
+
+    @classmethod
+    def from_statistics(cls, statistics: Mapping[str, Any]) -> "DeviceReport":
+        """Sort what the engine says of its device into a report."""
+        rest = dict(statistics)
+        memory = rest.pop("memory")
+        return cls(
+            budget_bytes=memory["limit_bytes"],
+            used_bytes={purpose: memory[name] for purpose, name in PURPOSES.items()},
+            peak_bytes=memory["peak_bytes"],
+            **rest,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report(Traffic):
     """Figures since the engine started. Bytes and counts are totals unless they say otherwise.
 
@@ -31,7 +64,7 @@ class Report(Traffic):
         host_peak_bytes: The most that was ever in use; never above the budget.
         ssd_bytes: Live pages on SSD now.
         ssd_file_bytes: Size of the scratch file now.
-        read_bytes: Bytes read from SSD, by kind: ``parameter``, ``gradient``, ``state``, ``other``.
+        read_bytes: Bytes read from SSD, by kind: ``parameter``, ``gradient``, ``state``, ``activation``, ``other``.
         written_bytes: Bytes written to SSD, by kind.
         pins: Times a page was needed.
         misses: Of those, times it had to be read first.
@@ -42,6 +75,8 @@ class Report(Traffic):
         clean_drops: Of those, pages that left without a write.
         stall_seconds: Seconds in which the program waited, by cause: ``read``, ``memory``, ``update``, ``fault``.
         counters: Everything else that the engine counts, by name: deferred work, norms, adoptions.
+        device: The device's figures, None where the module computes in the host's memory. Pins, misses, faults,
+            prefetches, evictions and stalls are those of the memory in which it computes.
         timeline: Samples over time, where they were recorded (``Config.report``, the live line).
     """
 
@@ -62,6 +97,7 @@ class Report(Traffic):
     clean_drops: int
     stall_seconds: dict[str, float]
     counters: dict[str, Any]
+    device: DeviceReport | None = None
     timeline: Timeline | None = None
 
     @classmethod
@@ -71,6 +107,7 @@ class Report(Traffic):
         memory = rest.pop("memory")
         same = ("read_bytes", "written_bytes", "pins", "misses", "faults", "prefetches", "evictions", "clean_drops")
         known = {name: rest.pop(name) for name in (*same, "stall_seconds")}
+        device = rest.pop("device", None)
         return cls(
             io_engine=rest.pop("engine"),
             budget_bytes=memory["limit_bytes"],
@@ -80,6 +117,7 @@ class Report(Traffic):
             ssd_file_bytes=rest.pop("file_bytes"),
             hit_rate=1.0 if known["pins"] == 0 else 1.0 - known["misses"] / known["pins"],
             counters=rest,
+            device=None if device is None else DeviceReport.from_statistics(device),
             timeline=timeline,
             **known,
         )
@@ -122,8 +160,13 @@ class Report(Traffic):
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             timeline = content.pop("timeline", None)
+            device = content.pop("device", None)
             known = {name: value for name, value in content.items() if name not in _TOTALS}
-            return cls(**known, timeline=None if timeline is None else Timeline.from_dict(timeline))
+            return cls(
+                **known,
+                device=None if device is None else DeviceReport(**device),
+                timeline=None if timeline is None else Timeline.from_dict(timeline),
+            )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f"{path} is not a report that this version of torch_offload wrote ({error}); "
@@ -157,6 +200,7 @@ class Report(Traffic):
         stalls = ", ".join(f"{cause} {seconds:.3g}" for cause, seconds in self.stall_seconds.items())
         return "\n".join(
             (
+                *(() if self.device is None else (_device_line(self.device),)),
                 f"memory  {format_size(sum(self.host_bytes.values()))} in use, "
                 f"peak {format_size(self.host_peak_bytes)} of {format_size(self.budget_bytes)}",
                 f"ssd     {format_size(self.ssd_bytes)} stored; read {format_size(self.ssd_read_bytes)}, "
@@ -166,3 +210,11 @@ class Report(Traffic):
                 f"stalls  {stalls or 'none'} (seconds)",
             )
         )
+
+
+def _device_line(device: DeviceReport) -> str:
+    return (
+        f"device  {format_size(sum(device.used_bytes.values()))} in use, peak {format_size(device.peak_bytes)} of "
+        f"{format_size(device.budget_bytes)}; from the host {format_size(sum(device.to_device_bytes.values()))}, "
+        f"to it {format_size(sum(device.to_host_bytes.values()))} ({device.name})"
+    )

@@ -16,11 +16,26 @@ def table_of(report: Report) -> Table:
     table = Table(title="torch_offload report", title_justify="left", show_header=False, title_style="bold")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for section in (_memory_rows, _ssd_rows, _page_rows, _step_rows):
+    for section in (_device_rows, _memory_rows, _ssd_rows, _page_rows, _step_rows):
         for name, value in section(report):
             table.add_row(name, value)
         table.add_section()
     return table
+
+
+def _device_rows(report: Report) -> Iterator[Row]:
+    device = report.device
+    if device is None:
+        return
+    yield "device", f"{format_size(sum(device.used_bytes.values()))} in use of {format_size(device.budget_bytes)}"
+    yield "most ever in use", format_size(device.peak_bytes)
+    yield "from the host", _total_and_parts(device.to_device_bytes)
+    yield "to the host", _total_and_parts(device.to_host_bytes)
+    yield "device kind", device.name
+
+
+def _total_and_parts(by_kind: dict[str, int]) -> str:
+    return f"{format_size(sum(by_kind.values()))} ({_named_sizes(by_kind)})"
 
 
 def _memory_rows(report: Report) -> Iterator[Row]:

@@ -21,6 +21,10 @@ def decided(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
         ConfigError: If the directory cannot be used, or none was given and none can be found.
         OutOfTierMemory: If the disk cannot hold what of `paged` the budget does not.
     """
+    if config.device is not None and config.device_kind is None:
+        raise ConfigError("device: there is no GPU support in this build; device_kind='emulated' tries it without one")
+    if config.device is None and config.device_kind is not None:
+        raise ConfigError(f"device_kind={config.device_kind!r} needs the bytes of its memory, such as device='1GiB'")
     ram = budget.default_ram_bytes() if config.ram is None else config.ram
     needed_bytes = max(0, sum(tensor.untyped_storage().nbytes() for tensor in paged) - ram)
     ssd = config.ssd
@@ -65,10 +69,11 @@ def check(config: Config, name: str, *, size_bytes: int, element_bytes: int) -> 
     """
     page_bytes = min(config.page_elements * element_bytes, size_bytes)
     needed_bytes = 2 * size_bytes + SPARE_PAGES * page_bytes
-    available_bytes = config.ram or 0
+    tier, setting = ("host", "ram") if config.device is None else ("device", "device")
+    available_bytes = config.compute_bytes
     if available_bytes < needed_bytes:
         raise OutOfTierMemory(
-            f"host tier: {needed_bytes} bytes ({format_size(needed_bytes)}) needed for {name} ({size_bytes} bytes), "
+            f"{tier} tier: {needed_bytes} bytes ({format_size(needed_bytes)}) needed for {name} ({size_bytes} bytes), "
             f"its gradient and {SPARE_PAGES} pages, {available_bytes} bytes ({format_size(available_bytes)}) "
-            f"available; give a ram of at least {needed_bytes}"
+            f"available; give a {setting} of at least {needed_bytes}"
         )

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torch_offload import _C, expert_files, history, observation, raw_access, registrations
+from torch_offload.activations import PagedActivations
 from torch_offload.arrivals import Arrivals
 from torch_offload.config import Config
 from torch_offload.errors import ConfigError
@@ -52,14 +53,16 @@ class Session:
             queue_depth=config.queue_depth,
             page_elements=config.page_elements,
             min_paged_bytes=config.min_paged_bytes,
+            device_bytes=config.device or 0,
         )
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, WrappedModule] = weakref.WeakKeyDictionary()
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WrappedModule, str]] = weakref.WeakKeyDictionary()
         self._patches = Patches()
         self._hooks: list[RemovableHandle | registrations.Listening] = []
         self._saves_experts = False
-        self._unpickled = Unpickled(self.engine, budget_bytes=config.ram or 0)
+        self._unpickled = Unpickled(self.engine, budget_bytes=config.compute_bytes)
         self._steps = OptimizerSteps(self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of)
+        self._activations = PagedActivations(self.engine) if config.activations == "ssd" else None
         self.arrivals = Arrivals(self.engine, config)
         try:
             self._install()
@@ -69,7 +72,7 @@ class Session:
         logger.info("engine with a budget of %d bytes and pages in %s", config.ram, config.ssd)
 
     def _install(self) -> None:
-        raw_access.install(self._patches, budget_bytes=self.config.ram or 0)
+        raw_access.install(self._patches, budget_bytes=self.config.compute_bytes)
         self._unpickled.install(self._patches)
         self._patches.replace(nn.Module, "_apply", self._after_conversion)
         self._patches.replace(nn.Parameter, "__deepcopy__", self._after_copy)
@@ -95,7 +98,9 @@ class Session:
             OffloadError: As from ``Engine.manage``. What had been paged is ordinary memory again.
         """
         before = {id(tensor) for tensor in (*module.parameters(), *module.buffers()) if _C.is_managed(tensor)}
-        wrapped = self._wrapped[module] = WrappedModule(module, self.engine, on_submodule=self._place)
+        wrapped = self._wrapped[module] = WrappedModule(
+            module, self.engine, on_submodule=self._place, activations=self._activations
+        )
         self._steps.unsettle()
         self._prepare_saving()
         try:

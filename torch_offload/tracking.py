@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torch_offload import _C
+from torch_offload.activations import PagedActivations
 
 FIRST_SEARCHES = 8
 CALLS_BETWEEN_SEARCHES = 64
@@ -50,7 +51,9 @@ class WrappedModule:
     Threads: the one that trains.
     """
 
-    def __init__(self, module: nn.Module, engine: _C.Engine, *, on_submodule: OnSubmodule) -> None:
+    def __init__(
+        self, module: nn.Module, engine: _C.Engine, *, on_submodule: OnSubmodule, activations: PagedActivations | None
+    ) -> None:
         """Take note of the module. Nothing is paged before :meth:`scan`.
 
         Args:
@@ -58,6 +61,7 @@ class WrappedModule:
             engine: Pages the module.
             on_submodule: Told of every submodule that a scan finds: this, the submodule, its qualified name. Must not
                 keep the module alive.
+            activations: Pages what the module's forward saves; None: it stays in memory.
         """
         self._module = weakref.ref(module)
         self._engine = engine
@@ -70,6 +74,8 @@ class WrappedModule:
         callable_children = [child for child in module.children() if not isinstance(child, nn.ModuleList)]
         hooked = [module, *callable_children[:1]]
         self._forward_hooks = [part.register_forward_pre_hook(RefreshHook(self)) for part in hooked]
+        if activations is not None:
+            self._forward_hooks += [hook for part in hooked for hook in activations.hook(part)]
 
     @property
     def module(self) -> nn.Module | None:

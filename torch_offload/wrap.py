@@ -24,9 +24,10 @@ def wrap(
     *,
     ram: int | str | None = None,
     ssd: str | os.PathLike[str] | None = None,
+    device: int | str | None = None,
     config: Config | None = None,
 ) -> AnyModule:
-    """Page the module's parameters, buffers, gradients and optimizer states between memory and SSD.
+    """Page the module's parameters, buffers, gradients and optimizer states between a device, memory and SSD.
 
     The module is changed in place and returned; its class, names and ``state_dict`` stay the same, and so do all
     numbers. Modules wrapped while another one is share its engine and its budget. What cannot be paged (meta,
@@ -36,7 +37,8 @@ def wrap(
         module: Any module; parameters that are added or made trainable later are paged as well.
         ram: Hard limit of memory, in bytes or as ``"24GiB"``. Default: 80 % of what is free now.
         ssd: Directory on a real disk for an unnamed scratch file. Default: a usual directory for temporary files.
-        config: All settings; ``ram`` and ``ssd`` take precedence over it.
+        device: Hard limit of a device's memory, to compute in it. Default: the module computes in ``ram``.
+        config: All settings; the other arguments take precedence over it.
 
     Raises:
         ConfigError: If a setting cannot be used, or differs from the engine that is running.
@@ -46,7 +48,7 @@ def wrap(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"wrap needs a torch.nn.Module, got {type(module).__name__}")
-    given = {name: value for name, value in (("ram", ram), ("ssd", ssd)) if value is not None}
+    given = {name: value for name, value in (("ram", ram), ("ssd", ssd), ("device", device)) if value is not None}
     wanted = (config or Config()).replace(**given)
     session = sessions.joinable(wanted)
     if session is not None and session.is_wrapped(module):

@@ -5,6 +5,7 @@
 #include "autograd/forked_child.h"
 #include "autograd/register_allocator.h"
 #include "base/check.h"
+#include "pager/tier_store.h"
 
 namespace torch_offload {
 
@@ -16,9 +17,31 @@ std::shared_ptr<Engine> Engine::make(const EngineOptions& options) {
     return std::shared_ptr<Engine>(new Engine(options));
 }
 
+namespace {
+
+constexpr std::size_t kMostKept = 4;    // activations that the operator saving them still uses
+constexpr std::size_t kKeptShare = 16;  // and at most one part in so many of the budget
+
+PagerOptions with_device(PagerOptions options, Device& device) {
+    options.device = &device;
+    return options;
+}
+
+std::shared_ptr<Pager> make_compute_pager(const EngineOptions& options, Pager* host, Device* device) {
+    if (!device) return std::make_shared<Pager>(options.pager);
+    PagerOptions compute = with_device(options.pager, *device);
+    compute.tier = Tier::device;
+    compute.budget_bytes = options.device->budget_bytes;
+    return std::make_shared<Pager>(compute, std::make_unique<TierStore>(*host, *device));
+}
+
+}  // namespace
+
 Engine::Engine(const EngineOptions& options)
     : options_(options),
-      pager_(std::make_shared<Pager>(options.pager)),
+      device_(options.device ? std::make_unique<EmulatedDevice>(options.device->emulated) : nullptr),
+      host_(device_ ? std::make_unique<Pager>(with_device(options.pager, *device_)) : nullptr),
+      pager_(make_compute_pager(options_, host_.get(), device_.get())),
       deferred_(std::make_unique<DeferredOps>(pager_)),
       mapped_copy_(std::make_unique<MappedCopy>(*this)) {
     pager_->set_pending_work(
@@ -33,6 +56,7 @@ Engine::Engine(const EngineOptions& options)
 Engine::~Engine() {
     mapped_copy_->finish();
     leases_.clear();
+    drop_kept();
     pager_->clear_pending_work();
     deferred_.reset();
 }
@@ -44,7 +68,8 @@ auto Engine::with_dead_leases_dropped(Attempt attempt) {
     try {
         return attempt();
     } catch (const OutOfTierMemory&) {
-        if (!sweep_leases()) throw;
+        const bool had_leases = sweep_leases();
+        if (!drop_kept() && !had_leases) throw;
     }
     return attempt();
 }
@@ -66,6 +91,11 @@ void Engine::reserve_small(std::size_t size_bytes) {
     with_dead_leases_dropped([&] { pager_->reserve_small(size_bytes); });
 }
 
+void Engine::flush_pages() {
+    pager_->flush();
+    if (host_) host_->flush();
+}
+
 bool Engine::try_manage(const at::Tensor& tensor, SegmentRole role) {
     if (block_of(tensor)) {
         add_paged_key(tensor);
@@ -74,6 +104,32 @@ bool Engine::try_manage(const at::Tensor& tensor, SegmentRole role) {
     if (!is_manageable(tensor) || tensor.nbytes() < options_.min_paged_bytes) return false;
     manage(shared_from_this(), tensor, std::move(role));
     return true;
+}
+
+// --- Activations --------------------------------------------------------------------------------------------------
+
+void Engine::keep_for_a_while(const std::shared_ptr<Segment>& segment) {
+    const PinRequest request{segment, Access::read};
+    Kept kept{segment->size_bytes(), pager_->pin({&request, 1})};
+    pager_->touch(segment);
+    std::deque<Kept> ended;  // outlives the lock
+    const std::lock_guard lock(kept_mutex_);
+    kept_bytes_ += kept.size_bytes;
+    kept_.push_back(std::move(kept));
+    while (kept_.size() > kMostKept ||
+           (kept_.size() > 1 && kept_bytes_ > pager_->options().budget_bytes / kKeptShare)) {
+        kept_bytes_ -= kept_.front().size_bytes;
+        ended.push_back(std::move(kept_.front()));
+        kept_.pop_front();
+    }
+}
+
+bool Engine::drop_kept() {
+    std::deque<Kept> ended;  // outlives the lock
+    const std::lock_guard lock(kept_mutex_);
+    ended.swap(kept_);
+    kept_bytes_ = 0;
+    return !ended.empty();
 }
 
 // --- Optimizer steps ----------------------------------------------------------------------------------------------
@@ -93,6 +149,7 @@ void Engine::end_optimizer_step() {
     sweep_leases();
     finish_loading();
     pager_->end_step();
+    if (host_) host_->end_step();
 }
 
 TraceId Engine::derived_role(TraceId parameter_role, Derived derived) {

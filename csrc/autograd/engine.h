@@ -4,8 +4,10 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -14,13 +16,21 @@
 #include "autograd/mapped_copy.h"
 #include "autograd/paged_storage.h"
 #include "base/counters.h"
+#include "device/emulated_device.h"
 #include "pager/pager.h"
 
 namespace torch_offload {
 
+/// A device of which the module is to use only the memory, the host's being below it.
+struct DeviceTier {
+    std::size_t budget_bytes = 0;
+    EmulatedDeviceOptions emulated;
+};
+
 struct EngineOptions {
-    PagerOptions pager;
-    std::size_t min_paged_bytes = 0;  // smaller tensors stay ordinary
+    PagerOptions pager;                // of the host's memory
+    std::optional<DeviceTier> device;  // without one, the host's memory is compute memory
+    std::size_t min_paged_bytes = 0;   // smaller tensors stay ordinary
 };
 
 struct EngineCounters {
@@ -31,6 +41,7 @@ struct EngineCounters {
     Counter copied_bytes;   // were copied into pages
     Counter direct_bytes;   // of those, read past the page cache from the file that they were mapped from
     Counter zero_segments;  // made without bytes
+    Counter saved_bytes;    // of activations that became pages
 };
 
 /// Kept alive by its Python object and by every block of memory it gave out.
@@ -43,7 +54,13 @@ public:
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
+    /// Of compute memory.
     Pager& pager() noexcept { return *pager_; }
+    /// Of the host's memory, the same where that is compute memory.
+    Pager& host_pager() noexcept { return host_ ? *host_ : *pager_; }
+    bool has_device() const noexcept { return device_ != nullptr; }
+    /// Waits for writes under way in every tier; raises a failed one.
+    void flush_pages();
     DeferredOps& deferred() noexcept { return *deferred_; }
     MappedCopy& mapped_copy() noexcept { return *mapped_copy_; }
     std::size_t min_paged_bytes() const noexcept { return options_.min_paged_bytes; }
@@ -67,9 +84,9 @@ public:
     void end_optimizer_step();
     bool in_optimizer_step() const noexcept { return in_optimizer_step_.load(std::memory_order_relaxed); }
 
-    /// Roles that come again in every step: of the gradient of a parameter, and of the n-th tensor of its kind made
-    /// for a parameter in this step.
-    enum class Derived : std::uint8_t { gradient, state, copy, temporary };
+    /// Roles that come again in every step: of the gradient of a parameter, of the n-th tensor of its kind made for a
+    /// parameter in this step, and of the n-th activation of the step (for no parameter).
+    enum class Derived : std::uint8_t { gradient, state, copy, temporary, activation };
     TraceId derived_role(TraceId parameter_role, Derived derived);
 
     /// Whether gradient norms are worth computing early: false after some steps in a row in which nobody asked.
@@ -81,6 +98,12 @@ public:
     void lease(const at::Tensor& view);
     /// Returns whether any lease was dropped.
     bool sweep_leases();
+
+    // --- Activations ----------------------------------------------------------------------------------------------
+    /// Pins a segment that an operator is about to use without a pin of its own, until others have come after it.
+    void keep_for_a_while(const std::shared_ptr<Segment>& segment);
+    /// Ends that for all of them. Returns whether there were any.
+    bool drop_kept();
 
     EngineCounters counters;
 
@@ -94,6 +117,10 @@ private:
         c10::weak_intrusive_ptr<c10::TensorImpl> holder;
         PinGuard guard;
     };
+    struct Kept {
+        std::size_t size_bytes = 0;
+        PinGuard guard;
+    };
     struct DerivedRoles {
         std::vector<TraceId> ids;
         std::size_t used = 0;
@@ -103,6 +130,8 @@ private:
     auto with_dead_leases_dropped(Attempt attempt);
 
     EngineOptions options_;
+    std::unique_ptr<Device> device_;  // nullptr, like the next: compute memory is the host's
+    std::unique_ptr<Pager> host_;
     std::shared_ptr<Pager> pager_;
     std::unique_ptr<DeferredOps> deferred_;
     std::unique_ptr<MappedCopy> mapped_copy_;
@@ -112,6 +141,9 @@ private:
 
     std::mutex leases_mutex_;
     std::vector<Lease> leases_;
+    std::mutex kept_mutex_;
+    std::deque<Kept> kept_;
+    std::size_t kept_bytes_ = 0;
     std::mutex roles_mutex_;
     std::uint64_t step_ = 1;
     std::unordered_map<std::uint64_t, DerivedRoles> roles_;

@@ -141,6 +141,11 @@ bool is_manageable(const at::Tensor& tensor) {
     return !mapping || (mapping->flags() & (at::ALLOCATOR_MAPPED_SHARED | at::ALLOCATOR_MAPPED_SHAREDMEM)) == 0;
 }
 
+bool is_adoptable(Engine& engine, const at::Tensor& tensor) {
+    const auto element_bytes = static_cast<std::size_t>(tensor.element_size());
+    return adoptable(engine, *tensor.storage().unsafeGetStorageImpl(), element_bytes).has_value();
+}
+
 bool covers_storage(const at::Tensor& tensor) {
     return tensor.has_storage() && tensor.storage_offset() == 0 && tensor.is_non_overlapping_and_dense() &&
            tensor.nbytes() == tensor.storage().nbytes();

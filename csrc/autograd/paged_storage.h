@@ -55,6 +55,9 @@ void remove_paged_key(const at::Tensor& tensor);
 /// True for what may become a segment: a strided CPU tensor over ordinary memory of its own process, with elements.
 bool is_manageable(const at::Tensor& tensor);
 
+/// True if manage() would make pages of the tensor's storage where it lies.
+bool is_adoptable(Engine& engine, const at::Tensor& tensor);
+
 /// True if the tensor's elements are the whole storage, each once: nothing of the storage lies outside of it.
 bool covers_storage(const at::Tensor& tensor);
 

@@ -12,6 +12,7 @@
 #include "autograd/gradient_hook.h"
 #include "autograd/paged_storage.h"
 #include "autograd/register_allocator.h"
+#include "autograd/saved_tensor.h"
 #include "base/check.h"
 #include "bindings/log_queue.h"
 #include "bindings/names.h"
@@ -26,7 +27,8 @@ namespace {
 
 constexpr std::array kKinds = {
     Named<SegmentKind>{"parameter", SegmentKind::parameter}, Named<SegmentKind>{"gradient", SegmentKind::gradient},
-    Named<SegmentKind>{"state", SegmentKind::state}, Named<SegmentKind>{"other", SegmentKind::other}};
+    Named<SegmentKind>{"state", SegmentKind::state}, Named<SegmentKind>{"activation", SegmentKind::activation},
+    Named<SegmentKind>{"other", SegmentKind::other}};
 
 /// The threads that would answer stayed with the parent, perhaps while they held a lock.
 void refuse_in_forked_child() {
@@ -88,8 +90,9 @@ void bind_pin(py::module_& module) {
 
 std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::string> directories,
                                     const std::string& io_engine, std::size_t queue_depth, std::size_t page_elements,
-                                    std::size_t min_paged_bytes) {
+                                    std::size_t min_paged_bytes, std::size_t device_bytes) {
     EngineOptions options;
+    if (device_bytes > 0) options.device = DeviceTier{.budget_bytes = device_bytes, .emulated = {}};
     options.pager.budget_bytes = budget_bytes;
     options.pager.directories = std::move(directories);
     options.pager.engine = value_named(kEngines, io_engine, "io_engine");
@@ -132,14 +135,15 @@ std::size_t evict_tensor(Engine& engine, const at::Tensor& tensor) {
 void flush_engine(Engine& engine) {
     waiting([&] {
         engine.deferred().force_all();
-        engine.pager().flush();
+        engine.flush_pages();
     });
 }
 
 void bind_engine(py::module_& module) {
     py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final())
         .def(py::init(&make_engine), py::kw_only(), py::arg("budget_bytes"), py::arg("directories"),
-             py::arg("io_engine"), py::arg("queue_depth"), py::arg("page_elements"), py::arg("min_paged_bytes"))
+             py::arg("io_engine"), py::arg("queue_depth"), py::arg("page_elements"), py::arg("min_paged_bytes"),
+             py::arg("device_bytes") = 0)
         .def("install_allocator", [](Engine& self) { RegisterAllocator::process().install(self.shared_from_this()); })
         .def("remove_allocator", [](Engine& self) { RegisterAllocator::process().remove(self); })
         .def("manage", &manage_tensor, py::arg("tensor"), py::kw_only(), py::arg("kind"), py::arg("label"),
@@ -149,6 +153,13 @@ void bind_engine(py::module_& module) {
             "gradient_complete",
             [](Engine&, const at::Tensor& parameter) { waiting([&] { gradient_complete(parameter); }); },
             py::arg("parameter"))
+        .def(
+            "save_for_backward",
+            [](const std::shared_ptr<Engine>& self, const at::Tensor& tensor) {
+                return waiting([&] { return save_for_backward(self, tensor); });
+            },
+            py::arg("tensor"))
+        .def("end_saving", [](Engine& self) { waiting([&] { self.drop_kept(); }); })
         .def("begin_optimizer_step", [](Engine& self) { waiting([&] { self.begin_optimizer_step(); }); })
         .def("end_optimizer_step", [](Engine& self) { waiting([&] { self.end_optimizer_step(); }); })
         .def("finish_loading", [](Engine& self) { waiting([&] { self.finish_loading(); }); })
@@ -221,6 +232,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     bind_pin(m);
     bind_engine(m);
     bind_ssd_probe(m);
+    py::class_<SavedTensor>(m, "SavedTensor", py::is_final());
+    m.def("restore_for_backward", &restore_for_backward, py::arg("saved"));
     m.def(
         "engine_of",
         [](const at::Tensor& tensor) -> std::shared_ptr<Engine> {

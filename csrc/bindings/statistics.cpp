@@ -7,7 +7,8 @@ namespace py = pybind11;
 namespace torch_offload {
 namespace {
 
-constexpr std::array<const char*, kSegmentKindCount> kKindNames = {"parameter", "gradient", "state", "other"};
+constexpr std::array<const char*, kSegmentKindCount> kKindNames = {"parameter", "gradient", "state", "activation",
+                                                                   "other"};
 constexpr std::array<const char*, kStallCauseCount> kCauseNames = {"read", "memory", "update", "fault"};
 constexpr std::array<const char*, 5> kUseNames = {"read", "write", "create", "drop", "step"};
 constexpr double kNanosecondsPerSecond = 1e9;
@@ -40,12 +41,28 @@ py::dict memory_of(const ArenaUsage& usage) {
     return result;
 }
 
-void add_pager(py::dict& result, const PagerStatistics& pager) {
+/// The host's memory, and what goes between it and the SSD.
+void add_host(py::dict& result, const PagerStatistics& pager) {
     result["memory"] = memory_of(pager.memory);
-    result["stored_bytes"] = pager.stored_bytes;
-    result["file_bytes"] = pager.file_bytes;
+    result["stored_bytes"] = pager.store.stored_bytes;
+    result["file_bytes"] = pager.store.file_bytes;
     result["read_bytes"] = by_kind(pager.read_bytes);
     result["written_bytes"] = by_kind(pager.written_bytes);
+    result["engine"] = pager.store.engine;
+}
+
+/// A device's memory, and what goes between it and the host's.
+void add_device(py::dict& result, const PagerStatistics& pager) {
+    py::dict device;
+    device["name"] = pager.store.engine;
+    device["memory"] = memory_of(pager.memory);
+    device["to_device_bytes"] = by_kind(pager.read_bytes);
+    device["to_host_bytes"] = by_kind(pager.written_bytes);
+    result["device"] = device;
+}
+
+/// Compute memory, whosever it is.
+void add_compute(py::dict& result, const PagerStatistics& pager) {
     result["pins"] = pager.pins;
     result["misses"] = pager.misses;
     result["faults"] = pager.faults;
@@ -54,7 +71,6 @@ void add_pager(py::dict& result, const PagerStatistics& pager) {
     result["prefetches"] = pager.prefetches;
     result["stall_seconds"] = seconds_by_cause(pager.stall_ns);
     result["own_update_seconds"] = static_cast<double>(pager.own_update_ns) / kNanosecondsPerSecond;
-    result["engine"] = pager.engine;
 }
 
 void add_deferred(py::dict& result, const DeferredStatistics& deferred) {
@@ -71,6 +87,7 @@ void add_counters(py::dict& result, const EngineCounters& counters) {
     result["adopted_bytes"] = counters.adopted_bytes.get();
     result["copied_bytes"] = counters.copied_bytes.get();
     result["direct_bytes"] = counters.direct_bytes.get();
+    result["saved_bytes"] = counters.saved_bytes.get();
     result["zero_segments"] = counters.zero_segments.get();
 }
 
@@ -78,7 +95,10 @@ void add_counters(py::dict& result, const EngineCounters& counters) {
 
 py::dict statistics_of(Engine& engine) {
     py::dict result;
-    add_pager(result, engine.pager().statistics());
+    const PagerStatistics compute = engine.pager().statistics();
+    add_compute(result, compute);
+    add_host(result, engine.has_device() ? engine.host_pager().statistics() : compute);
+    if (engine.has_device()) add_device(result, compute);
     add_deferred(result, engine.deferred().statistics());
     add_counters(result, engine.counters);
     return result;

@@ -28,7 +28,7 @@ struct IoLoad {
 /// minute to minute; so the arbiter tries its shapes on the traffic there is, each for some hundred MiB, keeps to the
 /// fastest and tries the others again from time to time. Only time in which more waits than is under way counts: else
 /// the program sets the pace.
-/// Threads: none; the mover's.
+/// Threads: none; the store's.
 class IoArbiter {
 public:
     /// `capacity`: transfers that the I/O engine takes at once.

@@ -43,6 +43,7 @@ struct PageWord {
     static constexpr std::uint32_t kFaultedWrite = 1u << 8;
     static constexpr std::uint32_t kPoisoned = 1u << 9;  // 0xFF lies at its address after an access that had to end
     static constexpr std::uint32_t kUpdateQueued = 1u << 10;  // its deferred work waits for the service thread
+    static constexpr std::uint32_t kStored = 1u << 11;        // the store holds bytes of it
     static constexpr std::uint32_t kPinUnit = 1u << 12;
 
     std::uint32_t bits = 0;
@@ -93,8 +94,8 @@ struct Page {
 };
 
 /// What the bytes of a segment are to training.
-enum class SegmentKind : std::uint8_t { parameter, gradient, state, other };
-inline constexpr std::size_t kSegmentKindCount = 4;
+enum class SegmentKind : std::uint8_t { parameter, gradient, state, activation, other };
+inline constexpr std::size_t kSegmentKindCount = 5;
 
 /// Number of a segment's role in the recorded order of pins; the same role has the same number in every step.
 using TraceId = std::uint32_t;

@@ -7,17 +7,12 @@
 #include "base/units.h"
 #include "device/address_space.h"
 #include "pager/pager_impl.h"
+#include "pager/ssd_store.h"
 
 namespace torch_offload {
 namespace {
 
 constexpr std::size_t kUsualElementBytes = 4;  // pages of this element size may be put together to a gradient's memory
-
-/// Distinguishes the scratch files of one process, so that a page of one is never taken for a page of another.
-std::uint64_t next_store_id() {
-    static std::atomic<std::uint64_t> last{0};
-    return ++last;
-}
 
 /// What operations may allocate in small pieces while all other memory is pinned.
 std::size_t small_reserve(std::size_t budget_bytes) { return std::min(budget_bytes / 16, 4 * kMiB); }
@@ -32,31 +27,32 @@ HugePages huge_pages_for(const PagerOptions& options) {
 
 }  // namespace
 
-Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_ptr<IoEngine> engine)
+Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_ptr<PageStore> page_store)
     : owner(pager),
       options(pager_options),
-      file(pager_options.directories),
-      store_id(next_store_id()),
       arena({pager_options.budget_bytes, small_reserve(pager_options.budget_bytes),
-             pager_options.page_elements * kUsualElementBytes, huge_pages_for(pager_options)}) {
+             pager_options.page_elements * kUsualElementBytes, huge_pages_for(pager_options)}),
+      store(std::move(page_store)) {
     OFFLOAD_CHECK(options.budget_bytes > 0, InvalidArgument, "the RAM budget is 0 bytes");
     OFFLOAD_CHECK(options.page_elements > 0 && options.page_elements % kSectorBytes == 0, InvalidArgument,
                   "page_elements must be a positive multiple of ", kSectorBytes, ", got ", options.page_elements);
     service = std::make_unique<ServiceThread>(*this);
-    mover = std::make_unique<Mover>(*this, std::move(engine));
     service->start();
-    mover->start();
+    store->start(*this);
 }
 
 Pager::Impl::~Impl() {
     service->stop();
-    mover->stop();
+    store->stop();
 }
 
 Pager::Pager(const PagerOptions& options) : Pager(options, make_io_engine(options.engine, options.queue_depth)) {}
 
 Pager::Pager(const PagerOptions& options, std::unique_ptr<IoEngine> engine)
-    : options_(options), impl_(std::make_unique<Impl>(*this, options_, std::move(engine))) {}
+    : Pager(options, std::make_unique<SsdStore>(options.directories, std::move(engine))) {}
+
+Pager::Pager(const PagerOptions& options, std::unique_ptr<PageStore> store)
+    : options_(options), impl_(std::make_unique<Impl>(*this, options_, std::move(store))) {}
 
 Pager::~Pager() = default;
 
@@ -136,9 +132,7 @@ void Pager::Impl::forget(Segment& segment) {
     const std::span<std::byte> range = whole_sectors(segment.range());
     log_use(segment, 0, segment.page_count(), UseKind::drop);
     AddressSpace::process().set_target(range, nullptr);
-    for (std::size_t i = 0; i < segment.page_count(); ++i) {
-        if (const Page& page = segment.page(i); page.extent) file.free(*page.extent);
-    }
+    store->forget(segment);
     const bool is_kept = is_whole_in_place(segment);
     if (is_kept) {
         AddressSpace::process().hide_from_fork(range, false);
@@ -191,6 +185,7 @@ std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
         }
     }
     impl_->raise_kept_error();
+    impl_->store->evict(*segment);
     return pinned_bytes;
 }
 
@@ -285,7 +280,7 @@ void Pager::end_step() {
         impl_->rank_all();
     }
     AddressSpace::process().ensure_handler_installed();
-    impl_->mover->kick();
+    impl_->store->kick();
 }
 
 PagerStatistics Pager::statistics() const {
@@ -294,8 +289,7 @@ PagerStatistics Pager::statistics() const {
         const std::lock_guard lock(impl_->mutex);
         result.memory = impl_->arena.usage();
     }
-    result.stored_bytes = impl_->file.allocated_bytes();
-    result.file_bytes = impl_->file.size_bytes();
+    result.store = impl_->store->statistics();
     for (std::size_t kind = 0; kind < kSegmentKindCount; ++kind) {
         result.read_bytes[kind] = impl_->read_bytes[kind].get();
         result.written_bytes[kind] = impl_->written_bytes[kind].get();
@@ -310,7 +304,6 @@ PagerStatistics Pager::statistics() const {
     result.evictions = impl_->evictions.get();
     result.clean_drops = impl_->clean_drops.get();
     result.prefetches = impl_->prefetches.get();
-    result.engine = impl_->mover->engine_name();
     return result;
 }
 

@@ -14,7 +14,9 @@
 #include <vector>
 
 #include "base/counters.h"
+#include "device/stream.h"
 #include "pager/arena.h"
+#include "pager/page_store.h"
 #include "pager/page_table.h"
 #include "pager/trace.h"
 #include "pager/use_log.h"
@@ -22,12 +24,17 @@
 
 namespace torch_offload {
 
+/// Whose memory a pager hands out.
+enum class Tier : std::uint8_t { host, device };
+
 struct PagerOptions {
     std::size_t budget_bytes = 0;
+    Tier tier = Tier::host;                // whose memory that is
     std::vector<std::string> directories;  // on real disks; pages are spread over them
     IoEngineKind engine = IoEngineKind::automatic;
     std::size_t queue_depth = 16;                      // transfers in flight
     std::size_t page_elements = std::size_t{1} << 20;  // per page, a multiple of kSectorBytes
+    Device* device = nullptr;  // asked whether copies have passed before memory is used; outlives the pager
 };
 
 /// overwrite: every byte will be written, what was there is not read.
@@ -40,8 +47,7 @@ inline constexpr std::size_t kStallCauseCount = 4;
 
 struct PagerStatistics {
     ArenaUsage memory;
-    std::uint64_t stored_bytes = 0;  // live extents on SSD
-    std::uint64_t file_bytes = 0;    // preallocated on SSD
+    StoreStatistics store;
     std::uint64_t read_bytes[kSegmentKindCount] = {};
     std::uint64_t written_bytes[kSegmentKindCount] = {};
     std::uint64_t pins = 0;    // page pins
@@ -52,7 +58,6 @@ struct PagerStatistics {
     std::uint64_t prefetches = 0;   // pages read ahead of use
     std::uint64_t stall_ns[kStallCauseCount] = {};
     std::uint64_t own_update_ns = 0;  // in which threads of the program applied deferred work themselves
-    std::string engine;
 };
 
 /// One thing to pin.
@@ -124,12 +129,12 @@ private:
     bool is_transient_ = false;  // counted in the pager as held by a thread that does not wait
 };
 
-/// Lock order, the only one: Pager's lock, then the mover's queue lock. No lock is held across I/O, a copy, mapping,
+/// Lock order, the only one: Pager's lock, then the store's queue lock. No lock is held across I/O, a copy, mapping,
 /// ResolvePending or a callback; page words are changed without any.
 ///
-/// Threads: every public call may come from any thread. Two threads of its own: the mover (owns the I/O engine, reads,
-/// writes, verifies checksums, evicts ahead of need, prefetches) and the service thread (answers faults, applies
-/// deferred work ahead of need). Neither takes the GIL.
+/// Threads: every public call may come from any thread. The store's threads move pages, evict ahead of need and
+/// prefetch; a service thread of the pager's answers faults and applies deferred work ahead of need. None takes the
+/// GIL.
 class Pager {
 public:
     /// Throws: InvalidArgument for a directory or options that cannot serve; TierIoError if the directory is
@@ -137,6 +142,8 @@ public:
     explicit Pager(const PagerOptions& options);
     /// The same over an engine of the caller's, `options.engine` aside.
     Pager(const PagerOptions& options, std::unique_ptr<IoEngine> engine);
+    /// Over a tier of the caller's; `options.directories`, `engine` and `queue_depth` aside.
+    Pager(const PagerOptions& options, std::unique_ptr<PageStore> store);
     ~Pager();
     Pager(const Pager&) = delete;
     Pager& operator=(const Pager&) = delete;

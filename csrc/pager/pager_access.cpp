@@ -128,7 +128,7 @@ bool Pager::Impl::load_into(const std::shared_ptr<Segment>& segment, Page& page,
         page.enter(PageState::loaded);
     } else {
         moving_pages.fetch_add(1, std::memory_order_acq_rel);
-        mover->read(segment, page);
+        store->read(segment, page);
     }
     return true;
 }
@@ -137,6 +137,7 @@ bool Pager::Impl::load_into(const std::shared_ptr<Segment>& segment, Page& page,
 bool Pager::Impl::map_page(Page& page, PageWord seen, Access access) {
     if (!page.change(seen, seen.with(PageState::busy))) return false;
     const bool is_writable = access != Access::read || seen.has(PageWord::kDirty);
+    check_idle(page.frame.slot);
     try {
         AddressSpace::process().move(page.frame.slot, mapped_range(page).data(),
                                      is_writable ? Protection::read_write : Protection::read);
@@ -151,6 +152,7 @@ bool Pager::Impl::map_page(Page& page, PageWord seen, Access access) {
 
 /// Pre: the page is busy and was mapped. Its bytes end up in its frame's slot.
 void Pager::Impl::unmap_page(Page& page) {
+    check_idle(mapped_range(page));
     AddressSpace::process().move(mapped_range(page), page.frame.slot.data(), Protection::read_write);
 }
 
@@ -224,10 +226,10 @@ void Pager::Impl::check_fits(std::span<const PinRequest> requests) {
         const std::size_t elsewhere = usage.range_bytes + usage.small_bytes + usage.reserve_bytes;
         room_bytes = elsewhere >= limit ? 0 : limit - elsewhere;
     }
-    OFFLOAD_CHECK(wanted_bytes <= room_bytes, OutOfTierMemory, "host memory tier: an operation needs ", wanted_bytes,
-                  " bytes of pages at once (largest: ", largest->segment->label, ", ", largest->segment->size_bytes(),
-                  " bytes), available are ", room_bytes, " of the budget of ", limit,
-                  " bytes; raise `ram`, or lower the batch size");
+    OFFLOAD_CHECK(wanted_bytes <= room_bytes, OutOfTierMemory, tier_name(), " memory tier: an operation needs ",
+                  wanted_bytes, " bytes of pages at once (largest: ", largest->segment->label, ", ",
+                  largest->segment->size_bytes(), " bytes), available are ", room_bytes, " of the budget of ", limit,
+                  " bytes; raise ", budget_name(), ", or lower the batch size");
 }
 
 /// Starts every read that the request needs, so that they are under way together.
@@ -435,7 +437,7 @@ void Pager::Impl::serve_fault(Page& page) {
     } catch (const std::exception& error) {
         OFFLOAD_LOG(error, "an access behind the dispatcher could not be served: ", error.what());
         AddressSpace::process().poison(mapped_range(page));
-        keep_error(std::current_exception());
+        note_error(std::current_exception());
         page.set_flag(PageWord::kPoisoned);
         page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
     }

@@ -15,10 +15,9 @@
 #include "base/check.h"
 #include "base/units.h"
 #include "pager/eviction.h"
-#include "pager/mover.h"
+#include "pager/page_store.h"
 #include "pager/pager.h"
 #include "pager/stall_clock.h"
-#include "storage/striped_file.h"
 
 namespace torch_offload {
 
@@ -59,8 +58,8 @@ private:
     std::thread::id thread_id_;
 };
 
-struct Pager::Impl final : MoverClient {
-    Impl(Pager& owner, const PagerOptions& options, std::unique_ptr<IoEngine> engine);
+struct Pager::Impl final : StoreClient {
+    Impl(Pager& owner, const PagerOptions& options, std::unique_ptr<PageStore> store);
     ~Impl() override;
 
     /// Says that this thread holds pages or memory only for a moment: others wait for it rather than run out.
@@ -84,7 +83,6 @@ struct Pager::Impl final : MoverClient {
     static bool is_whole_in_place(const Segment& segment);
     void forget(Segment& segment);
     std::shared_ptr<Segment> find_role(TraceId id);
-    void keep_error(std::exception_ptr error);
     void raise_kept_error();
     void log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind);
     [[noreturn]] void raise_page_error(const Page& page);
@@ -105,7 +103,12 @@ struct Pager::Impl final : MoverClient {
     bool evict_page(Page& page, const std::shared_ptr<Segment>& segment);
     void drop_or_write(Page& page, const std::shared_ptr<Segment>& segment);
     void announce_progress() noexcept;
+    void check_idle(std::span<const std::byte> memory) noexcept;
+    void retire_frame(Page& page) noexcept;
     void end_move(std::size_t left_bytes) noexcept;
+    bool is_of_device() const noexcept { return options.tier == Tier::device; }
+    const char* tier_name() const noexcept { return is_of_device() ? "device" : "host"; }
+    const char* budget_name() const noexcept { return is_of_device() ? "`device`" : "`ram`"; }
     [[noreturn]] void raise_out_of_memory(std::size_t wanted_bytes);
 
     // Access (pager_access.cpp)
@@ -156,14 +159,12 @@ struct Pager::Impl final : MoverClient {
                            UpdateTime time);
     void kick_if_due() noexcept;
 
-    // MoverClient (pager_transfer.cpp)
-    void prepare_write(Page& page) override;
+    // StoreClient (pager_transfer.cpp)
     void finish_read(const std::shared_ptr<Segment>& segment, Page& page) override;
     void finish_write(Page& page) override;
-    void fail_read(Page& page, const std::string& why, int error_number, std::uint64_t offset_bytes) override;
-    void fail_write(Page& page, const std::string& why, int error_number) override;
-    bool frame_matches(const Page& page) override;
-    int file_descriptor(const Page& page) override { return file.file_descriptor(*page.extent); }
+    void fail_read(Page& page, std::exception_ptr error) override;
+    void fail_write(Page& page, std::exception_ptr error) override;
+    void note_error(std::exception_ptr error) override;
     std::vector<Frame> frames_to_unregister() override;
     void take_unregistered(const Frame& frame) override;
     bool may_register(std::size_t size_bytes) override;
@@ -172,8 +173,6 @@ struct Pager::Impl final : MoverClient {
 
     Pager& owner;
     const PagerOptions& options;
-    StripedFile file;
-    std::uint64_t store_id;
 
     mutable std::mutex mutex;  // the pager's lock: arena, trace, queue, segments, roles, errors
     Arena arena;
@@ -182,7 +181,7 @@ struct Pager::Impl final : MoverClient {
     EvictionQueue evictable;         // every segment that has pages in memory, and some that have none any more
     std::unordered_map<Segment*, std::weak_ptr<Segment>> segments;
     std::vector<std::weak_ptr<Segment>> roles;  // by TraceId
-    std::unordered_map<const Page*, std::pair<std::string, int>> page_errors;
+    std::unordered_map<const Page*, std::exception_ptr> page_errors;
     std::exception_ptr kept_error;  // of a write or a fault, raised by the next pin
     std::size_t unregister_wanted_bytes = 0;
     std::size_t registered_bytes = 0;
@@ -207,7 +206,7 @@ struct Pager::Impl final : MoverClient {
     Counter read_bytes[kSegmentKindCount], written_bytes[kSegmentKindCount], stalls[kStallCauseCount];
     Counter own_updates;  // nanoseconds in which threads of the program applied deferred work
 
-    std::unique_ptr<Mover> mover;
+    std::unique_ptr<PageStore> store;
     std::unique_ptr<ServiceThread> service;
 };
 

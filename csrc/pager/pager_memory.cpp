@@ -57,7 +57,7 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
         raise_kept_error();
         bool is_coming = available_bytes >= size_bytes;
         if (is_coming) {
-            mover->kick();
+            store->kick();
         } else {
             const std::size_t coming_bytes = available_bytes + leaving_bytes.load(std::memory_order_acquire);
             is_coming = coming_bytes >= size_bytes || evict_for(size_bytes - coming_bytes, 0) > 0;
@@ -148,6 +148,27 @@ bool Pager::Impl::evict_page(Page& page, const std::shared_ptr<Segment>& segment
     return true;
 }
 
+/// A copy that has not passed where memory is used is a defect, found by devices that can tell.
+void Pager::Impl::check_idle(std::span<const std::byte> memory) noexcept {
+    if (!options.device) return;
+    try {
+        options.device->check_idle(memory);
+    } catch (const LogicError&) {
+        note_error(std::current_exception());
+    }
+}
+
+/// Pre: the page's bytes lie in its frame's slot, and nobody needs them there any more.
+void Pager::Impl::retire_frame(Page& page) noexcept {
+    if (options.device) {
+        check_idle(page.frame.slot);
+        options.device->poison(page.frame.slot);
+    }
+    const std::lock_guard lock(mutex);
+    arena.give_frame(page.frame);
+    page.frame = Frame{};
+}
+
 /// Pre: the page is busy and its bytes lie in its frame's slot.
 void Pager::Impl::drop_or_write(Page& page, const std::shared_ptr<Segment>& segment) {
     evictions.increment();
@@ -155,27 +176,23 @@ void Pager::Impl::drop_or_write(Page& page, const std::shared_ptr<Segment>& segm
         moving_pages.fetch_add(1, std::memory_order_acq_rel);
         leaving_bytes.fetch_add(page.frame.slot.size(), std::memory_order_acq_rel);
         page.enter(PageState::leaving, 0, PageWord::kWritable);
-        mover->write(segment, page);
+        store->write(segment, page);
         return;
     }
     clean_drops.increment();
-    {
-        const std::lock_guard lock(mutex);
-        arena.give_frame(page.frame);
-    }
-    page.frame = Frame{};
-    page.enter(page.extent ? PageState::stored : PageState::zero, 0, PageWord::kWritable);
+    retire_frame(page);
+    page.enter(page.load().has(PageWord::kStored) ? PageState::stored : PageState::zero, 0, PageWord::kWritable);
     announce_progress();
 }
 
 void Pager::Impl::raise_out_of_memory(std::size_t wanted_bytes) {
     const std::lock_guard lock(mutex);
     const ArenaUsage usage = arena.usage();
-    throw OutOfTierMemory(concat("host memory tier: ", wanted_bytes, " more bytes do not fit the budget of ",
-                                 usage.limit_bytes, " bytes: ", usage.frame_bytes, " in pages that are pinned, ",
-                                 usage.range_bytes, " in activations and temporaries, ", usage.small_bytes,
-                                 " in small allocations and ", usage.reserve_bytes, " kept for them, ",
-                                 usage.available_bytes(), " available; raise `ram`, or lower the batch size"));
+    throw OutOfTierMemory(concat(
+        tier_name(), " memory tier: ", wanted_bytes, " more bytes do not fit the budget of ", usage.limit_bytes,
+        " bytes: ", usage.frame_bytes, " in pages that are pinned, ", usage.range_bytes,
+        " in activations and temporaries, ", usage.small_bytes, " in small allocations and ", usage.reserve_bytes,
+        " kept for them, ", usage.available_bytes(), " available; raise ", budget_name(), ", or lower the batch size"));
 }
 
 }  // namespace torch_offload

@@ -105,7 +105,7 @@ void Pager::Impl::find_slack(std::vector<Ahead>& ahead) {
     std::vector<DueReads> reads;
     reads.reserve(ahead.size());
     for (const Ahead& next : ahead) reads.push_back({next.due_ns, missing_bytes(*next.segment)});
-    const std::vector<std::int64_t> slack = slack_of(reads, mover->read_rate());
+    const std::vector<std::int64_t> slack = slack_of(reads, store->read_rate());
     for (std::size_t i = 0; i < ahead.size(); ++i) ahead[i].slack_ns = slack[i];
 }
 
@@ -120,7 +120,7 @@ std::size_t Pager::Impl::spare_bytes() {
 /// Reads on their way hold memory that no page uses: as many as keep a disk busy, fewer where memory is small.
 std::size_t Pager::Impl::most_reads_ahead(std::size_t page_bytes) const noexcept {
     const std::size_t in_budget = options.budget_bytes / 48 / page_bytes;
-    return std::clamp(in_budget, kFewestReads, std::max(kFewestReads, mover->capacity() / 2));
+    return std::clamp(in_budget, kFewestReads, std::max(kFewestReads, store->capacity() / 2));
 }
 
 /// Evicts what is used last so that the next read or allocation finds memory without waiting for a write.
@@ -162,7 +162,7 @@ bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, UsePositio
 }
 
 bool Pager::Impl::read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use) {
-    if (mover->reads_in_flight() >= most_reads_ahead(segment->page_bytes())) return false;
+    if (store->reads_in_flight() >= most_reads_ahead(segment->page_bytes())) return false;
     Page& page = segment->page(index);
     const std::optional<Frame> frame = try_acquire_frame(segment->frame_bytes(index), use + 1);
     if (!frame) return false;
@@ -196,7 +196,7 @@ void Pager::Impl::kick_if_due() noexcept {
     const std::int64_t now_ns = steady_ns();
     std::int64_t last_ns = last_kick_ns.load(std::memory_order_relaxed);
     if (now_ns - last_ns < kKickEveryNs) return;
-    if (last_kick_ns.compare_exchange_strong(last_ns, now_ns, std::memory_order_relaxed)) mover->kick();
+    if (last_kick_ns.compare_exchange_strong(last_ns, now_ns, std::memory_order_relaxed)) store->kick();
 }
 
 }  // namespace torch_offload

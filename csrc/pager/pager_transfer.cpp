@@ -1,29 +1,9 @@
-// What the mover tells the pager: a page arrived, left, or failed to.
+// What the store tells the pager: a page arrived, left, or failed to.
 #include <algorithm>
 
-#include "base/log.h"
 #include "pager/pager_impl.h"
-#include "storage/checksum.h"
 
 namespace torch_offload {
-namespace {
-
-PageIdentity identity_of(std::uint64_t store_id, const Page& page) {
-    const std::uint64_t index = page.segment->index_of(page);
-    return {store_id, page.segment->id() << 24 | index, page.version};
-}
-
-}  // namespace
-
-void Pager::Impl::prepare_write(Page& page) {
-    if (!page.extent) page.extent = file.allocate(page.frame.slot.size());
-    ++page.version;
-    page.checksum = page_checksum(page.frame.slot, identity_of(store_id, page));
-}
-
-bool Pager::Impl::frame_matches(const Page& page) {
-    return page_checksum(page.frame.slot, identity_of(store_id, page)) == page.checksum;
-}
 
 void Pager::Impl::finish_read(const std::shared_ptr<Segment>& segment, Page& page) {
     read_bytes[kind_index(*segment)].add(page.frame.slot.size());
@@ -44,41 +24,27 @@ void Pager::Impl::finish_write(Page& page) {
     const std::size_t size_bytes = page.frame.slot.size();
     written_bytes[kind_index(*page.segment)].add(size_bytes);
     if (page.load().pin_count() != 0) {
-        page.enter(PageState::loaded, 0, PageWord::kDirty);  // wanted again meanwhile
+        page.enter(PageState::loaded, PageWord::kStored, PageWord::kDirty);  // wanted again meanwhile
     } else {
-        {
-            const std::lock_guard lock(mutex);
-            arena.give_frame(page.frame);
-        }
-        page.frame = Frame{};
-        page.enter(PageState::stored, 0, PageWord::kDirty);
+        retire_frame(page);
+        page.enter(PageState::stored, PageWord::kStored, PageWord::kDirty);
     }
     end_move(size_bytes);
 }
 
-void Pager::Impl::fail_read(Page& page, const std::string& why, int error_number, std::uint64_t offset_bytes) {
-    const std::string message =
-        concat("ssd tier: reading page ", page.segment->index_of(page), " of ", page.segment->label, " at offset ",
-               offset_bytes, " of the scratch file in ", file.directory(*page.extent), " failed: ", why,
-               "; the page is lost, restart from the last checkpoint on a sound disk");
+void Pager::Impl::fail_read(Page& page, std::exception_ptr error) {
     {
         const std::lock_guard lock(mutex);
-        page_errors[&page] = {message, error_number};
-        arena.give_frame(page.frame);
+        page_errors[&page] = std::move(error);
     }
-    page.frame = Frame{};
+    retire_frame(page);
     page.enter(PageState::failed);
     end_move(0);
 }
 
-/// The bytes are still in memory: the page stays usable, the error is raised by the next pin, and evicting the page
-/// again tries again.
-void Pager::Impl::fail_write(Page& page, const std::string& why, int error_number) {
-    keep_error(std::make_exception_ptr(TierIoError(
-        concat("ssd tier: writing page ", page.segment->index_of(page), " of ", page.segment->label,
-               page.extent ? concat(" to the scratch file in ", file.directory(*page.extent)) : std::string(),
-               " failed: ", why),
-        error_number)));
+/// The bytes are still in memory: the page stays usable, and evicting it again tries again.
+void Pager::Impl::fail_write(Page& page, std::exception_ptr error) {
+    note_error(std::move(error));
     const std::size_t size_bytes = page.frame.slot.size();
     page.enter(PageState::loaded);
     end_move(size_bytes);
@@ -114,7 +80,7 @@ void Pager::Impl::note_registered(std::size_t size_bytes) {
     registered_bytes += size_bytes;
 }
 
-void Pager::Impl::keep_error(std::exception_ptr error) {
+void Pager::Impl::note_error(std::exception_ptr error) {
     {
         const std::lock_guard lock(mutex);
         kept_error = std::move(error);
@@ -135,13 +101,13 @@ void Pager::Impl::raise_kept_error() {
 }
 
 void Pager::Impl::raise_page_error(const Page& page) {
-    std::pair<std::string, int> error{"the page was lost to an earlier error", 0};
+    std::exception_ptr error;
     {
         const std::lock_guard lock(mutex);
         if (const auto found = page_errors.find(&page); found != page_errors.end()) error = found->second;
     }
-    if (error.second == 0) throw CorruptPage(error.first);
-    throw TierIoError(error.first, error.second);
+    if (error) std::rethrow_exception(error);
+    throw CorruptPage("the page was lost to an earlier error");
 }
 
 }  // namespace torch_offload

@@ -48,7 +48,7 @@ def test_the_flags_of_run_are_those_that_take_no_value():
 
 def test_run_has_an_option_for_every_setting():
     names = {option.name for option in typer.main.get_command(cli.app).commands["run"].params}
-    assert set(Config.model_fields) - {"device"} <= names
+    assert set(Config.model_fields) <= names
 
 
 @pytest.fixture

@@ -364,7 +364,7 @@ def test_the_report_counts_and_can_be_written_as_json(config):
     assert 0 <= content["hit_rate"] <= 1
     assert content["evictions"] > 0
     assert set(content["stall_seconds"]) == {"read", "memory", "update", "fault"}
-    assert set(content["read_bytes"]) == {"parameter", "gradient", "state", "other"}
+    assert set(content["read_bytes"]) == {"parameter", "gradient", "state", "activation", "other"}
     assert "of 8 MiB" in str(report)
     torch_offload.unwrap(module)
     assert torch_offload.report().ssd_read_bytes >= report.ssd_read_bytes

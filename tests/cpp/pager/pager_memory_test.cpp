@@ -62,7 +62,7 @@ TEST(PagerMemory, SmallGrantsTakeAllThatPagesCanGive) {
 }
 
 // Memory that is being unregistered is on its way, not used up. Method: what is not pinned or granted is
-// two registered free frames; one thread asks for so much that the mover unregisters both; before that ends, another
+// two registered free frames; one thread asks for so much that the store unregisters both; before that ends, another
 // asks.
 TEST(PagerMemory, MemoryBeingUnregisteredIsWaitedFor) {
     auto made = std::make_unique<RegisteringEngine>();
@@ -124,7 +124,7 @@ TEST(PagerMemory, SegmentThatDiesElsewhereLeavesFrames) {
     const ArenaUsage usage = pager.statistics().memory;
     EXPECT_EQ(usage.idle_range_bytes, 0u);
     EXPECT_EQ(usage.frame_bytes, 0u);
-    EXPECT_EQ(pager.statistics().stored_bytes, 0u);
+    EXPECT_EQ(pager.statistics().store.stored_bytes, 0u);
 }
 
 }  // namespace

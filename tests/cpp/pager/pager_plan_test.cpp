@@ -134,7 +134,7 @@ TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaits) {
         },
         [&](Segment&) { return std::vector<std::shared_ptr<Segment>>{updated}; });
     ASSERT_TRUE(pager.set_pending(*updated, 0));
-    pager.end_step();  // has the mover look ahead: the segment is used next
+    pager.end_step();  // has the store look ahead: the segment is used next
     ASSERT_TRUE(comes_true([&] { return updated->page(0).load().has(PageWord::kUpdateQueued); }));
     std::this_thread::sleep_for(milliseconds(50));
     EXPECT_EQ(applied, 0);

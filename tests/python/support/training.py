@@ -15,6 +15,7 @@ STEPS = 8
 ROWS = 2
 TOKENS = 8
 BUDGET_SHARE = 0.30
+HOST_SHARE = 0.35
 PAGE_ELEMENTS = 4096
 
 COLUMNS = {
@@ -186,21 +187,28 @@ def train_plain(case: Case) -> Outcome:
     return train(case, make_model(case))
 
 
-def train_paged(case: Case, scratch: str) -> tuple[Outcome, Any]:
-    """Train under a budget of `BUDGET_SHARE` of the state; return also the engine's report."""
+def train_paged(case: Case, scratch: str, on_device: bool = False) -> tuple[Outcome, Any]:
+    """Train under a budget of `BUDGET_SHARE` of the state; return also the engine's report.
+
+    On an emulated device that is the budget of its memory, and `HOST_SHARE` that of the memory below it.
+    """
     import torch_offload
 
     model = make_model(case)
     budget = int(BUDGET_SHARE * state_bytes(model, moments=case.moments))
     config = torch_offload.Config(min_paged_bytes=0, page_elements=PAGE_ELEMENTS)
-    torch_offload.wrap(model, ram=budget, ssd=scratch, config=config)
+    if on_device:
+        ram = int(HOST_SHARE * state_bytes(model, moments=case.moments))
+        torch_offload.wrap(model, device=budget, ram=ram, ssd=scratch, config=config.replace(device_kind="emulated"))
+    else:
+        torch_offload.wrap(model, ram=budget, ssd=scratch, config=config)
     outcome = train(case, model)
     return outcome, torch_offload.report()
 
 
-def train_both(case: Case, scratch: str) -> tuple[Outcome, Outcome, Any]:
+def train_both(case: Case, scratch: str, on_device: bool = False) -> tuple[Outcome, Outcome, Any]:
     """Train plain, then paged, in this process."""
     with contextlib.redirect_stdout(None):
         plain = train_plain(case)
-        paged, report = train_paged(case, scratch)
+        paged, report = train_paged(case, scratch, on_device)
     return plain, paged, report

@@ -1,4 +1,4 @@
-#include "pager/mover.h"
+#include "pager/ssd_store.h"
 
 #include <array>
 #include <cerrno>
@@ -20,42 +20,57 @@ constexpr double kFirstReadRate = 1e9;             // bytes per second, until th
 constexpr std::size_t kMeasuredBytes = 64 * kMiB;  // a measurement spans so many
 constexpr double kWeightOfLast = 0.5;              // of a new measurement in the running mean
 
+/// Distinguishes the scratch files of one process, so that a page of one is never taken for a page of another.
+std::uint64_t next_store_id() {
+    static std::atomic<std::uint64_t> last{0};
+    return ++last;
+}
+
 }  // namespace
 
-Mover::Mover(MoverClient& client, std::unique_ptr<IoEngine> engine)
-    : client_(client), engine_(std::move(engine)), arbiter_(engine_->capacity()), read_rate_(kFirstReadRate) {}
+SsdStore::SsdStore(std::span<const std::string> directories, std::unique_ptr<IoEngine> engine)
+    : file_(directories),
+      store_id_(next_store_id()),
+      engine_(std::move(engine)),
+      arbiter_(engine_->capacity()),
+      read_rate_(kFirstReadRate) {}
 
-Mover::~Mover() { stop(); }
+SsdStore::~SsdStore() { stop(); }
 
-void Mover::start() {
+void SsdStore::start(StoreClient& client) {
+    client_ = &client;
     thread_ = std::thread([this] { run(); });
 }
 
-void Mover::stop() {
+void SsdStore::stop() {
     if (!thread_.joinable()) return;
     stopping_.store(true, std::memory_order_release);
     engine_->wake();
     thread_.join();
 }
 
-void Mover::read(std::shared_ptr<Segment> segment, Page& page) {
-    auto transfer = std::make_unique<Transfer>();
+void SsdStore::read(std::shared_ptr<Segment> segment, Page& page) {
     reads_in_flight_.fetch_add(1, std::memory_order_relaxed);
-    transfer->request.direction = IoDirection::read;
-    transfer->segment = std::move(segment);
-    transfer->page = &page;
-    enqueue(std::move(transfer));
+    enqueue(IoDirection::read, std::move(segment), page);
 }
 
-void Mover::write(std::shared_ptr<Segment> segment, Page& page) {
+void SsdStore::write(std::shared_ptr<Segment> segment, Page& page) {
+    enqueue(IoDirection::write, std::move(segment), page);
+}
+
+void SsdStore::forget(Segment& segment) noexcept {
+    for (std::size_t i = 0; i < segment.page_count(); ++i) {
+        if (const Page& page = segment.page(i); page.extent) file_.free(*page.extent);
+    }
+}
+
+StoreStatistics SsdStore::statistics() const { return {file_.allocated_bytes(), file_.size_bytes(), engine_->name()}; }
+
+void SsdStore::enqueue(IoDirection direction, std::shared_ptr<Segment> segment, Page& page) {
     auto transfer = std::make_unique<Transfer>();
-    transfer->request.direction = IoDirection::write;
+    transfer->request.direction = direction;
     transfer->segment = std::move(segment);
     transfer->page = &page;
-    enqueue(std::move(transfer));
-}
-
-void Mover::enqueue(std::unique_ptr<Transfer> transfer) {
     in_flight_.fetch_add(1, std::memory_order_relaxed);
     {
         const std::lock_guard lock(queue_mutex_);
@@ -64,11 +79,11 @@ void Mover::enqueue(std::unique_ptr<Transfer> transfer) {
     engine_->wake();
 }
 
-void Mover::kick() noexcept {
+void SsdStore::kick() noexcept {
     if (!kicked_.exchange(true, std::memory_order_acq_rel)) engine_->wake();
 }
 
-void Mover::run() {
+void SsdStore::run() {
     StallClock::ignore_this_thread();
     std::array<IoRequest*, kReapBatch> finished{};
     auto turn_start = std::chrono::steady_clock::now();
@@ -79,7 +94,7 @@ void Mover::run() {
             if (in_flight() == 0) return;
         } else if (kicked_.exchange(false, std::memory_order_acq_rel)) {
             give_back_registered();
-            client_.look_ahead();
+            client_->look_ahead();
             take_queue();
             submit_ready();
         }
@@ -104,7 +119,7 @@ void Mover::run() {
 }
 
 /// Time counts while reads are under way, whatever else the disk does meanwhile.
-void Mover::note_reads(std::size_t read_bytes, std::chrono::nanoseconds elapsed) {
+void SsdStore::note_reads(std::size_t read_bytes, std::chrono::nanoseconds elapsed) {
     measured_bytes_ += read_bytes;
     measured_time_ += elapsed;
     if (measured_bytes_ < kMeasuredBytes) return;
@@ -114,7 +129,7 @@ void Mover::note_reads(std::size_t read_bytes, std::chrono::nanoseconds elapsed)
     measured_time_ = {};
 }
 
-void Mover::take_queue() {
+void SsdStore::take_queue() {
     std::vector<std::unique_ptr<Transfer>> taken;
     {
         const std::lock_guard lock(queue_mutex_);
@@ -126,7 +141,7 @@ void Mover::take_queue() {
     }
 }
 
-void Mover::submit_ready() {
+void SsdStore::submit_ready() {
     while (const std::optional<IoDirection> direction = arbiter_.next(load())) {
         auto& ready = *direction == IoDirection::read ? ready_reads_ : ready_writes_;
         Transfer& transfer = *ready.front();
@@ -143,25 +158,59 @@ void Mover::submit_ready() {
     }
 }
 
-IoLoad Mover::load() const noexcept { return {ready_reads_.size(), ready_writes_.size(), submitted_}; }
+IoLoad SsdStore::load() const noexcept { return {ready_reads_.size(), ready_writes_.size(), submitted_}; }
+
+PageIdentity SsdStore::identity_of(const Page& page) const {
+    return {store_id_, page.segment->id() << 24 | page.segment->index_of(page), page.version};
+}
+
+/// Gives the page an extent and the checksum of its frame; throws TierIoError when the disk is full.
+void SsdStore::prepare_write(Page& page) {
+    if (!page.extent) page.extent = file_.allocate(page.frame.slot.size());
+    ++page.version;
+    page.checksum = page_checksum(page.frame.slot, identity_of(page));
+}
+
+bool SsdStore::frame_matches(const Page& page) const {
+    return page_checksum(page.frame.slot, identity_of(page)) == page.checksum;
+}
+
+/// `error_number` 0: the bytes came, and are not the ones that were written.
+std::exception_ptr SsdStore::read_error(const Page& page, int error_number) const {
+    const std::string message =
+        concat("ssd tier: reading page ", page.segment->index_of(page), " of ", page.segment->label, " at offset ",
+               page.extent->offset_bytes, " of the scratch file in ", file_.directory(*page.extent),
+               " failed: ", error_number == 0 ? "checksum mismatch" : std::strerror(error_number),
+               "; the page is lost, restart from the last checkpoint on a sound disk");
+    if (error_number == 0) return std::make_exception_ptr(CorruptPage(message));
+    return std::make_exception_ptr(TierIoError(message, error_number));
+}
+
+std::exception_ptr SsdStore::write_error(const Page& page, const std::string& why, int error_number) const {
+    return std::make_exception_ptr(TierIoError(
+        concat("ssd tier: writing page ", page.segment->index_of(page), " of ", page.segment->label,
+               page.extent ? concat(" to the scratch file in ", file_.directory(*page.extent)) : std::string(),
+               " failed: ", why),
+        error_number));
+}
 
 /// Fills the request; false if the transfer ended in an error that was already reported.
-bool Mover::prepare(Transfer& transfer) {
+bool SsdStore::prepare(Transfer& transfer) {
     Page& page = *transfer.page;
     IoRequest& request = transfer.request;
-    if (page.frame.fixed_index == kUnregistered && client_.may_register(page.frame.slot.size())) {
+    if (page.frame.fixed_index == kUnregistered && client_->may_register(page.frame.slot.size())) {
         page.frame.fixed_index = engine_->register_buffer(page.frame.slot);
-        if (page.frame.fixed_index != kUnregistered) client_.note_registered(page.frame.slot.size());
+        if (page.frame.fixed_index != kUnregistered) client_->note_registered(page.frame.slot.size());
     }
     if (request.direction == IoDirection::write) {
         try {
-            client_.prepare_write(page);
+            prepare_write(page);
         } catch (const TierIoError& error) {
-            client_.fail_write(page, error.what(), error.error_number());
+            client_->fail_write(page, write_error(page, error.what(), error.error_number()));
             return false;
         }
     }
-    request.file_descriptor = client_.file_descriptor(page);
+    request.file_descriptor = file_.file_descriptor(*page.extent);
     request.offset_bytes = page.extent->offset_bytes;
     request.buffer = page.frame.slot;
     request.fixed_index = page.frame.fixed_index;
@@ -170,7 +219,7 @@ bool Mover::prepare(Transfer& transfer) {
     return true;
 }
 
-void Mover::settle_finished(std::unique_ptr<Transfer> transfer) {
+void SsdStore::settle_finished(std::unique_ptr<Transfer> transfer) {
     if (transfer->request.direction == IoDirection::read) {
         settle_read(std::move(transfer));
         return;
@@ -178,16 +227,16 @@ void Mover::settle_finished(std::unique_ptr<Transfer> transfer) {
     in_flight_.fetch_sub(1, std::memory_order_relaxed);
     const int error = transfer->request.error;
     if (error == 0) {
-        client_.finish_write(*transfer->page);
+        client_->finish_write(*transfer->page);
     } else {
-        client_.fail_write(*transfer->page, std::strerror(error), error);
+        client_->fail_write(*transfer->page, write_error(*transfer->page, std::strerror(error), error));
     }
 }
 
-void Mover::settle_read(std::unique_ptr<Transfer> transfer) {
+void SsdStore::settle_read(std::unique_ptr<Transfer> transfer) {
     Page& page = *transfer->page;
     const int error = transfer->request.error;
-    if (error == 0 && !client_.frame_matches(page) && !transfer->is_second_read) {
+    if (error == 0 && !frame_matches(page) && !transfer->is_second_read) {
         OFFLOAD_LOG(warning, "checksum mismatch at offset ", transfer->request.offset_bytes, ", reading again");
         transfer->is_second_read = true;
         transfer->request = IoRequest{};
@@ -196,19 +245,17 @@ void Mover::settle_read(std::unique_ptr<Transfer> transfer) {
     }
     in_flight_.fetch_sub(1, std::memory_order_relaxed);
     reads_in_flight_.fetch_sub(1, std::memory_order_relaxed);
-    if (error != 0) {
-        client_.fail_read(page, std::strerror(error), error, transfer->request.offset_bytes);
-    } else if (transfer->is_second_read && !client_.frame_matches(page)) {
-        client_.fail_read(page, "checksum mismatch", 0, transfer->request.offset_bytes);
+    if (error != 0 || (transfer->is_second_read && !frame_matches(page))) {
+        client_->fail_read(page, read_error(page, error));
     } else {
-        client_.finish_read(transfer->segment, page);
+        client_->finish_read(transfer->segment, page);
     }
 }
 
-void Mover::give_back_registered() {
-    for (const Frame& frame : client_.frames_to_unregister()) {
+void SsdStore::give_back_registered() {
+    for (const Frame& frame : client_->frames_to_unregister()) {
         engine_->unregister_buffer(frame.fixed_index);
-        client_.take_unregistered(Frame{frame.slot});
+        client_->take_unregistered(Frame{frame.slot});
     }
 }
 

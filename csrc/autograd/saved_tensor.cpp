@@ -1,0 +1,43 @@
+#include "autograd/saved_tensor.h"
+
+#include "autograd/paged_storage.h"
+
+namespace torch_offload {
+namespace {
+
+std::uint32_t version_of(const at::Tensor& tensor) {
+    return tensor.is_inference() ? 0 : tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+bool becomes_pages(Engine& engine, const at::Tensor& tensor) {
+    return tensor.is_floating_point() && is_manageable(tensor) && tensor.nbytes() >= engine.min_paged_bytes() &&
+           is_adoptable(engine, tensor);
+}
+
+}  // namespace
+
+SavedTensor save_for_backward(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor) {
+    SavedTensor saved{tensor.detach(), version_of(tensor)};
+    if (!block_of(tensor)) {
+        if (!becomes_pages(*engine, tensor)) return saved;
+        const TraceId role = engine->derived_role(kNoTrace, Engine::Derived::activation);
+        manage(engine, tensor, {SegmentKind::activation, "activation", role, kNoTrace});
+        engine->counters.saved_bytes.add(tensor.nbytes());
+        engine->keep_for_a_while(segment_of(tensor));
+    }
+    // Who uses it from here on pins it, the operator that is being recorded aside.
+    add_paged_key(tensor);
+    add_paged_key(saved.tensor);
+    return saved;
+}
+
+at::Tensor restore_for_backward(const SavedTensor& saved) {
+    const std::uint32_t version = version_of(saved.tensor);
+    TORCH_CHECK(version == saved.version,
+                "one of the variables needed for gradient computation has been modified by an inplace operation: [",
+                saved.tensor.toString(), " ", saved.tensor.sizes(), "] is at version ", version, "; expected version ",
+                saved.version, " instead.");
+    return saved.tensor;
+}
+
+}  // namespace torch_offload

@@ -1,0 +1,76 @@
+// Where pages go that leave a tier's memory, and where they come back from. Layer pager.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "pager/page_table.h"
+
+namespace torch_offload {
+
+/// What a store tells its pager. All calls come from threads of the store, without any lock held.
+class StoreClient {
+public:
+    virtual ~StoreClient() = default;
+    virtual void finish_read(const std::shared_ptr<Segment>& segment, Page& page) = 0;
+    virtual void finish_write(Page& page) = 0;
+    /// The page's bytes are lost; `error` is raised by every access.
+    virtual void fail_read(Page& page, std::exception_ptr error) = 0;
+    /// The page's bytes are still in its frame; `error` is raised by the next pin of any page.
+    virtual void fail_write(Page& page, std::exception_ptr error) = 0;
+    /// Something failed that loses nothing; raised by the next pin of any page.
+    virtual void note_error(std::exception_ptr error) = 0;
+    /// Registered free frames that are wanted for something else than transfers; take_unregistered() follows for each.
+    virtual std::vector<Frame> frames_to_unregister() = 0;
+    virtual void take_unregistered(const Frame& frame) = 0;
+    virtual bool may_register(std::size_t size_bytes) = 0;
+    virtual void note_registered(std::size_t size_bytes) = 0;
+    /// Evicts ahead of need and starts reads ahead of use.
+    virtual void look_ahead() = 0;
+};
+
+struct StoreStatistics {
+    std::uint64_t stored_bytes = 0;  // live extents on SSD
+    std::uint64_t file_bytes = 0;    // preallocated on SSD
+    std::string engine;
+};
+
+/// The tier below a pager's memory.
+/// Threads: read, write, kick and the questions may come from any; forget from the one that drops the last owner.
+class PageStore {
+public:
+    PageStore() = default;
+    PageStore(const PageStore&) = delete;
+    PageStore& operator=(const PageStore&) = delete;
+    /// After stop().
+    virtual ~PageStore() = default;
+
+    /// Starts its threads; the client is called from now on.
+    virtual void start(StoreClient& client) = 0;
+    /// Ends them after what is in flight; the client is not called any more.
+    virtual void stop() = 0;
+
+    /// Pre: the page is `loading` with a frame, and was written.
+    virtual void read(std::shared_ptr<Segment> segment, Page& page) = 0;
+    /// Pre: the page is `leaving` and its bytes lie in its frame's slot.
+    virtual void write(std::shared_ptr<Segment> segment, Page& page) = 0;
+    /// Sends what the store itself holds of the segment in memory to SSD, and waits. Throws: what a write throws.
+    virtual void evict(Segment& segment) = 0;
+    /// Nothing of the segment is in flight, and nobody will read it again.
+    virtual void forget(Segment& segment) noexcept = 0;
+    /// Asks for look_ahead() and frames_to_unregister().
+    virtual void kick() noexcept = 0;
+
+    virtual std::size_t reads_in_flight() const noexcept = 0;
+    /// Transfers under way at once at most.
+    virtual std::size_t capacity() const noexcept = 0;
+    /// Bytes per second that reads got lately while there were any to make.
+    virtual double read_rate() const noexcept = 0;
+    virtual StoreStatistics statistics() const = 0;
+};
+
+}  // namespace torch_offload

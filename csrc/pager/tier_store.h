@@ -1,0 +1,97 @@
+// Pages of a device whose memory is short live in the memory of the host, and there in a pager of their own.
+// Layer pager: includes base, device.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+
+#include "device/stream.h"
+#include "pager/page_store.h"
+#include "pager/pager.h"
+
+namespace torch_offload {
+
+/// The store of a device's pager: each of its segments has a counterpart in the pager below, made when a page of it
+/// first leaves. A page goes down as a pin for overwriting and a copy, and comes back as a pin for reading and a copy;
+/// whether the pager below has it in memory or on SSD is its own affair, and so is what it reads ahead: it records the
+/// order in which the device asks.
+/// Threads: as PageStore. One per direction waits for pins below and for copies, one looks ahead. The pager below, the
+/// device and this store are destroyed in the reverse order: the store first.
+class TierStore final : public PageStore {
+public:
+    /// Pre: `below` has pages of as many elements as the pager above.
+    /// Throws: InvalidArgument if its budget is too small to feed a device.
+    TierStore(Pager& below, Device& device);
+    ~TierStore() override;
+
+    void start(StoreClient& client) override;
+    void stop() override;
+    void read(std::shared_ptr<Segment> segment, Page& page) override;
+    void write(std::shared_ptr<Segment> segment, Page& page) override;
+    void evict(Segment& segment) override;
+    void forget(Segment& segment) noexcept override;
+    void kick() noexcept override;
+
+    std::size_t reads_in_flight() const noexcept override { return to_device_.in_flight.load(); }
+    std::size_t capacity() const noexcept override;
+    double read_rate() const noexcept override { return read_rate_.load(std::memory_order_relaxed); }
+    StoreStatistics statistics() const override;
+
+private:
+    struct Transfer {
+        std::shared_ptr<Segment> segment;
+        Page* page = nullptr;
+        PinGuard below;  // of its counterpart, until the copy has passed
+        std::shared_ptr<const Event> copied;
+    };
+    /// Transfers of one direction, and the thread that carries them out in order.
+    struct Lane {
+        LinkDirection direction;
+        std::mutex mutex{};  // guards the next two
+        std::deque<Transfer> waiting{};
+        bool is_ending = false;
+        std::condition_variable changed{};
+        std::atomic<std::size_t> in_flight{0};
+        std::thread thread{};
+    };
+
+    void enqueue(Lane& lane, std::shared_ptr<Segment> segment, Page& page);
+    void run(Lane& lane);
+    std::optional<Transfer> next(Lane& lane, bool may_wait);
+    bool begin(Lane& lane, Stream& stream, Transfer& transfer);
+    void finish(Lane& lane, Transfer transfer);
+    void look_ahead_when_kicked();
+    PinGuard pin_below(const std::shared_ptr<Segment>& counterpart, std::size_t index, Access access);
+    std::shared_ptr<Segment> counterpart_of(Segment& segment);
+    void note_read(std::size_t size_bytes);
+
+    Pager& below_;
+    Device& device_;
+    StoreClient* client_ = nullptr;  // from start() on
+    Lane to_device_{LinkDirection::to_device};
+    Lane to_host_{LinkDirection::to_host};
+
+    mutable std::mutex mutex_;  // guards the next two; never held while a pager is called that may wait
+    std::unordered_map<const Segment*, std::shared_ptr<Segment>> counterparts_;
+    TraceId traced_ = 0;  // roles that the pager below knows
+
+    std::atomic<double> read_rate_;
+    std::size_t measured_bytes_ = 0;  // thread of reads only, like the next
+    std::chrono::steady_clock::time_point measured_since_;
+
+    std::atomic<std::uint32_t> kicks_{0};
+    std::atomic<bool> stopping_{false};
+    std::thread planner_;
+};
+
+}  // namespace torch_offload
