@@ -47,8 +47,8 @@ def _memory_rows(report: Report) -> Iterator[Row]:
 
 def _ssd_rows(report: Report) -> Iterator[Row]:
     yield "SSD", f"{format_size(report.ssd_bytes)} stored, scratch file {format_size(report.ssd_file_bytes)}"
-    yield "read", f"{format_size(report.ssd_read_bytes)} ({_named_sizes(report.read_bytes)})"
-    yield "written", f"{format_size(report.ssd_written_bytes)} ({_named_sizes(report.written_bytes)})"
+    yield "read", _total_and_parts(report.read_bytes)
+    yield "written", _total_and_parts(report.written_bytes)
     yield "I/O engine", report.io_engine
 
 

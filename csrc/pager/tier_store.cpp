@@ -153,27 +153,32 @@ bool TierStore::begin(Lane& lane, Stream& stream, Transfer& transfer) {
         transfer.copied = stream.record();
         return true;
     } catch (...) {
-        lane.in_flight.fetch_sub(1);
-        is_read ? client_->fail_read(page, std::current_exception())
-                : client_->fail_write(page, std::current_exception());
+        fail(lane, page);
         return false;
     }
 }
 
+/// Says the exception that is being handled.
+void TierStore::fail(Lane& lane, Page& page) {
+    lane.in_flight.fetch_sub(1);
+    if (lane.direction == LinkDirection::to_device) {
+        client_->fail_read(page, std::current_exception());
+    } else {
+        client_->fail_write(page, std::current_exception());
+    }
+}
+
 void TierStore::finish(Lane& lane, Transfer transfer) {
-    const bool is_read = lane.direction == LinkDirection::to_device;
     Page& page = *transfer.page;
     try {
         transfer.copied->wait();
     } catch (...) {
-        lane.in_flight.fetch_sub(1);
-        is_read ? client_->fail_read(page, std::current_exception())
-                : client_->fail_write(page, std::current_exception());
+        fail(lane, page);
         return;
     }
     transfer.below = PinGuard();
     lane.in_flight.fetch_sub(1);
-    if (is_read) {
+    if (lane.direction == LinkDirection::to_device) {
         note_read(page.frame.slot.size());
         client_->finish_read(transfer.segment, page);
     } else {

@@ -69,6 +69,7 @@ private:
     void run(Lane& lane);
     std::optional<Transfer> next(Lane& lane, bool may_wait);
     bool begin(Lane& lane, Stream& stream, Transfer& transfer);
+    void fail(Lane& lane, Page& page);
     void finish(Lane& lane, Transfer transfer);
     void look_ahead_when_kicked();
     PinGuard pin_below(const std::shared_ptr<Segment>& counterpart, std::size_t index, Access access);
