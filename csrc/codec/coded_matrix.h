@@ -1,0 +1,71 @@
+// A ternary matrix in its coded extent: opened, read tile by tile, decoded. Layer codec: includes base only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/instruction_set.h"
+#include "codec/extent.h"
+#include "codec/qmoe.h"
+#include "codec/rans4.h"
+#include "codec/tile_coder.h"
+#include "codec/tun12.h"
+
+namespace torch_offload {
+
+/// The coders of one extent, with the tables that its header asks for.
+class ExtentCoders {
+public:
+    explicit ExtentCoders(const ExtentHeader& header, std::span<const Coder> used);
+    /// Pre: `coder` is one of those used.
+    const TileCoder& of(Coder coder) const noexcept;
+
+private:
+    std::unique_ptr<Tun12Coder> tun12_;
+    std::unique_ptr<Rans4Coder> rans4_;
+    std::unique_ptr<QmoeCoder> qmoe_;
+};
+
+/// A view of a coded extent that has been checked. Borrows the extent's bytes, which must not change.
+/// Threads: any; tiles do not depend on one another.
+class CodedMatrix {
+public:
+    /// Throws: CorruptPage unless `extent` is, to the byte, what was written.
+    explicit CodedMatrix(std::span<const std::byte> extent);
+
+    std::size_t rows() const noexcept { return header_.rows; }
+    std::size_t columns() const noexcept { return header_.columns; }
+    std::span<const CodedTile> tiles() const noexcept { return header_.tiles; }
+    const ExtentHeader& header() const noexcept { return header_; }
+
+    /// Throws: CorruptPage if the tile cannot have its rows.
+    std::unique_ptr<TileReader> read(const CodedTile& tile, InstructionSet set) const;
+    /// All of T, the same for every instruction set.
+    /// `to`: [rows(), columns()], row-major.
+    /// Throws: CorruptPage where bytes are no rows; what has been decoded until then is in `to`.
+    void decode(std::int8_t* to, InstructionSet set = best_instruction_set()) const;
+
+private:
+    std::span<const std::byte> extent_;
+    ExtentHeader header_;
+    ExtentCoders coders_;
+};
+
+/// Room for the rows that a reader gives at once.
+class RowPanel {
+public:
+    RowPanel(std::size_t rows, std::size_t columns);
+    const TernaryRows& rows() const noexcept { return rows_; }
+
+private:
+    struct Free {
+        void operator()(std::int8_t* values) const noexcept;
+    };
+    std::unique_ptr<std::int8_t[], Free> values_;
+    TernaryRows rows_;
+};
+
+}  // namespace torch_offload

@@ -1,0 +1,99 @@
+#include "codec/product.h"
+
+#include <algorithm>
+#include <new>
+
+#include "base/check.h"
+
+namespace torch_offload {
+namespace {
+
+constexpr std::align_val_t kPanelAlignment{64};
+constexpr std::size_t kPanelFloats = 64;  // tokens begin on a multiple of this many
+/// Rows decoded before they are used: few, so that they stay in the first cache; even more than a kernel takes at once.
+constexpr std::size_t kRowsAtOnce = 8;
+
+struct Kernels {
+    ProductKernel* forward;
+    ProductKernel* transposed;
+};
+
+Kernels kernels_of(InstructionSet set) noexcept {
+    if (set == InstructionSet::avx512) return {product_avx512, transposed_product_avx512};
+    if (set == InstructionSet::avx2) return {product_avx2, transposed_product_avx2};
+    return {product_portable, transposed_product_portable};
+}
+
+void check_panels(const CodedMatrix& matrix, const TokenPanel& by_column, const TokenPanel& by_row) {
+    OFFLOAD_CHECK(by_column.width() == matrix.columns() && by_row.width() == matrix.rows() &&
+                      by_column.tokens() == by_row.tokens(),
+                  InvalidArgument, "a product of ", matrix.rows(), " x ", matrix.columns(), " takes as many tokens of ",
+                  matrix.columns(), " and of ", matrix.rows(), " floats, not ", by_column.tokens(), " of ",
+                  by_column.width(), " and ", by_row.tokens(), " of ", by_row.width());
+}
+
+/// Decodes a tile, some rows at a time, and has `use` take them.
+template <typename Use>
+void for_decoded_rows(const CodedMatrix& matrix, const CodedTile& tile, InstructionSet set, Use use) {
+    const auto reader = matrix.read(tile, set);
+    const std::size_t step = std::min(std::max(reader->rows_at_once(), kRowsAtOnce), tile.row_count);
+    const RowPanel panel(step, matrix.columns());
+    for (std::size_t row = 0; row < tile.row_count; row += step) {
+        const std::size_t count = std::min(step, tile.row_count - row);
+        reader->read(count, panel.rows());
+        use(ProductRows{panel.rows().values, panel.rows().stride, count, matrix.columns(), tile.first_row + row});
+    }
+}
+
+}  // namespace
+
+TokenPanel::TokenPanel(std::size_t tokens, std::size_t width)
+    : tokens_(tokens), width_(width), stride_((width + kPanelFloats - 1) / kPanelFloats * kPanelFloats) {
+    const std::size_t count = tokens_ * stride_;
+    values_.reset(static_cast<float*>(operator new[](count * sizeof(float), kPanelAlignment)));
+    std::fill_n(values_.get(), count, 0.0F);
+}
+
+void TokenPanel::Free::operator()(float* values) const noexcept { operator delete[](values, kPanelAlignment); }
+
+void TokenPanel::fill(const float* from, const float* scale) noexcept {
+    for (std::size_t i = 0; i < tokens_; ++i) {
+        for (std::size_t j = 0; j < width_; ++j) {
+            const float value = from[i * width_ + j];
+            token(i)[j] = scale ? value * scale[j] : value;
+        }
+    }
+}
+
+void multiply_tile(const CodedMatrix& matrix, const CodedTile& tile, const TokenPanel& x, TokenPanel& y,
+                   InstructionSet set) {
+    check_panels(matrix, x, y);
+    const auto kernel = kernels_of(set).forward;
+    for_decoded_rows(matrix, tile, set, [&](const ProductRows& rows) { kernel(rows, x, y); });
+}
+
+void multiply(const CodedMatrix& matrix, const TokenPanel& x, TokenPanel& y, InstructionSet set) {
+    for (const CodedTile& tile : matrix.tiles()) multiply_tile(matrix, tile, x, y, set);
+}
+
+void multiply_tile_transposed(const CodedMatrix& matrix, const CodedTile& tile, const TokenPanel& g, TokenPanel& part,
+                              InstructionSet set) {
+    check_panels(matrix, part, g);
+    for (std::size_t i = 0; i < part.tokens(); ++i) std::fill_n(part.token(i), part.stride(), 0.0F);
+    const auto kernel = kernels_of(set).transposed;
+    for_decoded_rows(matrix, tile, set, [&](const ProductRows& rows) { kernel(rows, g, part); });
+}
+
+void multiply_transposed(const CodedMatrix& matrix, const TokenPanel& g, TokenPanel& z, InstructionSet set) {
+    TokenPanel part(z.tokens(), z.width());
+    check_panels(matrix, z, g);
+    for (std::size_t i = 0; i < z.tokens(); ++i) std::fill_n(z.token(i), z.stride(), 0.0F);
+    for (const CodedTile& tile : matrix.tiles()) {
+        multiply_tile_transposed(matrix, tile, g, part, set);
+        for (std::size_t i = 0; i < z.tokens(); ++i) {
+            for (std::size_t j = 0; j < z.width(); ++j) z.token(i)[j] += part.token(i)[j];
+        }
+    }
+}
+
+}  // namespace torch_offload

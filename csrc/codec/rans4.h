@@ -1,0 +1,65 @@
+// RANS4: four values of a row as one symbol, 64 rows as 64 interleaved lanes. FORMAT.md has the bytes.
+// Layer codec: includes base only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "codec/column_class.h"
+#include "codec/rans_model.h"
+#include "codec/tile_coder.h"
+
+namespace torch_offload {
+
+inline constexpr std::size_t kRansLanes = 64;
+/// States are at least this between symbols, and exactly this behind the last one.
+inline constexpr std::uint32_t kRansFloor = 1U << 16;
+
+/// What decoding knows of the columns.
+struct RansColumns {
+    std::size_t column_count = 0;
+    ColumnClasses classes;
+    std::vector<RansSlots> slots;  // one per class
+
+    std::size_t quad_count() const noexcept { return (column_count + kQuad - 1) / kQuad; }
+    /// Where the quads of a class end: a quad belongs to the class of its first column.
+    std::size_t end_quad(std::size_t index) const noexcept {
+        return index + 1 < classes.size() ? (classes[index + 1].first_column + kQuad - 1) / kQuad : quad_count();
+    }
+};
+
+/// Lane i holds rows i, i + 64, ... of the tile, one after the other.
+/// Source: Duda, arXiv 1311.2540; interleaved lanes after Giesen, arXiv 1402.3392.
+class Rans4Coder : public TileCoder {
+public:
+    /// `frequencies` has one entry per class of columns.
+    Rans4Coder(std::size_t columns, ColumnClasses classes, const std::vector<SymbolFrequencies>& frequencies);
+
+    /// Throws: InvalidArgument if a symbol of the tile has no frequency.
+    std::vector<std::byte> encode(const TernaryView& tile) const override;
+    std::unique_ptr<TileReader> open(std::span<const std::byte> bytes, std::size_t rows,
+                                     InstructionSet set) const override;
+
+private:
+    RansColumns columns_;
+    std::vector<std::vector<RansStep>> steps_;  // [classes][256]
+};
+
+/// A tile being decoded. Words are 16 bits, at any address.
+struct RansStream {
+    std::uint32_t states[kRansLanes] = {};
+    const std::byte* word = nullptr;
+    const std::byte* end = nullptr;  // kTileSlackBytes behind it may be read
+};
+
+/// Decodes the next rows, one per lane, from lane 0 on. False: the words end before the rows do. The last symbol may
+/// reach behind the last column: the caller clears what is there.
+/// One kernel per instruction set, one per source file. Pre: the set is available.
+using Rans4Kernel = bool(const RansColumns&, RansStream&, std::size_t lanes, const TernaryRows& to) noexcept;
+Rans4Kernel rans4_rows_portable;
+Rans4Kernel rans4_rows_avx2;
+Rans4Kernel rans4_rows_avx512;
+
+}  // namespace torch_offload

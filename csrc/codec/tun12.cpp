@@ -1,0 +1,77 @@
+#include "codec/tun12.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "base/check.h"
+
+namespace torch_offload {
+namespace {
+
+constexpr std::align_val_t kWordAlignment{64};
+constexpr std::size_t kCodewordCount = 4096;
+
+/// Reads rows one by one.
+class Tun12Reader : public TileReader {
+public:
+    Tun12Reader(const TunstallColumns& columns, Tun12Stream stream, std::size_t rows, Tun12Kernel* kernel) noexcept
+        : columns_(columns), stream_(stream), kernel_(kernel), rows_left_(rows) {}
+
+    std::size_t rows_at_once() const noexcept override { return 1; }
+    void read(std::size_t count, const TernaryRows& to) override {
+        for (std::size_t i = 0; i < count; ++i) {
+            OFFLOAD_CHECK(kernel_(columns_, stream_, to.row(i)), CorruptPage, "a TUN12 tile of ",
+                          stream_.codeword_count, " codewords ends inside a row");
+        }
+        rows_left_ -= count;
+        OFFLOAD_CHECK(rows_left_ > 0 || stream_.next == stream_.codeword_count, CorruptPage, "a TUN12 tile has ",
+                      stream_.codeword_count, " codewords, its rows only ", stream_.next);
+    }
+
+private:
+    const TunstallColumns& columns_;
+    Tun12Stream stream_;
+    Tun12Kernel* kernel_;
+    std::size_t rows_left_;
+};
+
+}  // namespace
+
+TunstallWords::TunstallWords(const TunstallTree& tree) : word_bytes_(static_cast<std::size_t>(tree.limit) + 1) {
+    const std::size_t size_bytes = kCodewordCount * word_bytes_;
+    words_.reset(static_cast<std::int8_t*>(operator new[](size_bytes, kWordAlignment)));
+    std::fill_n(words_.get(), size_bytes, std::int8_t{0});
+    constexpr std::int8_t kValues[] = {0, 1, -1};
+    for (const TunstallTree::Node& leaf : tree.nodes) {
+        if (!leaf.is_leaf()) continue;
+        std::int8_t* const word = words_.get() + leaf.codeword * word_bytes_;
+        word[word_bytes_ - 1] = static_cast<std::int8_t>(leaf.length);
+        const TunstallTree::Node* node = &leaf;
+        while (node->length > 0) {
+            const TunstallTree::Node& parent = tree.nodes[node->parent];
+            const auto number = static_cast<std::uint16_t>(node - tree.nodes.data());
+            const auto value = std::find(parent.children.begin(), parent.children.end(), number);
+            word[parent.length] = kValues[value - parent.children.begin()];
+            node = &parent;
+        }
+    }
+    words_[(kRestCodeword + 1) * word_bytes_ - 1] = static_cast<std::int8_t>(kRestLength);
+}
+
+void TunstallWords::Free::operator()(std::int8_t* words) const noexcept { operator delete[](words, kWordAlignment); }
+
+std::unique_ptr<TileReader> Tun12Coder::open(std::span<const std::byte> bytes, std::size_t rows,
+                                             InstructionSet set) const {
+    OFFLOAD_CHECK(bytes.size() % 3 != 1, CorruptPage, "a TUN12 tile of ", bytes.size(),
+                  " bytes is no whole number of 12-bit codewords");
+    const Tun12Stream stream{bytes.data(), bytes.size() * 8 / kCodewordBits, 0};
+    OFFLOAD_CHECK(stream.codeword_count >= rows, CorruptPage, "a TUN12 tile of ", stream.codeword_count,
+                  " codewords cannot have ", rows, " rows");
+    Tun12Kernel* kernel = tun12_row_portable;
+    if (set == InstructionSet::avx2) kernel = tun12_row_avx2;
+    if (set == InstructionSet::avx512) kernel = tun12_row_avx512;
+    return std::make_unique<Tun12Reader>(columns_, stream, rows, kernel);
+}
+
+}  // namespace torch_offload

@@ -1,0 +1,235 @@
+#include <gtest/gtest.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/check.h"
+#include "codec/ternary_samples.h"
+#include "support/sanitized.h"
+
+namespace torch_offload {
+namespace {
+
+// Offsets of FORMAT.md.
+constexpr std::size_t kChecksumAt = 8;
+constexpr std::size_t kVersionAt = 16;
+constexpr std::size_t kHeaderSizeAt = 20;
+constexpr std::size_t kExtentSizeAt = 24;
+constexpr std::size_t kCodedSizeAt = 32;
+constexpr std::size_t kRowsAt = 40;
+constexpr std::size_t kColumnsAt = 44;
+constexpr std::size_t kTileRowsAt = 48;
+constexpr std::size_t kClassCountAt = 52;
+constexpr std::size_t kTablesAt = 54;
+constexpr std::size_t kReservedAt = 55;
+constexpr std::size_t kClassesAt = 56;
+
+/// A copy of an extent that a test changes. Its memory ends where the extent does, so that a sanitizer sees reads
+/// behind it.
+class Changed {
+public:
+    explicit Changed(const ExtentBuffer& extent) : buffer_(extent.bytes().size()) {
+        std::ranges::copy(extent.bytes(), buffer_.bytes().begin());
+    }
+    std::span<std::byte> bytes() noexcept { return buffer_.bytes(); }
+
+    template <typename Number>
+    Changed& put(std::size_t offset, Number number) {
+        std::memcpy(bytes().data() + offset, &number, sizeof(number));
+        return *this;
+    }
+    /// As one who wants to deceive would: the checksum is right again.
+    Changed& seal() { return put(kChecksumAt, std::uint64_t{XXH3_64bits(bytes().data() + 16, bytes().size() - 16)}); }
+
+private:
+    ExtentBuffer buffer_;
+};
+
+class Corruption : public testing::TestWithParam<CoderChoice> {
+protected:
+    static constexpr std::size_t kClasses = 2;
+
+    /// Of two tiles.
+    ExtentBuffer extent(std::size_t columns = 90) const {
+        return encode(random_matrix(70, columns, 0.8, 2).view(),
+                      {.coder = GetParam(), .rows_per_tile = 66, .classes = {{0}, {33}}});
+    }
+    /// Where its header says where tiles are.
+    static std::size_t directory_of(const ExtentBuffer& extent) {
+        const auto tables = std::to_integer<unsigned>(extent.bytes()[kTablesAt]);
+        return kClassesAt + kClasses * (4 + (tables & 1 ? 6 : 0) + (tables & 2 ? 162 : 0));
+    }
+};
+
+// A flipped bit is found, wherever it is. Method: one bit of every byte of an extent, one after the other.
+TEST_P(Corruption, OfAnyByteIsFound) {
+    Changed changed(extent());
+    ASSERT_NO_THROW(CodedMatrix(changed.bytes()));
+    for (std::size_t i = 0; i < changed.bytes().size(); ++i) {
+        const auto bit = std::byte{1} << (i % 8);
+        changed.bytes()[i] ^= bit;
+        EXPECT_THROW(CodedMatrix(changed.bytes()), CorruptPage) << i;
+        changed.bytes()[i] ^= bit;
+    }
+}
+
+// An extent that has been cut is refused before a byte behind its end is read. Method: every length, in memory that
+// ends there.
+TEST_P(Corruption, OfTheLengthIsFound) {
+    const ExtentBuffer whole = extent();
+    for (std::size_t size = 0; size < whole.bytes().size(); ++size) {
+        const std::vector<std::byte> cut(whole.bytes().begin(),
+                                         whole.bytes().begin() + static_cast<std::ptrdiff_t>(size));
+        EXPECT_THROW(CodedMatrix{cut}, CorruptPage) << size;
+    }
+    std::vector<std::byte> longer(whole.bytes().begin(), whole.bytes().end());
+    longer.resize(longer.size() + 4096);
+    EXPECT_THROW(CodedMatrix{longer}, CorruptPage);
+}
+
+// Numbers in a header that cannot be are refused, even with the right checksum. Method: each of them in turn.
+TEST_P(Corruption, OfTheHeaderIsFound) {
+    const ExtentBuffer whole = extent();
+    const auto expect_refused = [&](const char* what, std::size_t offset, auto number) {
+        Changed changed(whole);
+        changed.put(offset, number).seal();
+        EXPECT_THROW(CodedMatrix(changed.bytes()), CorruptPage) << what << " " << std::uint64_t{number};
+    };
+    ASSERT_NO_THROW(CodedMatrix(Changed(whole).seal().bytes()));
+    for (const std::uint32_t version : {0U, 2U, UINT32_MAX}) expect_refused("version", kVersionAt, version);
+    for (const std::uint32_t size : {0U, 64U, 4096U, UINT32_MAX}) expect_refused("header", kHeaderSizeAt, size);
+    for (const std::uint64_t size : {0UL, 1UL << 20, UINT64_MAX}) expect_refused("extent", kExtentSizeAt, size);
+    for (const std::uint64_t size : {0UL, 200UL, 4095UL, 4096UL, UINT64_MAX})
+        expect_refused("coded", kCodedSizeAt, size);
+    for (const std::uint32_t rows : {0U, 66U, 133U, (1U << 30) + 1, UINT32_MAX}) expect_refused("rows", kRowsAt, rows);
+    for (const std::uint32_t columns : {0U, 33U, (1U << 24) + 1, UINT32_MAX}) {
+        expect_refused("columns", kColumnsAt, columns);
+    }
+    for (const std::uint32_t rows : {0U, 1U, 70U}) expect_refused("rows of a tile", kTileRowsAt, rows);
+    for (const std::uint16_t count : {0, 1, 3, 17, 65535}) expect_refused("classes", kClassCountAt, count);
+    for (const std::uint8_t tables : {4, 255}) expect_refused("tables", kTablesAt, tables);
+    expect_refused("reserved", kReservedAt, std::uint8_t{1});
+    expect_refused("first class", kClassesAt, std::uint32_t{1});
+    for (const std::uint32_t first : {0U, 90U, UINT32_MAX}) expect_refused("second class", kClassesAt + 4, first);
+    const bool has_tables = GetParam() != CoderChoice::qmoe;
+    if (has_tables) expect_refused("table", kClassesAt + 8, std::uint16_t{0xFFFF});
+    const std::size_t directory = directory_of(whole);
+    expect_refused("coder", directory, std::uint8_t{0});
+    expect_refused("size of a tile", directory + 1, std::uint8_t{0xFF});
+    expect_refused("size of a tile", directory + 7, std::uint8_t{0x80});
+}
+
+// Tiles leave room behind them for whole vectors. Method: the last tile is said to reach nearly to the extent's end,
+// and everything else agrees with that.
+TEST_P(Corruption, OfTheRoomBehindTilesIsFound) {
+    const ExtentBuffer whole = extent();
+    const ExtentHeader header = CodedMatrix(whole.bytes()).header();
+    const std::size_t directory = directory_of(whole);
+    for (const std::size_t room : {kTileSlackBytes, kTileSlackBytes - 8, std::size_t{0}}) {
+        const std::uint64_t coded_bytes = header.extent_bytes - room;
+        const std::uint64_t tile_bytes = coded_bytes - header.tiles[1].offset_bytes;
+        Changed changed(whole);
+        changed.put(kCodedSizeAt, coded_bytes);
+        changed.put(directory + 8, tile_bytes << 8 | static_cast<std::uint64_t>(header.tiles[1].coder)).seal();
+        if (room < kTileSlackBytes) {
+            EXPECT_THROW(CodedMatrix(changed.bytes()), CorruptPage) << room;
+        } else {
+            EXPECT_NO_THROW(CodedMatrix(changed.bytes()));
+        }
+    }
+}
+
+// Sizes of tiles may not wrap around. Method: 512 tiles, each larger by 2^55 bytes, which is 2^64 together.
+TEST(CorruptSizes, ThatAddUpToTheRightSumAreFound) {
+    const ExtentBuffer whole =
+        encode(random_matrix(512, 20, 0.8, 2).view(), {.coder = CoderChoice::qmoe, .rows_per_tile = 1});
+    Changed changed(whole);
+    for (std::size_t i = 0; i < 512; ++i) changed.bytes()[kClassesAt + 4 + 8 * i + 7] = std::byte{0x80};
+    changed.seal();
+    EXPECT_THROW(CodedMatrix(changed.bytes()), CorruptPage);
+}
+
+/// What decoding comes to: the values, or nothing where it is refused.
+std::optional<std::vector<std::int8_t>> outcome(const CodedMatrix& coded, InstructionSet set) {
+    try {
+        return decoded(coded, set);
+    } catch (const CorruptPage&) {
+        return std::nullopt;
+    }
+}
+
+// Whatever the bytes are, decoding ends with values or CorruptPage and touches nothing else (a sanitizer would tell),
+// and every instruction set comes to the same. Method: 1,500 extents per coder (150 under a sanitizer) with up to eight
+// changes anywhere behind the checksum, which is made right again.
+TEST_P(Corruption, OfAnythingEndsTheSameEverywhere) {
+    std::mt19937_64 random(5 + static_cast<std::uint64_t>(GetParam()));
+    const ExtentBuffer whole = extent();
+    const auto coded_bytes = CodedMatrix(whole.bytes()).header().coded_bytes;
+    int refused_by_header = 0;
+    int refused = 0;
+    int accepted = 0;
+    const int count = repetitions(1500);
+    for (int i = 0; i < count; ++i) {
+        Changed changed(whole);
+        const std::size_t first = i % 2 ? 16 : CodedMatrix(whole.bytes()).tiles()[0].offset_bytes;
+        for (std::size_t k = 0; k <= random() % 8; ++k) {
+            const std::size_t at = first + random() % (coded_bytes - first);
+            changed.bytes()[at] = static_cast<std::byte>(random() % 3 ? random() : (random() % 2 ? 0 : 255));
+        }
+        changed.seal();
+        std::optional<CodedMatrix> coded;
+        try {
+            coded.emplace(changed.bytes());
+        } catch (const CorruptPage&) {
+            ++refused_by_header;
+            continue;
+        }
+        if (coded->rows() * coded->columns() > 1U << 20) continue;
+        const auto expected = outcome(*coded, InstructionSet::portable);
+        ++(expected ? accepted : refused);
+        for (const InstructionSet set : available_sets()) {
+            ASSERT_TRUE(outcome(*coded, set) == expected) << i << ", instruction set " << static_cast<int>(set);
+        }
+    }
+    EXPECT_GT(refused_by_header, count / 30);
+    EXPECT_GT(refused, count / 15);
+    EXPECT_TRUE(accepted > 0 || GetParam() != CoderChoice::tun12);
+}
+
+// A tile that has lost its end, or has one too many, is refused, and nothing behind it is read but its slack (a
+// sanitizer would tell: a row is longer than that). Method: tiles of each coder cut and lengthened, read by every
+// instruction set.
+TEST_P(Corruption, OfATilesLengthIsFound) {
+    const ExtentBuffer whole = extent(2000);
+    const CodedMatrix coded(whole.bytes());
+    const CodedTile& tile = coded.tiles()[0];
+    const ExtentCoders coders(coded.header(), std::vector{tile.coder});
+    for (std::size_t size = 0; size <= tile.size_bytes + 64; size += size % 500 < 20 ? 1 : 61) {
+        if (size == tile.size_bytes) continue;
+        std::vector<std::byte> bytes(size + kTileSlackBytes);
+        std::memcpy(bytes.data(), whole.bytes().data() + tile.offset_bytes, std::min(size, tile.size_bytes));
+        for (const InstructionSet set : available_sets()) {
+            const auto read_all = [&] {
+                const auto reader = coders.of(tile.coder).open({bytes.data(), size}, tile.row_count, set);
+                const RowPanel panel(reader->rows_at_once(), coded.columns());
+                for (std::size_t row = 0; row < tile.row_count; row += reader->rows_at_once()) {
+                    reader->read(std::min(reader->rows_at_once(), tile.row_count - row), panel.rows());
+                }
+            };
+            EXPECT_THROW(read_all(), CorruptPage) << size << " of " << tile.size_bytes << " bytes";
+        }
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Corruption, testing::ValuesIn(kChoices),
+                         [](const auto& choice) { return name_of(choice.param); });
+
+}  // namespace
+}  // namespace torch_offload

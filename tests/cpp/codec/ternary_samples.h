@@ -1,0 +1,65 @@
+// Ternary matrices for tests: random ones, and those that coders find hard.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "codec/coded_matrix.h"
+#include "codec/encode.h"
+#include "codec/ternary.h"
+
+namespace torch_offload {
+
+/// A ternary matrix that owns its values.
+struct Matrix {
+    std::size_t rows = 0;
+    std::size_t columns = 0;
+    std::vector<std::int8_t> values;
+
+    TernaryView view() const noexcept { return {values.data(), rows, columns}; }
+};
+
+/// Zeros with probability `zero`, and as many +1 as -1 of the rest on average, or the share `plus` of it.
+inline Matrix random_matrix(std::size_t rows, std::size_t columns, double zero, std::uint64_t seed, double plus = 0.5) {
+    Matrix matrix{rows, columns, std::vector<std::int8_t>(rows * columns)};
+    std::mt19937_64 random(seed);
+    const auto below = [](double share) { return static_cast<std::uint64_t>(share * 4294967296.0); };
+    const std::uint64_t zero_end = below(zero);
+    const std::uint64_t plus_end = below(zero + (1 - zero) * plus);
+    for (std::int8_t& value : matrix.values) {
+        const std::uint64_t drawn = random() >> 32;
+        value = static_cast<std::int8_t>(drawn < zero_end ? 0 : (drawn < plus_end ? 1 : -1));
+    }
+    return matrix;
+}
+
+inline Matrix filled_matrix(std::size_t rows, std::size_t columns, std::int8_t value) {
+    return {rows, columns, std::vector<std::int8_t>(rows * columns, value)};
+}
+
+inline std::vector<std::int8_t> decoded(const CodedMatrix& coded, InstructionSet set) {
+    std::vector<std::int8_t> values(coded.rows() * coded.columns(), 77);
+    coded.decode(values.data(), set);
+    return values;
+}
+
+inline std::vector<InstructionSet> available_sets() {
+    std::vector<InstructionSet> sets;
+    for (const auto set : {InstructionSet::portable, InstructionSet::avx2, InstructionSet::avx512}) {
+        if (is_available(set)) sets.push_back(set);
+    }
+    return sets;
+}
+
+inline constexpr CoderChoice kChoices[] = {CoderChoice::tun12, CoderChoice::rans4, CoderChoice::qmoe,
+                                           CoderChoice::smallest};
+
+inline std::string name_of(CoderChoice choice) {
+    constexpr const char* kNames[] = {"tun12", "rans4", "qmoe", "smallest"};
+    return kNames[static_cast<std::size_t>(choice)];
+}
+
+}  // namespace torch_offload
