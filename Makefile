@@ -5,6 +5,12 @@ TORCH ?= 2.13.0
 NEWER_TORCH ?= 2.15.0
 JOBS ?= 2
 PYTHON_TESTS ?= tests/python
+# Several at once: their outcome depends neither on time nor on the memory that others take.
+AT_ONCE := $(patsubst %,tests/python/test_%.py,identity device gpu activations adamw adamw_paged deferred huggingface \
+	loading operator_sweep plan raw_access recompute saving scripts wrap)
+# What these test does not depend on the version of torch.
+SAME_ON_ANY_TORCH := $(patsubst %,tests/python/test_%.py,benchmarks budget crash doctor gpu live_line memory_limit)
+GPU_PYTHON ?= $(PYTHON)
 
 VENV := .venv
 NEWER_VENV := .venv-2.15
@@ -20,9 +26,9 @@ export HF_DATASETS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-NATIVE := $(shell find csrc -type f \( -name '*.h' -o -name '*.cpp' \)) $(shell find csrc -type d) \
+NATIVE := $(shell find csrc -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \)) $(shell find csrc -type d) \
 	setup.py pyproject.toml torch_offload/_compat.py
-FORMATTED := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+FORMATTED := $(shell find csrc tests/cpp tests/gpu -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 LINTED := setup.py torch_offload tests examples benchmarks
 RUNS := plain asan tsan
 SANITIZE_plain :=
@@ -47,17 +53,30 @@ demo: build $(VENV)/.demo ## Train a real model inside a third of its memory and
 test: lint cpp-test python-test ## Everything: lint, tidy rules, C++ tests (plain, ASan+UBSan, TSan), Python tests
 
 .PHONY: test-versions
-test-versions: $(NEWER_VENV)/.ready ## Build for a newer torch (CUDA wheel, 2.15) in .venv-2.15 and run the Python tests on it
+test-versions: $(NEWER_VENV)/.ready ## Build with CUDA for a newer torch (2.15) in .venv-2.15; Python tests on it that may depend on it
 	rm -rf build/lib.* build/bdist.* $(NEWER_TREE)
-	PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(NEWER_VENV)/bin/pip install --quiet --no-build-isolation --no-deps \
-		--force-reinstall .
+	env -u TORCH_CUDA_ARCH_LIST FORCE_CUDA=1 PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" \
+		$(NEWER_VENV)/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 	rm -rf build/lib.* build/bdist.*
 	mkdir -p $(NEWER_TREE)/tests
 	cp -r pyproject.toml requirements CMakeLists.txt csrc examples benchmarks $(NEWER_TREE)/
 	cp -r tests/python tests/cpp $(NEWER_TREE)/tests/
 	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -c "import torch, \
-	torch_offload; print('torch', torch.__version__, 'with', torch_offload.__file__)"
-	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -m pytest tests/python
+	torch_offload; print('torch', torch.__version__, 'with', torch_offload.__file__); \
+	_C = torch_offload._C; print('CUDA', _C.cuda_architectures); exit(None if _C.built_with_cuda else 'built without CUDA')"
+	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -m pytest \
+		-n $(JOBS) $(filter-out %_device.py %_gpu.py,$(AT_ONCE))
+	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -m pytest \
+		$(AT_ONCE:%=--ignore %) $(SAME_ON_ANY_TORCH:%=--ignore %) tests/python
+
+.PHONY: gpu-test
+gpu-test: .gpu-build ## On a machine with a GPU, torch 2.11+ and the toolkit, offline: build with CUDA, test kernels and whole models
+	REQUIRE_CUDA=1 $(GPU_PYTHON) -m pytest tests/gpu
+
+.PHONY: gpu-bench
+gpu-bench: .gpu-build ## On such a machine: kernels against copying memory, a paged 7 B model against one that fits, as JSON
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_kernels.py --json
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_training.py --json
 
 # ---- what a developer runs
 
@@ -93,7 +112,8 @@ $(RUNS:%=cpp-test-%): cpp-test-%: .system
 
 .PHONY: python-test
 python-test: build $(VENV)/.demo ## Python tests on the torch in .venv
-	$(VENV)/bin/python -m pytest $(PYTHON_TESTS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(AT_ONCE)
+	$(VENV)/bin/python -m pytest $(AT_ONCE:%=--ignore %) $(PYTHON_TESTS)
 
 .PHONY: clean
 clean: ## Remove what was built; the environments stay
@@ -102,6 +122,13 @@ clean: ## Remove what was built; the environments stay
 	rm -f $(VENV)/.extension
 
 # ---- set-up
+
+# Builds into the tree with the torch that is there, for the GPU that is there. Fetches nothing.
+.PHONY: .gpu-build
+.gpu-build:
+	@$(GPU_PYTHON) tools/gpu_machine.py > /dev/null
+	FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST="$$($(GPU_PYTHON) tools/gpu_machine.py)" MAX_JOBS="$$(nproc)" \
+		$(GPU_PYTHON) setup.py --quiet build_ext --inplace
 
 .PHONY: .system
 .system:

@@ -1,5 +1,13 @@
-"""Builds the extension `torch_offload._C` from csrc/. Everything else about the package is in pyproject.toml."""
+"""Builds the extension `torch_offload._C` from csrc/. Everything else about the package is in pyproject.toml.
 
+Variables that the build reads, those of torch's own extensions: FORCE_CUDA=1 builds the kernels for CUDA (0: never;
+unset: where this torch has CUDA and sees a GPU), CUDA_HOME says where the toolkit is, TORCH_CUDA_ARCH_LIST for which
+GPUs to compile.
+"""
+
+import importlib.util
+import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -10,14 +18,33 @@ from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
 LAYERS = ("base", "device", "storage", "codec", "pager", "autograd", "optim", "comm", "bindings")
-OTHER_DEVICES = ("cuda",)  # files of devices that this build does not include
+CUDA_ONLY = "_cuda_operator"  # what the names of sources end in that need the headers of a torch with CUDA
+CUDA_ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+USUAL_CUDA_HOME = "/usr/local/cuda"
 # Kernels for different processors give the same bits: no operation is fused with another, square roots are one.
 ARITHMETIC = ("-ffp-contract=off", "-fno-math-errno")
+CUDA_ARITHMETIC = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false")
 COMPAT = runpy.run_path(str(ROOT / "torch_offload" / "_compat.py"))
+
+
+def cuda_home():
+    """Return the first folder with a whole toolkit: the one named, the usual one, that of nvcc on the path; or None."""
+    named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    nvcc = shutil.which("nvcc")
+    found = [str(Path(nvcc).resolve().parents[1])] if nvcc else []
+    for folder in (*named, USUAL_CUDA_HOME, *found):
+        if Path(folder, "bin/nvcc").is_file() and Path(folder, "include/cuda_runtime.h").is_file():
+            return folder
+    return None
+
+
+CUDA_HOME = cuda_home()
+if CUDA_HOME is not None:
+    os.environ["CUDA_HOME"] = CUDA_HOME  # torch reads it when its module is imported
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 except ImportError as error:
     sys.exit(
         f"torch_offload: building needs torch {COMPAT['supported_range']()} in this environment ({error}). "
@@ -26,6 +53,57 @@ except ImportError as error:
 UNSUPPORTED = COMPAT["unsupported_reason"](torch.__version__)
 if UNSUPPORTED is not None:
     sys.exit(f"torch_offload: {UNSUPPORTED}")
+
+
+def cuda_refusal():
+    """Say why kernels for CUDA cannot be compiled here, or return None."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} has no CUDA; install one that has (pip install torch)"
+    wanted = torch.version.cuda.split(".")[0]
+    if CUDA_HOME is None:
+        return (
+            f"no CUDA toolkit found (nvcc and cuda_runtime.h): install version {wanted} from "
+            "https://developer.nvidia.com/cuda-downloads, and set CUDA_HOME if it is not in "
+            f"{USUAL_CUDA_HOME}"
+        )
+    answer = subprocess.run([f"{CUDA_HOME}/bin/nvcc", "--version"], capture_output=True, text=True, check=False)
+    release = re.search(r"release (\d+)\.(\d+)", answer.stdout)
+    if release is None:
+        return f"{CUDA_HOME}/bin/nvcc --version fails: {(answer.stderr or answer.stdout).strip()}"
+    if release[1] != wanted:
+        return (
+            f"the toolkit in {CUDA_HOME} is CUDA {release[1]}.{release[2]}, torch {torch.__version__} was built with "
+            f"{torch.version.cuda}: set CUDA_HOME to a toolkit of version {wanted}"
+        )
+    return None
+
+
+def builds_cuda():
+    """Decide whether kernels for CUDA are compiled; ends with a message where they are asked for and cannot be."""
+    forced = os.environ.get("FORCE_CUDA", "")
+    if forced not in ("", "0", "1"):
+        sys.exit(f"torch_offload: FORCE_CUDA is 1, 0 or not set, got {forced!r}")
+    if forced == "0" or (not forced and not (torch.version.cuda and torch.cuda.is_available())):
+        return False
+    refusal = cuda_refusal()
+    if refusal and forced:
+        sys.exit(f"torch_offload: FORCE_CUDA=1, but {refusal}")
+    if refusal:
+        print(f"torch_offload: building without CUDA: {refusal}")
+    return refusal is None
+
+
+def cuda_architectures():
+    """Return what to compile for as a list such as ["9.0", "12.0+PTX"]; torch reads the same variable."""
+    text = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
+    names = [name for name in re.split(r"[;\s]+", text) if name]
+    for name in names:
+        if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", name):
+            sys.exit(f"torch_offload: TORCH_CUDA_ARCH_LIST names versions, such as {CUDA_ARCHITECTURES}; got {name!r}")
+    return names
+
+
+WITH_CUDA = builds_cuda()
 
 
 def pkg_config(package, option):
@@ -40,42 +118,71 @@ def has_package(package):
     return pkg_config(package, "--exists") is not None
 
 
-def sources():
+def sources(*, with_cuda):
     """Return every source of every layer, relative to the root as setuptools wants them."""
-    found = (path for layer in LAYERS for path in sorted((ROOT / "csrc" / layer).glob("*.cpp")))
-    return [str(path.relative_to(ROOT)) for path in found if not path.stem.startswith(OTHER_DEVICES)]
+    found = [path for layer in LAYERS for path in sorted((ROOT / "csrc" / layer).glob("*.cpp"))]
+    if with_cuda:
+        found += [path for layer in LAYERS for path in sorted((ROOT / "csrc" / layer).glob("*.cu"))]
+    return [str(path.relative_to(ROOT)) for path in found if with_cuda or not path.stem.endswith(CUDA_ONLY)]
+
+
+def headers():
+    found = [path for ending in ("h", "cuh") for path in (ROOT / "csrc").rglob(f"*.{ending}")]
+    return [str(path.relative_to(ROOT)) for path in sorted(found)]
+
+
+def xxhash_package():
+    """Return flags to compile and to link with xxHash: the system's library, or the header that pyarrow carries."""
+    if has_package("libxxhash"):
+        return pkg_config("libxxhash", "--cflags"), pkg_config("libxxhash", "--libs")
+    pyarrow = importlib.util.find_spec("pyarrow")
+    for package in (pyarrow.submodule_search_locations or ()) if pyarrow else ():
+        folder = Path(package, "include/arrow/vendored/xxhash")
+        if (folder / "xxhash.h").is_file():
+            print(f"torch_offload: libxxhash not found, checksums are compiled from {folder}; they are slower than its")
+            return ["-DXXH_INLINE_ALL", f"-I{folder}"], []
+    return sys.exit(
+        "torch_offload: xxHash is needed for page checksums. Run: apt-get install libxxhash-dev pkg-config   "
+        "(or, without root: pip install pyarrow, whose headers hold it)"
+    )
+
+
+def cuda_options(architectures):
+    """Return what CUDA adds: flags for the C++ compiler, flags for nvcc."""
+    names = ",".join(f'"{name}"' for name in architectures)
+    flags = [f"-DTORCH_OFFLOAD_CUDA_ARCHITECTURES={names}", "-DTORCH_OFFLOAD_CUDA=1"]
+    return flags, ["-std=c++20", "-O3", "--threads", "2", "-DTORCH_OFFLOAD_CUDA=1", *CUDA_ARITHMETIC]
 
 
 def extension():
-    if not has_package("libxxhash"):
-        sys.exit("torch_offload: libxxhash is needed for page checksums. Run: apt-get install libxxhash-dev pkg-config")
-    packages = ["libxxhash"]
+    cflags, libraries = xxhash_package()
     macros = [("TORCH_OFFLOAD_BUILT_AGAINST", f'"{torch.__version__}"')]
     if has_package("liburing"):
-        packages.append("liburing")
+        cflags, libraries = cflags + pkg_config("liburing", "--cflags"), libraries + pkg_config("liburing", "--libs")
         macros.append(("TORCH_OFFLOAD_HAVE_LIBURING", "1"))
     else:
         print("torch_offload: liburing not found, building without io_uring (apt-get install liburing-dev adds it)")
-    cflags = [flag for package in packages for flag in pkg_config(package, "--cflags")]
-    libraries = [flag for package in packages for flag in pkg_config(package, "--libs")]
-    return CppExtension(
+    cuda_flags, nvcc_flags = cuda_options(cuda_architectures()) if WITH_CUDA else ([], [])
+    cxx_flags = ["-std=c++20", "-O3", "-g0", *ARITHMETIC, *cflags, *cuda_flags]
+    return (CUDAExtension if WITH_CUDA else CppExtension)(
         name="torch_offload._C",
-        sources=sources(),
+        sources=sources(with_cuda=WITH_CUDA),
         include_dirs=[str(ROOT / "csrc")],
-        depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").rglob("*.h"))],
+        depends=headers(),
         define_macros=macros,
-        extra_compile_args=["-std=c++20", "-O3", "-g0", *ARITHMETIC, *cflags],
+        extra_compile_args={"cxx": cxx_flags, "nvcc": nvcc_flags},
         extra_link_args=libraries,
     )
 
 
 class BuildForThisTorch(BuildExtension):
-    """Keeps one folder of objects per torch version and writes down which one the extension was built against."""
+    """Keeps a folder of objects per torch version, with CUDA another one; writes down which it was built against."""
 
     def finalize_options(self):
         super().finalize_options()
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}-python-{python}")
+        kind = "-cuda" if WITH_CUDA else ""
+        self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}-python-{python}{kind}")
         self.force = True  # ninja knows better than setuptools what is up to date: it sees the included headers
 
     def run(self):

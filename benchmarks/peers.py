@@ -40,7 +40,8 @@ from memory_group import (
     remove_leftovers,
     scratch_directory,
 )
-from reporting import are_enough, at_least, at_most, emit, is_quiet, machine, progress, spread, usable
+from reporting import at_least, at_most, emit, machine, progress, spread, usable
+from rounds import take_turns
 from worker_process import WorkerProcess
 from workloads import TINY, Workload
 
@@ -164,21 +165,6 @@ def start_swap(rows: Rows) -> None:
     rows.add_ours("ours_at_swap", limit_bytes, group=rows.make_group("ours", limit_bytes, may_swap=False))
 
 
-def run_rounds(rows: Rows, probe: DiskProbe) -> list[dict[str, Any]]:
-    """Let the rows take turns until enough rounds were quiet; the first row of a round changes."""
-    plan = rows.plan
-    rounds: list[dict[str, Any]] = []
-    names = list(rows.workers)
-    while not are_enough(rounds, wanted=plan.rounds, most=plan.most_rounds):
-        first = len(rounds) % len(names)
-        disk = probe.bandwidth()
-        steps = {name: rows.workers[name].step() for name in names[first:] + names[:first]}
-        quiet = all(is_quiet(step) for step in steps.values())
-        rounds.append({"quiet": quiet, "disk": disk, "steps": steps})
-        progress(f"{ {name: round(step['seconds'], 2) for name, step in steps.items()} } {quiet=}")
-    return rounds
-
-
 def summarise(rows: Rows, rounds: list[dict[str, Any]], final: dict[str, Any]) -> dict[str, Any]:
     """Sum up each row over the rounds that count. Swapping is counted for the whole machine and belongs to one row."""
     return {
@@ -245,7 +231,8 @@ def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | Non
     probe = DiskProbe(scratch, probe_bytes=plan.probe_bytes)
     with Rows(plan, scratch, venv) as rows:
         tried = start(rows, settings)
-        rounds = run_rounds(rows, probe)
+        turns = {name: worker.step for name, worker in rows.workers.items()}
+        rounds = take_turns(turns, wanted=rows.plan.rounds, most=rows.plan.most_rounds, probe=probe)
         final = {name: worker.ask("finish") for name, worker in rows.workers.items()}
         used, is_disturbed = usable(rounds, wanted=plan.rounds)
         return {

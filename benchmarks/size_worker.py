@@ -15,7 +15,7 @@ from step_worker import (
     limit_budget,
     make_configuration,
     make_optimizer,
-    parse_options,
+    make_parser,
     serve,
 )
 from torch import nn
@@ -82,4 +82,4 @@ class SizeWorker(Worker):
 
 
 if __name__ == "__main__":
-    serve(lambda: SizeWorker(parse_options()))
+    serve(lambda: SizeWorker(make_parser().parse_args()))

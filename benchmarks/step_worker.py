@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from machine import CpuSeconds
@@ -18,13 +18,16 @@ from process_memory import forget_peak, peak_resident_bytes, resident_bytes, swa
 from replay import least_traffic
 from transformers import LlamaConfig, LlamaForCausalLM
 
+if TYPE_CHECKING:
+    from torch_offload import Config
+
 REPLAYED_STEPS = 4
 KINDS_OF_STATE = 4  # weights, gradients, two moments
 LEARNING_RATE = 1e-4
 LIMIT_TOLERANCE = 1.02  # of the memory that a process may take beside what it holds before the model
 
 
-def parse_options() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("hidden", "intermediate", "layers", "heads", "vocabulary", "batch", "sequence"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -36,7 +39,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max-grad-norm", type=float, default=0, help="0: gradients are not clipped")
     parser.add_argument("--page-elements", type=int, default=1 << 20)
     parser.add_argument("--ssd")
-    return parser.parse_args()
+    return parser
 
 
 def make_configuration(options: argparse.Namespace) -> LlamaConfig:
@@ -112,11 +115,16 @@ class Worker:
         if self.paged:
             import torch_offload
 
-            config = torch_offload.Config(page_elements=options.page_elements)
-            torch_offload.wrap(self.model, ram=options.budget_bytes, ssd=options.ssd, config=config)
+            torch_offload.wrap(self.model, config=self.config(options))
         self.optimizer = make_optimizer(self.model, options)
         self.ids = torch.randint(0, options.vocabulary, (options.batch, options.sequence))
         self.traffic_so_far = self.traffic()
+
+    def config(self, options: argparse.Namespace) -> "Config":
+        """Return the settings of a paged worker."""
+        from torch_offload import Config
+
+        return Config(ram=options.budget_bytes, ssd=options.ssd, page_elements=options.page_elements)
 
     def step(self) -> dict[str, Any]:
         """Take a step. Its traffic includes what the engine finished after the step before, told apart as such."""
@@ -204,16 +212,15 @@ class Worker:
         return sizes | memory | {"torch": torch.__version__}
 
 
-def serve(make_worker: Callable[[], Worker]) -> None:
-    """Make a worker and answer commands until stdin ends."""
+def serve(make_worker: Callable[[], Any]) -> None:
+    """Make a worker and answer commands, the names of its methods, until stdin ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints must not look like an answer
     worker = make_worker()
     answers.write(json.dumps(worker.describe()) + "\n")
     for line in sys.stdin:
-        answer = {"step": worker.step, "replay": worker.replay, "finish": worker.finish}[line.strip()]()
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps(getattr(worker, line.strip())()) + "\n")
 
 
 if __name__ == "__main__":
-    serve(lambda: Worker(parse_options()))
+    serve(lambda: Worker(make_parser().parse_args()))

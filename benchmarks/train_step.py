@@ -22,7 +22,8 @@ from typing import Any
 import interference
 from machine import DiskProbe
 from optimum import optimum
-from reporting import are_enough, at_least, at_most, emit, is_quiet, machine, progress, spread, usable
+from reporting import at_least, at_most, emit, machine, progress, spread, usable
+from rounds import Round, take_turns
 from worker_process import WorkerProcess
 from workloads import LARGE, SMOKE, USUAL, Plan, VariantPlan, Workload
 
@@ -34,8 +35,6 @@ MOST_OVER_OPTIMUM = 1.05
 MOST_CLIPPING_RATIO = 1.03
 TOKENS_BOUND_BY_DISK = 128
 
-Round = dict[str, Any]
-
 
 def start(workload: Workload, name: str, variant: VariantPlan, ssd: str) -> WorkerProcess:
     """Start the process of a variant; its model is built when this returns."""
@@ -44,23 +43,6 @@ def start(workload: Workload, name: str, variant: VariantPlan, ssd: str) -> Work
     shape |= {"budget_bytes": int(variant.budget_share * workload.state_bytes), "ssd": ssd}
     options = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     return WorkerProcess(name, [sys.executable, str(HERE / "step_worker.py"), *options], log_directory=ssd)
-
-
-def run_rounds(workers: dict[str, WorkerProcess], probe: DiskProbe, plan: Plan) -> list[Round]:
-    """Let the variants take turns until enough rounds were quiet; the first variant of a round changes."""
-    for worker in workers.values():
-        for _ in range(plan.warmup):
-            worker.step()
-    rounds: list[Round] = []
-    while not are_enough(rounds, wanted=plan.rounds, most=plan.most_rounds):
-        names = list(workers)
-        first = len(rounds) % len(names)
-        disk = probe.bandwidth()
-        steps = {name: workers[name].step() for name in names[first:] + names[:first]}
-        rounds.append({"quiet": all(is_quiet(step) for step in steps.values()), "disk": disk, "steps": steps})
-        seconds = {name: round(step["seconds"], 2) for name, step in steps.items()}
-        progress(f"{seconds} quiet={rounds[-1]['quiet']}")
-    return rounds
 
 
 def measure(
@@ -73,7 +55,11 @@ def measure(
     try:
         for name, variant in variants.items():
             workers[name] = start(workload, name, variant, ssd)
-        rounds = run_rounds(workers, probe, plan)
+        for worker in workers.values():
+            for _ in range(plan.warmup):
+                worker.step()
+        turns = {name: worker.step for name, worker in workers.items()}
+        rounds = take_turns(turns, wanted=plan.rounds, most=plan.most_rounds, probe=probe)
         replays = {name: worker.ask("replay") for name, worker in workers.items()}
         final = {name: worker.ask("finish") for name, worker in workers.items()}
     finally:

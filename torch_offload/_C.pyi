@@ -7,6 +7,9 @@ import torch
 
 built_against_torch: str
 has_liburing: bool
+built_with_cuda: bool
+cuda_architectures: tuple[str, ...]
+"""What the kernels were compiled for, as TORCH_CUDA_ARCH_LIST names it: "9.0", or "12.0+PTX" for later ones too."""
 
 def set_log_level(level: int) -> None:
     """Route engine log lines at or above ``level`` to ``logging.getLogger("torch_offload")``."""
@@ -35,6 +38,22 @@ def restore_for_backward(saved: SavedTensor) -> torch.Tensor:
     """Return the tensor; RuntimeError if it was changed in place since."""
 
 @final
+class ActivityRecord:
+    """Which resource did what when, on the clock of ``time.monotonic_ns``."""
+
+    @property
+    def begin_ns(self) -> int:
+        """When recording started."""
+    @property
+    def end_ns(self) -> int:
+        """When the record was made."""
+    @property
+    def dropped_count(self) -> int:
+        """Activities that came when there was no room any more: the record ends before them, on every lane."""
+    def activities(self) -> list[tuple[str, int, int, int, int, str]]:
+        """Return (lane, thread, begin, end, bytes, end of a label) in the order in which they ended, roughly."""
+
+@final
 class Engine:
     """A pager with its recorder of deferred work. Methods release the GIL while they wait."""
 
@@ -48,14 +67,37 @@ class Engine:
         page_elements: int,
         min_paged_bytes: int,
         device_bytes: int = 0,
+        updates_on_host: bool = False,
+        activations_stay_on_host: bool = False,
+        link_bytes_per_second: float = 0,
+        ssd_bytes_per_second: float = 0,
+        device_kind: str = "emulated",
+        device_ordinal: int = 0,
     ) -> None: ...
+    @property
+    def place(self) -> str:
+        """Where the module computes and its tensors are: "cpu", or a GPU such as "cuda:0"."""
     def install_allocator(self) -> None:
         """Make large CPU allocations count against this engine's budget from now on."""
     def remove_allocator(self) -> None: ...
-    def manage(self, tensor: torch.Tensor, *, kind: str, label: str, anchor: torch.Tensor | None = None) -> bool:
-        """Make the tensor's storage a segment (kind: parameter, gradient, state, other). False if it is too small."""
+    def manage(
+        self,
+        tensor: torch.Tensor,
+        *,
+        kind: str,
+        label: str,
+        anchor: torch.Tensor | None = None,
+        of_module: bool = False,
+    ) -> bool:
+        """Make the tensor's storage a segment (kind: parameter, gradient, state, other).
+
+        A module's tensor goes to ``place`` first, and takes its gradient along.
+
+        Returns:
+            False if it is too small, or not at ``place``.
+        """
     def unmanage(self, tensor: torch.Tensor) -> None:
-        """Make the tensor's storage ordinary memory again; applies what is pending on it first."""
+        """Make the tensor ordinary memory of the host again; applies what is pending on it first."""
     def gradient_complete(self, parameter: torch.Tensor) -> None:
         """Adopt ``parameter.grad`` as pages, cache its norm, let it leave. For the post-accumulate hook."""
     def save_for_backward(self, tensor: torch.Tensor) -> SavedTensor:
@@ -83,6 +125,10 @@ class Engine:
         """List every use of a page from now on."""
     def take_use_log(self) -> list[tuple[str, int, int, int, int, int, int]]:
         """End the list: (kind, segment, first page, pages, page bytes, segment bytes, bytes not in pages)."""
+    def start_activity_log(self, capacity: int) -> None:
+        """Record up to so many activities from now on; RuntimeError the second time."""
+    def activity_log(self) -> ActivityRecord | None:
+        """What was recorded so far; None where recording was never started. Recording goes on."""
     def managed_count(self) -> int:
         """Number of live segments."""
 

@@ -21,8 +21,11 @@ from torch_offload.errors import (  # noqa: E402
     TierIOError,
 )
 from torch_offload.loading import loading  # noqa: E402
+from torch_offload.plan import plan  # noqa: E402
+from torch_offload.probe import Probe, probe  # noqa: E402
 from torch_offload.report import Report  # noqa: E402
-from torch_offload.wrap import evict, flush, is_resident, prefetch, report, unwrap, wrap  # noqa: E402
+from torch_offload.step_plan import Plan  # noqa: E402
+from torch_offload.wrap import evict, flush, is_resident, pinned, prefetch, report, unwrap, wrap  # noqa: E402
 
 if TYPE_CHECKING:
     from torch_offload.trainer_callback import ReportCallback as ReportCallback
@@ -46,6 +49,8 @@ __all__ = [
     "OffloadError",
     "OutOfTierMemory",
     "PageCorruptError",
+    "Plan",
+    "Probe",
     "Report",
     "TierIOError",
     "__version__",
@@ -53,7 +58,10 @@ __all__ = [
     "flush",
     "is_resident",
     "loading",
+    "pinned",
+    "plan",
     "prefetch",
+    "probe",
     "report",
     "unwrap",
     "wrap",

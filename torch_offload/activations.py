@@ -1,9 +1,6 @@
 """What autograd keeps for the backward pass becomes pages while a wrapped module runs forward."""
 
-import contextlib
 import threading
-import weakref
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from torch_offload import _C
+from torch_offload.module_hooks import ModuleHook
 
 
 class PagedActivations:
@@ -54,29 +52,11 @@ class PagedActivations:
             self._engine.end_saving()
 
 
-class _CallHook:
-    """A copy of the module carries it along without effect; a pickle carries nothing of ours."""
-
-    def __init__(self, activations: PagedActivations) -> None:
-        self._activations = weakref.ref(activations)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_CallHook":
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Takes whatever it is given and returns None: a hook that changes nothing, where torch_offload is absent too.
-        return (getattr, (contextlib.nullcontext(), "__exit__"))
+class _Enter(ModuleHook[PagedActivations]):
+    def run(self, owner: PagedActivations, module: nn.Module) -> None:
+        owner.enter()
 
 
-class _Enter(_CallHook):
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        activations = self._activations()
-        if activations is not None:
-            activations.enter()
-
-
-class _Leave(_CallHook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        activations = self._activations()
-        if activations is not None:
-            activations.leave()
+class _Leave(ModuleHook[PagedActivations]):
+    def run(self, owner: PagedActivations, module: nn.Module) -> None:
+        owner.leave()

@@ -53,7 +53,7 @@ class AdamW(torch.optim.AdamW):
         """Take the arguments of ``torch.optim.AdamW`` and three of its own.
 
         Args:
-            params: Tensors on the CPU, or groups of them; bfloat16, float32 or float64.
+            params: Tensors on the CPU or a GPU, or groups of them; bfloat16, float32 or float64.
             lr: Learning rate; a tensor must hold one number.
             betas: Decay of the two moments.
             eps: Added to the denominator.
@@ -292,5 +292,5 @@ def _check_parameter(parameter: Tensor) -> None:
     if parameter.dtype not in (torch.bfloat16, torch.float32, torch.float64):
         remedy = "convert the model to bfloat16 or float32 before the optimizer is made"
         raise TypeError(f"torch_offload.AdamW trains bfloat16, float32 and float64, got {parameter.dtype}; {remedy}")
-    if parameter.device.type != "cpu":
-        raise TypeError(f"torch_offload.AdamW trains parameters on the CPU, got one on {parameter.device}")
+    if parameter.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"torch_offload.AdamW trains parameters on the CPU or a GPU, got one on {parameter.device}")

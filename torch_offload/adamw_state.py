@@ -35,14 +35,16 @@ def unpacked_moment(parameter: Tensor, name: str, state: Tensor) -> Tensor:
     """Return a moment in its wide form, as a tensor of its own."""
     if state.dtype is not torch.uint8:
         return state.detach().clone()
-    return cast(Tensor, torch.ops.torch_offload.unpack_moment(state, parameter, name == "exp_avg_sq"))
+    wide = torch.ops.torch_offload.unpack_moment(state.cpu(), parameter.cpu(), name == "exp_avg_sq")
+    return cast(Tensor, wide.to(state.device))
 
 
 def _zero_moment(parameter: Tensor, group: dict[str, Any], name: str) -> Tensor:
     if not _is_packed(parameter, group):
         return torch.zeros_like(parameter, dtype=_moment_dtype(parameter))
     blocks = -(-parameter.numel() // PACKED_BLOCK)
-    return _paged_with(parameter, torch.zeros(blocks * PACKED_BLOCK, dtype=torch.uint8), name)
+    zeros = torch.zeros(blocks * PACKED_BLOCK, dtype=torch.uint8, device=parameter.device)
+    return _paged_with(parameter, zeros, name)
 
 
 def _new_master(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -113,7 +115,8 @@ def _as_moment(parameter: Tensor, name: str, value: Tensor, group: dict[str, Any
     state = _as_state(parameter, name, wide, _moment_dtype(parameter))
     if not _is_packed(parameter, group):
         return state
-    return cast(Tensor, torch.ops.torch_offload.pack_moment(state, name == "exp_avg_sq"))
+    packed = torch.ops.torch_offload.pack_moment(state.cpu(), name == "exp_avg_sq")
+    return cast(Tensor, packed.to(state.device))
 
 
 def _as_state(parameter: Tensor, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -73,5 +73,6 @@ class Arrivals:
             return
         if tensor.device.type in ("cpu", "meta"):
             room.check(self._config, label, size_bytes=tensor.nbytes, element_bytes=tensor.element_size())
-        if refusal(tensor) is None and self._engine.manage(tensor, kind=kind, label=label):
+        can_be = refusal(tensor, self._engine.place) is None
+        if can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True):
             self._modules.add(module)

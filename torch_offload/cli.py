@@ -55,6 +55,44 @@ class Launch:
 
 Ram = Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Hard limit of memory, such as 24GiB.")]
 Ssd = Annotated[str | None, typer.Option("--ssd", metavar="DIR", help="Directory on a real disk for pages.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="PATH", help="File, or directory for one file per process, for a trace."),
+]
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="SIZE", help="Hard limit of a device's memory, to compute in it.")
+]
+DeviceKind = Annotated[
+    str | None, typer.Option("--device-kind", metavar="NAME", help="Which device: cuda or emulated.")
+]
+DeviceUnpaged = Annotated[
+    str | None,
+    typer.Option("--device-unpaged", metavar="SIZE", help="Of a GPU's memory, what torch's own allocator may take."),
+]
+Activations = Annotated[
+    str | None,
+    typer.Option(
+        "--activations",
+        metavar="PLACE",
+        help="What the backward pass needs waits: keep (where it is), ram, ssd, recompute or auto.",
+    ),
+]
+UpdateOn = Annotated[
+    str | None,
+    typer.Option("--update-on", metavar="PLACE", help="Updates run on: device, host or auto (default auto)."),
+]
+EmulatedLink = Annotated[
+    str | None,
+    typer.Option("--emulated-link", metavar="SIZE", help="Bytes per second of an emulated device's link, each way."),
+]
+EmulatedSsd = Annotated[
+    str | None,
+    typer.Option("--emulated-ssd", metavar="SIZE", help="Bytes per second of the SSD, to try a slower one."),
+]
+PageElements = Annotated[
+    int | None,
+    typer.Option("--page-elements", metavar="COUNT", help=f"Elements per page (default {DEFAULT_PAGE_ELEMENTS})."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 
 
@@ -91,6 +129,7 @@ def run(
         Path | None,
         typer.Option(metavar="PATH", help="File, or directory for one file per process, for a report at the end."),
     ] = None,
+    trace: Trace = None,
     live: Annotated[
         bool, typer.Option("--live/--no-live", help="Show one line of figures where stderr is a terminal.")
     ] = True,
@@ -98,22 +137,20 @@ def run(
         str | None,
         typer.Option(metavar="SIZE", help=f"Smaller tensors stay in memory (default {DEFAULT_MIN_PAGED_BYTES})."),
     ] = None,
-    page_elements: Annotated[
-        int | None, typer.Option(metavar="COUNT", help=f"Elements per page (default {DEFAULT_PAGE_ELEMENTS}).")
-    ] = None,
+    page_elements: PageElements = None,
     queue_depth: Annotated[
         int | None, typer.Option(metavar="COUNT", help=f"SSD transfers in flight (default {DEFAULT_QUEUE_DEPTH}).")
     ] = None,
     io_engine: Annotated[
         str | None, typer.Option(metavar="NAME", help="auto, uring_fixed, uring or threads (default auto).")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Hard limit of a device's memory, to compute in it.")
-    ] = None,
-    device_kind: Annotated[str | None, typer.Option(metavar="NAME", help="Which device: emulated.")] = None,
-    activations: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="What the backward pass needs waits: keep (in memory) or ssd.")
-    ] = None,
+    device: Device = None,
+    device_kind: DeviceKind = None,
+    device_unpaged: DeviceUnpaged = None,
+    activations: Activations = None,
+    update_on: UpdateOn = None,
+    emulated_link: EmulatedLink = None,
+    emulated_ssd: EmulatedSsd = None,
 ) -> None:
     """Run a training script with its models paged between a device, memory and SSD."""
     given = {
@@ -121,6 +158,7 @@ def run(
         "ssd": ssd,
         "stripe_over": stripe_over or None,
         "report": report,
+        "trace": trace,
         "live": live,
         "min_paged_bytes": min_paged_bytes,
         "page_elements": page_elements,
@@ -128,7 +166,11 @@ def run(
         "io_engine": io_engine,
         "device": device,
         "device_kind": device_kind,
+        "device_unpaged": device_unpaged,
         "activations": activations,
+        "update_on": update_on,
+        "emulated_link": emulated_link,
+        "emulated_ssd": emulated_ssd,
     }
     with _plain_errors():
         config = Config(**_given(given))
@@ -206,6 +248,88 @@ def bench_ssd(
         _print_json(result.to_dict())
     else:
         _console().print(result)
+
+
+@app.command()
+def plan(
+    *,
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A HuggingFace model's directory, or its config.json.")
+    ],
+    ram: Ram = None,
+    ssd: Ssd = None,
+    device: Device = None,
+    device_kind: DeviceKind = None,
+    device_unpaged: DeviceUnpaged = None,
+    activations: Activations = None,
+    update_on: UpdateOn = None,
+    emulated_link: EmulatedLink = None,
+    emulated_ssd: EmulatedSsd = None,
+    page_elements: PageElements = None,
+    batch: Annotated[int, typer.Option(metavar="COUNT", help="Rows of a micro-batch.")] = 1,
+    sequence: Annotated[int, typer.Option(metavar="COUNT", help="Tokens of a row.")] = 512,
+    micro_batches: Annotated[int, typer.Option(metavar="COUNT", help="Micro-batches of a step.")] = 1,
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16 or float16.")] = "float32",
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="adamw_torch_fused, torch_offload.AdamW or none.")
+    ] = "adamw_torch_fused",
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Layers run again in the backward pass.")
+    ] = False,
+    tbw: Annotated[str, typer.Option(metavar="SIZE", help="What the drive is rated to have written.")] = "600TB",
+    ssd_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What the SSD may hold (default: what is free there).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what training a model would need, move and take, without loading it. Exit status 1 if it does not fit."""
+    from torch_offload import configured_model
+    from torch_offload.plan import plan as make_plan
+    from torch_offload.probe import probe_with_progress
+
+    settings = {"ram": ram, "ssd": ssd, "device": device, "device_kind": device_kind, "activations": activations}
+    settings |= {
+        "device_unpaged": device_unpaged,
+        "update_on": update_on,
+        "emulated_link": emulated_link,
+        "emulated_ssd": emulated_ssd,
+    }
+    with _plain_errors():
+        config = Config(**_given({**settings, "page_elements": page_elements}))
+        made = make_plan(
+            configured_model.model_from(model, dtype=dtype, uses_checkpointing=checkpointing),
+            configured_model.batch_of(batch, sequence),
+            config=config,
+            optimizer=None if optimizer == "none" else optimizer,
+            micro_batches=micro_batches,
+            probe=probe_with_progress(config.ssd, progress_on=Console(stderr=True)),
+            ssd_bytes=ssd_bytes,
+            endurance_bytes=tbw,
+        )
+    if as_json:
+        typer.echo(made.json())
+    else:
+        _console().print(made)
+    raise typer.Exit(0 if made.fits else 1)
+
+
+@app.command()
+def probe(
+    *,
+    ssd: Ssd = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what plans are made from: disk, memory, processor. Kept for the next time."""
+    from torch_offload.probe import probe_with_progress
+
+    with _plain_errors():
+        config = Config(**_given({"ssd": ssd}))
+        measured = probe_with_progress(config.ssd, refresh=refresh, progress_on=Console(stderr=True))
+    if as_json:
+        _print_json(measured.to_dict())
+    else:
+        _console().print(measured)
 
 
 @app.command()

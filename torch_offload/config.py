@@ -8,7 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, field_validator
 
 from torch_offload.errors import ConfigError
 
@@ -18,8 +18,11 @@ DEFAULT_MIN_PAGED_BYTES = 64 << 10
 DEFAULT_QUEUE_DEPTH = 16
 
 IoEngine = Literal["auto", "uring_fixed", "uring", "threads"]
-DeviceKind = Literal["emulated"]
-Activations = Literal["keep", "ssd"]
+DeviceKind = Literal["cuda", "emulated"]
+Activations = Literal["keep", "ram", "ssd", "recompute", "auto"]
+UNPAGED_SHARE = 4
+UpdateOn = Literal["auto", "device", "host"]
+Trace = Annotated[bool, Strict()] | Path
 
 _ACCEPTED_SIZES = "a whole number of bytes, or a string such as '24GiB', '1.5GiB', '512 MiB', '64kB' or '8GB'"
 _SIZE_PATTERN = re.compile(r"\s*(?P<count>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*", re.ASCII)
@@ -84,10 +87,24 @@ class Config(BaseModel):
             is written where stderr is not a terminal.
         device: Bytes of a device's memory to compute in; ``ram`` then holds what the device has no room for, and
             ``ssd`` what ``ram`` has no room for. A hard limit. None: the module computes in ``ram``.
-        activations: Where what the backward pass needs waits for it. ``keep``: in memory. ``ssd``: as pages, which
-            leave memory when it is short and come back before they are used.
-        device_kind: Which device. ``emulated``: host memory that is handed out and filled like a device's, to try a
-            machine that is not there; tensors stay on ``cpu``.
+        trace: Whether to record what each resource does when, for :meth:`Report.trace`. A file, or directory for one
+            file per process, also gets it when the process ends; compressed where the name ends in ``.gz``.
+        activations: Where what the backward pass needs waits for it. ``keep``: in the memory that the module computes
+            in. ``ram``: as pages, which leave a device when its memory is short and come back before they are used;
+            without a device the same as ``keep``. ``ssd``: as pages that leave ``ram`` as well. ``recompute``: layers
+            that transformers can checkpoint compute theirs again in backward. ``auto``: as ``ssd``, and after a few
+            steps ``recompute`` for the layers for which that makes a step shorter; the report says which and why.
+        update_on: Where the optimizer's deferred updates run when the module computes on a device. ``device``: states
+            come up to it. ``host``: gradients go down, states stay in ``ram`` and on ``ssd``. ``auto``: on the host if
+            weights, gradients and two moments of all trained weights do not fit the device.
+        device_unpaged: Of ``device``, what torch's own allocator may take on a GPU: results, temporaries, small
+            tensors, activations until they are saved. A wall: beyond it torch raises its ``OutOfMemoryError``. None:
+            a quarter. Pages have the rest. An emulated device has no such part.
+        device_kind: Which device. ``cuda``: the current GPU; wrapping brings the module to it. ``emulated``: host
+            memory that is handed out and filled like a device's, to try a machine that is not there; tensors stay on
+            ``cpu``. None: ``cuda`` where torch sees a GPU.
+        emulated_link: Bytes per second that an emulated device's link carries, each way. None: as fast as memory.
+        emulated_ssd: Bytes per second that reads and writes of the SSD share, to try a slower one. None: as it is.
 
     Raises:
         ConfigError: If a value cannot be used or a setting does not exist. The message names the nearest one.
@@ -106,7 +123,12 @@ class Config(BaseModel):
     live: bool = Field(default=False, strict=True)
     device: Bytes | None = Field(default=None, gt=0)
     device_kind: DeviceKind | None = None
+    device_unpaged: Bytes | None = Field(default=None, gt=0)
     activations: Activations = "keep"
+    update_on: UpdateOn = "auto"
+    emulated_link: Bytes | None = Field(default=None, gt=0)
+    emulated_ssd: Bytes | None = Field(default=None, gt=0)
+    trace: Trace = False
 
     if TYPE_CHECKING:
 
@@ -124,7 +146,12 @@ class Config(BaseModel):
             live: bool = False,
             device: int | str | None = None,
             device_kind: DeviceKind | None = None,
+            device_unpaged: int | str | None = None,
             activations: Activations = "keep",
+            update_on: UpdateOn = "auto",
+            emulated_link: int | str | None = None,
+            emulated_ssd: int | str | None = None,
+            trace: bool | str | os.PathLike[str] = False,
         ) -> None: ...
 
     else:
@@ -135,7 +162,7 @@ class Config(BaseModel):
             except ValidationError as error:
                 _raise_config_error(error)
 
-    @field_validator("ssd", "report", mode="before")
+    @field_validator("ssd", "report", "trace", mode="before")
     @classmethod
     def _expand_home(cls, directory: object) -> object:
         """Make ``~`` mean what it means in a shell."""
@@ -149,14 +176,26 @@ class Config(BaseModel):
 
     @property
     def compute_bytes(self) -> int:
-        """The budget of the memory in which the module computes; 0 while it is not decided."""
-        return self.device or self.ram or 0
+        """The budget of pages where the module computes; 0 while it is not decided."""
+        return (self.device or self.ram or 0) - self.unpaged_bytes
 
-    @field_validator("report")
+    @property
+    def unpaged_bytes(self) -> int:
+        """What of a GPU's memory is torch's own allocator's; 0 without a GPU."""
+        if self.device is None or self.device_kind != "cuda":
+            return 0
+        return self.device // UNPAGED_SHARE if self.device_unpaged is None else self.device_unpaged
+
+    @property
+    def pages_activations(self) -> bool:
+        """Whether what the backward pass needs becomes pages."""
+        return self.activations in ("ssd", "auto") or (self.activations == "ram" and self.device is not None)
+
+    @field_validator("report", "trace")
     @classmethod
-    def _stay_where_it_is(cls, path: Path | None) -> Path | None:
-        """The script may change its directory before the report is written."""
-        return None if path is None else path.resolve()
+    def _stay_where_it_is(cls, path: object) -> object:
+        """The script may change its directory before the file is written."""
+        return path.resolve() if isinstance(path, Path) else path
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> "Config":

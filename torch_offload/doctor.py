@@ -30,6 +30,7 @@ def examine(*, ram: int | None = None, ssd: Path | None = None) -> Diagnosis:
     planned_ram = _planned_ram(ram)
     findings = [
         machine.torch_finding(),
+        machine.cuda_finding(),
         machine.kernel_finding(),
         machine.processor_finding(),
         machine.memory_finding(ram=ram),

@@ -5,6 +5,7 @@ Settings of the engine come through `Config` alone; a child of the launcher gets
 
 import json
 import os
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,3 +72,22 @@ def process_count() -> int:
     """Return how many processes of this machine train together, as torchrun and accelerate say it."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(count)) if count.isdigit() else 1
+
+
+def cache_directory() -> Path:
+    """Return where this user's caches of ours go, after the XDG base directory specification."""
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    parent = Path(configured) if os.path.isabs(configured) else Path("~/.cache").expanduser()
+    return parent / "torch_offload"
+
+
+def processor_name(*, root: Path = Path("/")) -> str:
+    """Return the name of the processor, or of its architecture where the system does not say it."""
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [
+        value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == "model name"
+    ]
+    return names[0] if names else platform.machine()

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,11 +19,15 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_offload.timeline import Sample, Timeline
 
+if TYPE_CHECKING:
+    from torch_offload.report import Report
+
 RECENT_SAMPLES = 2048
 STEP_SAMPLES = 2048
 SHORTEST_PERIOD_SECONDS = 0.1
 SAMPLES_PER_STEP = 40
 REPORT_NAME = "torch-offload-report"
+TRACE_NAME = "torch-offload-trace"
 
 Statistics = Callable[[], Mapping[str, Any]]
 Modules = Callable[[], Iterable[nn.Module]]
@@ -234,6 +238,15 @@ def save_report(path: Path | str) -> Path | None:
     Raises:
         OSError: If the file cannot be written.
     """
+    return _save(report_file(Path(path)), lambda report, target: report.write_json(target))
+
+
+def save_trace(path: Path | str) -> Path | None:
+    """Write what the resources did in this process, for a ``trace`` setting; otherwise as :func:`save_report`."""
+    return _save(trace_file(Path(path)), lambda report, target: report.trace(target))
+
+
+def _save(target: Path, write: Callable[["Report", Path], None]) -> Path | None:
     from torch_offload.errors import OffloadError
     from torch_offload.wrap import report
 
@@ -241,14 +254,20 @@ def save_report(path: Path | str) -> Path | None:
         content = report()
     except OffloadError:
         return None
-    target = report_file(Path(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    content.write_json(target)
+    write(content, target)
     return target
 
 
 def report_file(path: Path) -> Path:
     """Return the file that this process writes for a ``report`` setting."""
-    if path.is_dir() or not path.suffix:
-        return path / f"{REPORT_NAME}-{os.getpid()}.json"
-    return path
+    return _file_of_process(path, REPORT_NAME, ".json")
+
+
+def trace_file(path: Path) -> Path:
+    """Return the file that this process writes for a ``trace`` setting."""
+    return _file_of_process(path, TRACE_NAME, ".json.gz")
+
+
+def _file_of_process(path: Path, name: str, ending: str) -> Path:
+    return path / f"{name}-{os.getpid()}{ending}" if path.is_dir() or not path.suffix else path

@@ -77,7 +77,9 @@ class LiveLine:
         if session is None or recorder is None or not _speaks_for_all():
             self._row.give_back()
             return
-        self._row.paint(parts_of(recorder.timeline().recent, budget_bytes=session.config.ram or 0))
+        config = session.config
+        budgets = {"budget_bytes": config.ram or 0, "device_budget_bytes": config.compute_bytes if config.device else 0}
+        self._row.paint(parts_of(recorder.timeline().recent, **budgets))
 
 
 class BottomRow:
@@ -141,15 +143,26 @@ def rendered(parts: Sequence[str], *, width: int) -> str:
     return capture.get()
 
 
-def parts_of(samples: Sequence[Sample], *, budget_bytes: int) -> list[str]:
+def parts_of(samples: Sequence[Sample], *, budget_bytes: int, device_budget_bytes: int = 0) -> list[str]:
     """Return what there is to say at the last of the samples, the most interesting first."""
     now = samples[-1]
     recent = between(_sample_before(samples, now.seconds - TRAFFIC_SECONDS), now)
     return [
         *_speeds(_speed_span(samples)),
-        f"r/w {_rate(recent.ssd_read_bytes, recent):.2f}/{_rate(recent.ssd_written_bytes, recent):.2f} GB/s",
+        f"r/w {_rates(recent.ssd_read_bytes, recent.ssd_written_bytes, recent)}",
         _stalls(between(_sample_before(samples, now.seconds - SPEED_SECONDS), now)),
-        _memory(sum(now.host_bytes.values()), budget_bytes),
+        *_device(now, recent, device_budget_bytes),
+        _memory("memory", sum(now.host_bytes.values()), budget_bytes),
+    ]
+
+
+def _device(now: Sample, recent: Interval, budget_bytes: int) -> list[str]:
+    """Return what there is to say of a device, nothing where there is none."""
+    if not now.device_bytes:
+        return []
+    return [
+        f"to/from device {_rates(recent.to_device_bytes, recent.to_host_bytes, recent)}",
+        _memory("device", sum(now.device_bytes.values()), budget_bytes),
     ]
 
 
@@ -173,14 +186,15 @@ def _speeds(span: Interval | None) -> list[str]:
     return [speed, f"{span.tokens / span.seconds:.0f} token/s"] if span.tokens > 0 else [speed]
 
 
-def _rate(size_bytes: int, span: Interval) -> float:
-    return size_bytes / span.seconds / 1e9 if span.seconds > 0 else 0.0
+def _rates(one_way_bytes: int, other_way_bytes: int, span: Interval) -> str:
+    seconds = span.seconds if span.seconds > 0 else float("inf")
+    return f"{one_way_bytes / seconds / 1e9:.2f}/{other_way_bytes / seconds / 1e9:.2f} GB/s"
 
 
-def _memory(used_bytes: int, budget_bytes: int) -> str:
+def _memory(name: str, used_bytes: int, budget_bytes: int) -> str:
     if budget_bytes < 2**30:
-        return f"memory {used_bytes / 2**20:.0f}/{budget_bytes / 2**20:.0f} MiB"
-    return f"memory {used_bytes / 2**30:.1f}/{budget_bytes / 2**30:.1f} GiB"
+        return f"{name} {used_bytes / 2**20:.0f}/{budget_bytes / 2**20:.0f} MiB"
+    return f"{name} {used_bytes / 2**30:.1f}/{budget_bytes / 2**30:.1f} GiB"
 
 
 def _stalls(span: Interval) -> str:

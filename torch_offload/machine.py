@@ -45,6 +45,52 @@ def torch_finding() -> Finding:
     )
 
 
+def _capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def cuda_finding(
+    *,
+    architectures: tuple[str, ...] = _C.cuda_architectures,
+    capability_of: Callable[[], tuple[int, int] | None] = _capability,
+) -> Finding:
+    """Whether the kernels for CUDA are there and run on the GPU, by its compute capability; None: there is no GPU."""
+    name = "CUDA kernels"
+    capability = capability_of()
+    built = "built without CUDA"
+    if architectures:
+        built = "built for " + ", ".join("sm_" + version.replace(".", "") for version in architectures)
+    if capability is None:
+        return Finding(name=name, state=State.ok, what=f"{built}; no GPU found")
+    if not architectures:
+        return Finding(
+            name=name,
+            state=State.warning,
+            what=f"{built}, and there is a GPU (sm_{capability[0]}{capability[1]})",
+            remedy=f"install the CUDA toolkit and build again: FORCE_CUDA=1 {REBUILD_COMMAND} (in the source tree)",
+        )
+    if runs_on(capability, architectures):
+        return Finding(name=name, state=State.ok, what=f"{built}; this GPU is sm_{capability[0]}{capability[1]}")
+    wanted = f"{capability[0]}.{capability[1]}"
+    return Finding(
+        name=name,
+        state=State.problem,
+        what=f"{built}, not for this GPU, sm_{capability[0]}{capability[1]}",
+        remedy=f"build again: FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST={wanted} {REBUILD_COMMAND} (in the source tree)",
+    )
+
+
+def runs_on(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
+    """Whether code for one of these runs on a GPU: of the same generation and not later, or compiled by its driver."""
+    for name in architectures:
+        major, minor = (int(number) for number in name.removesuffix("+PTX").rstrip("af").split("."))
+        if capability[0] == major and capability[1] >= minor:
+            return True
+        if name.endswith("+PTX") and capability >= (major, minor):
+            return True
+    return False
+
+
 def kernel_finding(*, release: str | None = None) -> Finding:
     """Whether the kernel can move memory as pages need it."""
     release = (platform.release() if release is None else release).split("-")[0]

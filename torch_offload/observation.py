@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch_offload import history, live_line
 from torch_offload.config import Config
+from torch_offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch_offload.session import Session
@@ -16,9 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class _AtExit:
-    """Where the report of this process goes, None where nobody asked for one."""
+    """What of this process goes where, as far as somebody asked for it."""
 
     report: Path | None = None
+    trace: Path | None = None
 
 
 def begin(config: Config, session_source: Callable[[], "Session | None"]) -> None:
@@ -35,7 +37,9 @@ def begin(config: Config, session_source: Callable[[], "Session | None"]) -> Non
     if config.live:
         live_line.start(session_source)
     if config.report is not None:
-        save_at_exit(config.report)
+        save_at_exit(report=config.report)
+    if isinstance(config.trace, Path):
+        save_at_exit(trace=config.trace)
     if config.report is not None or live_line.is_shown():
         history.start(session.engine.statistics, modules=session.modules)
 
@@ -45,20 +49,28 @@ def end() -> None:
     history.stop()
 
 
-def save_at_exit(path: Path) -> None:
-    """Write the report of this process when it ends."""
-    if _AtExit.report is None:
-        atexit.register(_save)
-    _AtExit.report = path
+def save_at_exit(*, report: Path | None = None, trace: Path | None = None) -> None:
+    """Write the report, or the trace, of this process when it ends."""
+    if _AtExit.report is None and _AtExit.trace is None:
+        atexit.register(_save_all)
+    _AtExit.report = report or _AtExit.report
+    _AtExit.trace = trace or _AtExit.trace
 
 
-def _save() -> None:
-    if _AtExit.report is None:
-        return
+def _save_all() -> None:
+    for what, path, save in (
+        ("report", _AtExit.report, history.save_report),
+        ("trace", _AtExit.trace, history.save_trace),
+    ):
+        if path is not None:
+            _save(what, path, save)
+
+
+def _save(what: str, path: Path, save: Callable[[Path], Path | None]) -> None:
     try:
-        written = history.save_report(_AtExit.report)
-    except OSError as error:
-        logger.error("the report could not be written: %s", error)
+        written = save(path)
+    except (OSError, ConfigError) as error:
+        logger.error("the %s could not be written: %s", what, error)
         return
     if written is not None:
-        logger.info("report in %s", written)
+        logger.info("%s in %s", what, written)

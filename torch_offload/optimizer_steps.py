@@ -114,7 +114,7 @@ class OptimizerSteps:
         found_any = False
         for parameter in _parameters(optimizer):
             gradient = parameter.grad
-            if gradient is None or _C.is_managed(gradient) or refusal(gradient) is not None:
+            if gradient is None or _C.is_managed(gradient) or refusal(gradient, self._engine.place):
                 continue
             if _C.is_managed(parameter):
                 self._engine.gradient_complete(parameter)
@@ -133,7 +133,7 @@ class OptimizerSteps:
     def _adopt_state(self, parameter: torch.Tensor, name: str, value: Any) -> bool:
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or _C.is_managed(value):
             return False
-        if refusal(value) is not None:
+        if refusal(value, self._engine.place) is not None:
             return False
         label = f"{self._label_of(parameter)}.{name}"
         return self._engine.manage(value, kind="state", label=label, anchor=parameter)

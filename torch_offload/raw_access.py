@@ -34,6 +34,7 @@ def install(patches: Patches, *, budget_bytes: int) -> None:
     for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):
         patches.replace(torch.UntypedStorage, name, _refuse_sharing)
     patches.replace(torch.UntypedStorage, "_write_file", _pinned_write_file)
+    patches.replace(torch.UntypedStorage, "copy_", _pinned_copy)
     patches.replace(torch._C.PyTorchFileWriter, "write_record", _pinned_write_record)
     safetensors_files.install(patches, budget_bytes=budget_bytes)
 
@@ -61,10 +62,10 @@ def held(tensor: torch.Tensor, engine: _C.Engine) -> torch.Tensor:
 
 def engine_of_storage(storage: torch.UntypedStorage) -> tuple[_C.Engine, torch.Tensor] | None:
     """Return the engine that pages a storage and a tensor of its bytes; None if it is ordinary memory."""
-    if storage.device.type != "cpu" or storage.nbytes() == 0:
+    if storage.device.type not in ("cpu", "cuda") or storage.nbytes() == 0:
         return None
     with no_dispatch():
-        content = torch.empty(0, dtype=torch.uint8).set_(storage)
+        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     engine = _C.engine_of(content)
     return None if engine is None else (engine, content)
 
@@ -80,7 +81,7 @@ def pinned_storage(storage: torch.UntypedStorage) -> AbstractContextManager[Any]
 
 def _held_numpy(original: Callable[..., Any], tensor: torch.Tensor, *, force: bool = False) -> Any:
     engine = _C.engine_of(tensor)
-    if engine is None:
+    if engine is None or tensor.device.type != "cpu":  # elsewhere torch refuses, or copies by operators
         return original(tensor, force=force)
     if force:
         plain = tensor.detach().resolve_conj().resolve_neg()
@@ -95,6 +96,10 @@ def _held_dlpack(original: Callable[..., Any], tensor: Any, *args: Any, **option
     engine = _C.engine_of(tensor) if isinstance(tensor, torch.Tensor) else None
     if engine is None or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
         return original(tensor, *args, **options)
+    if tensor.device.type != "cpu":
+        leased = tensor.detach()
+        engine.lease(leased)
+        return original(leased, *args, **options)
     return original(held(tensor, engine), *args, **options)
 
 
@@ -105,6 +110,14 @@ def _refuse_sharing(original: Callable[..., Any], storage: torch.UntypedStorage,
             "share a clone(), or call torch_offload.unwrap(module) first"
         )
     return original(storage, *args, **options)
+
+
+def _pinned_copy(original: Callable[..., Any], target: torch.UntypedStorage, source: Any, *args: Any) -> Any:
+    """On a GPU nothing fetches what is not there. The host's memory faults by itself."""
+    if target.device.type == "cpu" and source.device.type == "cpu":
+        return original(target, source, *args)
+    with pinned_storage(target), pinned_storage(source):
+        return original(target, source, *args)
 
 
 def _pinned_write_file(original: Callable[..., Any], storage: torch.UntypedStorage, *args: Any) -> Any:

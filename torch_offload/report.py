@@ -4,17 +4,21 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_offload.config import format_size
 from torch_offload.errors import ConfigError
 from torch_offload.limits import Limit, Wear, binding_limit, wear_of
-from torch_offload.timeline import PURPOSES, Timeline, Traffic
+from torch_offload.recompute import ActivationChoice
+from torch_offload.timeline import Timeline, Traffic, by_purpose
+from torch_offload.whole_files import write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from torch_offload import _C
 
 _TOTALS = ("ssd_read_bytes", "ssd_written_bytes")
 
@@ -46,7 +50,7 @@ class DeviceReport:
         memory = rest.pop("memory")
         return cls(
             budget_bytes=memory["limit_bytes"],
-            used_bytes={purpose: memory[name] for purpose, name in PURPOSES.items()},
+            used_bytes=by_purpose(memory),
             peak_bytes=memory["peak_bytes"],
             **rest,
         )
@@ -76,8 +80,12 @@ class Report(Traffic):
         stall_seconds: Seconds in which the program waited, by cause: ``read``, ``memory``, ``update``, ``fault``.
         counters: Everything else that the engine counts, by name: deferred work, norms, adoptions.
         device: The device's figures, None where the module computes in the host's memory. Pins, misses, faults,
-            prefetches, evictions and stalls are those of the memory in which it computes.
+            prefetches and evictions are those of the memory in which it computes, stalls those in either.
+        activations: Which layers page what backward needs and which compute it again, and why; None where that is not
+            decided by the engine.
         timeline: Samples over time, where they were recorded (``Config.report``, the live line).
+        activities: What :meth:`trace` writes, where it was recorded (``Config.trace``). Not part of the JSON, nor of
+            copies.
     """
 
     io_engine: str
@@ -98,10 +106,19 @@ class Report(Traffic):
     stall_seconds: dict[str, float]
     counters: dict[str, Any]
     device: DeviceReport | None = None
+    activations: ActivationChoice | None = None
     timeline: Timeline | None = None
+    activities: "_C.ActivityRecord | None" = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def from_statistics(cls, statistics: Mapping[str, Any], *, timeline: Timeline | None = None) -> "Report":
+    def from_statistics(
+        cls,
+        statistics: Mapping[str, Any],
+        *,
+        timeline: Timeline | None = None,
+        activations: ActivationChoice | None = None,
+        activities: "_C.ActivityRecord | None" = None,
+    ) -> "Report":
         """Sort the engine's statistics into a report."""
         rest = dict(statistics)
         memory = rest.pop("memory")
@@ -111,14 +128,16 @@ class Report(Traffic):
         return cls(
             io_engine=rest.pop("engine"),
             budget_bytes=memory["limit_bytes"],
-            host_bytes={purpose: memory[name] for purpose, name in PURPOSES.items()},
+            host_bytes=by_purpose(memory),
             host_peak_bytes=memory["peak_bytes"],
             ssd_bytes=rest.pop("stored_bytes"),
             ssd_file_bytes=rest.pop("file_bytes"),
             hit_rate=1.0 if known["pins"] == 0 else 1.0 - known["misses"] / known["pins"],
             counters=rest,
             device=None if device is None else DeviceReport.from_statistics(device),
+            activations=activations,
             timeline=timeline,
+            activities=activities,
             **known,
         )
 
@@ -136,7 +155,9 @@ class Report(Traffic):
 
     def json(self) -> str:
         """Return the report as one JSON object, totals of the SSD traffic included."""
-        return json.dumps(dataclasses.asdict(self) | {name: getattr(self, name) for name in _TOTALS})
+        content = dataclasses.asdict(dataclasses.replace(self, activities=None))
+        del content["activities"]
+        return json.dumps(content | {name: getattr(self, name) for name in _TOTALS})
 
     def write_json(self, path: str | os.PathLike[str]) -> None:
         """Write what :meth:`json` returns; ``torch-offload report`` reads it.
@@ -144,10 +165,7 @@ class Report(Traffic):
         Raises:
             OSError: If the file cannot be written.
         """
-        target = Path(path)
-        unfinished = target.with_name(f"{target.name}.{os.getpid()}.part")
-        unfinished.write_text(self.json() + "\n", encoding="utf-8")
-        unfinished.replace(target)
+        write_whole(path, f"{self.json()}\n".encode())
 
     @classmethod
     def read_json(cls, path: str | os.PathLike[str]) -> "Report":
@@ -161,10 +179,12 @@ class Report(Traffic):
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             timeline = content.pop("timeline", None)
             device = content.pop("device", None)
+            activations = content.pop("activations", None)
             known = {name: value for name, value in content.items() if name not in _TOTALS}
             return cls(
                 **known,
                 device=None if device is None else DeviceReport(**device),
+                activations=None if activations is None else ActivationChoice(**activations),
                 timeline=None if timeline is None else Timeline.from_dict(timeline),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -189,6 +209,29 @@ class Report(Traffic):
 
         Path(path).write_text(page_of(self, endurance_bytes=endurance_bytes), encoding="utf-8")
 
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what each resource did when: a file for https://ui.perfetto.dev or chrome://tracing.
+
+        Lanes: steps, compute and stalls of the program, updates, both directions of the link to a device, reads and
+        writes of the SSD. Compressed where the name ends in ``.gz``.
+
+        Raises:
+            ConfigError: If it was not recorded.
+            OSError: If the file cannot be written.
+        """
+        from torch_offload.chrome_trace import write_trace
+
+        if self.activities is None:
+            raise ConfigError(
+                "there is nothing to trace: it is recorded from the first wrap on, with Config(trace=True) or "
+                "`torch-offload run --trace FILE`"
+            )
+        write_trace(self.activities, path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what cannot be copied."""
+        return {**self.__dict__, "activities": None}
+
     def __rich__(self) -> "Table":
         """Return the report as a table for rich."""
         from torch_offload.report_table import table_of
@@ -208,6 +251,7 @@ class Report(Traffic):
                 f"pages   {self.pins} pins, {self.hit_rate:.1%} without a read; {self.prefetches} prefetched, "
                 f"{self.evictions} evicted ({self.clean_drops} clean), {self.faults} faults",
                 f"stalls  {stalls or 'none'} (seconds)",
+                *(() if self.activations is None else (f"layers  {self.activations.explanation}",)),
             )
         )
 

@@ -12,6 +12,8 @@ from torch_offload.timeline import Interval, Sample, Timeline, intervals
 COMPUTE_COLOUR = "#4c9f70"
 READ_COLOUR = "#3572b0"
 WRITE_COLOUR = "#d9822b"
+TO_DEVICE_COLOUR = "#17a2b8"
+TO_HOST_COLOUR = "#b5406f"
 BUDGET_COLOUR = "#222222"
 STALL_COLOURS = ("#c0392b", "#8e44ad", "#f0a35e", "#7f8c8d", "#e377c2", "#5d4037")
 PURPOSE_COLOURS = {
@@ -31,7 +33,15 @@ def charts_of(report: Report) -> list[Chart]:
     charts = []
     if report.timeline is not None:
         charts += list(_charts_over_time(report, report.timeline))
-    charts.append(_chart("Bytes by kind", "What was read from the SSD and written to it.", _kinds_figure(report)))
+    ssd = (("read", READ_COLOUR, report.read_bytes), ("written", WRITE_COLOUR, report.written_bytes))
+    charts.append(_chart("Bytes by kind", "What was read from the SSD and written to it.", _kinds_figure(ssd)))
+    if report.device is not None:
+        link = (
+            ("to the device", TO_DEVICE_COLOUR, report.device.to_device_bytes),
+            ("to the host", TO_HOST_COLOUR, report.device.to_host_bytes),
+        )
+        explanation = "What went between the device's memory and the host's."
+        charts.append(_chart("Bytes between device and host by kind", explanation, _kinds_figure(link)))
     return charts
 
 
@@ -52,6 +62,12 @@ def _charts_over_time(report: Report, timeline: Timeline) -> Iterator[Chart]:
             "Memory over time",
             "What the budget was used for. The black line is the budget.",
             _memory_figure(timeline, report.budget_bytes),
+        )
+    if len(timeline.recent) > 1 and report.device is not None:
+        yield _chart(
+            "The device's memory over time",
+            "What the device's budget was used for. The black line is the budget.",
+            _device_memory_figure(timeline, report.device.budget_bytes),
         )
 
 
@@ -95,6 +111,7 @@ def _step_figure(samples: Sequence[Sample]) -> go.Figure:
     for name, colour, rates in (
         ("SSD read", READ_COLOUR, [span.ssd_read_bytes / span.seconds / 1e9 for span in spans]),
         ("SSD write", WRITE_COLOUR, [span.ssd_written_bytes / span.seconds / 1e9 for span in spans]),
+        *(_link_rates(spans) if samples[-1].device_bytes else ()),
     ):
         line = {"shape": "hv", "color": colour, "width": 2}
         figure.add_trace(go.Scatter(x=starts, y=rates, name=name, mode="lines", line=line), row=2, col=1)
@@ -105,6 +122,11 @@ def _step_figure(samples: Sequence[Sample]) -> go.Figure:
     figure.update_yaxes(title_text="GB/s", rangemode="tozero", row=2, col=1)
     figure.update_xaxes(title_text="seconds", row=2, col=1)
     return figure.update_layout(height=520)
+
+
+def _link_rates(spans: Sequence[Interval]) -> Iterator[tuple[str, str, list[float]]]:
+    yield "to device", TO_DEVICE_COLOUR, [span.to_device_bytes / span.seconds / 1e9 for span in spans]
+    yield "to host", TO_HOST_COLOUR, [span.to_host_bytes / span.seconds / 1e9 for span in spans]
 
 
 def _share_percent(span: Interval, cause: str) -> float:
@@ -134,34 +156,47 @@ def _steps_figure(steps: Sequence[Interval]) -> go.Figure:
 
 
 def _memory_figure(timeline: Timeline, budget_bytes: int) -> go.Figure:
+    samples = _all_samples(timeline)
+    figure = _budget_figure(samples, [sample.host_bytes for sample in samples], budget_bytes)
+    stored = [sample.stored_bytes / 2**30 for sample in samples]
+    dashes = {"color": WRITE_COLOUR, "width": 2, "dash": "dash"}
+    seconds = [sample.seconds for sample in samples]
+    return figure.add_trace(go.Scatter(x=seconds, y=stored, name="stored on SSD", mode="lines", line=dashes))
+
+
+def _device_memory_figure(timeline: Timeline, budget_bytes: int) -> go.Figure:
+    samples = _all_samples(timeline)
+    return _budget_figure(samples, [sample.device_bytes for sample in samples], budget_bytes)
+
+
+def _all_samples(timeline: Timeline) -> list[Sample]:
+    """Return the ends of early steps, then everything that is closely spaced."""
     recent = timeline.recent
-    early = [sample for sample in timeline.step_ends if sample.seconds < recent[0].seconds]
-    samples = [*early, *recent]
+    return [*(sample for sample in timeline.step_ends if sample.seconds < recent[0].seconds), *recent]
+
+
+def _budget_figure(samples: Sequence[Sample], used_bytes: Sequence[dict[str, int]], budget_bytes: int) -> go.Figure:
     seconds = [sample.seconds for sample in samples]
     figure = go.Figure()
-    for purpose in samples[-1].host_bytes:
-        sizes = [sample.host_bytes.get(purpose, 0) / 2**30 for sample in samples]
+    for purpose in used_bytes[-1]:
+        sizes = [used.get(purpose, 0) / 2**30 for used in used_bytes]
         colour = PURPOSE_COLOURS.get(purpose, "#cccccc")
         figure.add_trace(_area(seconds, sizes, name=purpose.replace("_", " "), colour=colour))
     budget = budget_bytes / 2**30
-    ends = [seconds[0], seconds[-1]]
     line = {"color": BUDGET_COLOUR, "width": 2}
+    ends = [seconds[0], seconds[-1]]
     figure.add_trace(go.Scatter(x=ends, y=[budget, budget], name="budget", mode="lines", line=line))
-    stored = [sample.stored_bytes / 2**30 for sample in samples]
-    dashes = {"color": WRITE_COLOUR, "width": 2, "dash": "dash"}
-    figure.add_trace(go.Scatter(x=seconds, y=stored, name="stored on SSD", mode="lines", line=dashes))
     figure.update_xaxes(title_text="seconds")
     figure.update_yaxes(title_text="GiB", rangemode="tozero")
     return figure.update_layout(height=360)
 
 
-def _kinds_figure(report: Report) -> go.Figure:
-    kinds = list(report.read_bytes)
+def _kinds_figure(parts: Sequence[tuple[str, str, dict[str, int]]]) -> go.Figure:
+    """Return bars by kind of page for each (name, colour, bytes by kind)."""
     figure = go.Figure()
-    for name, colour, sizes in (
-        ("read", READ_COLOUR, report.read_bytes),
-        ("written", WRITE_COLOUR, report.written_bytes),
-    ):
-        figure.add_bar(x=kinds, y=[sizes.get(kind, 0) / 1e9 for kind in kinds], name=name, marker_color=colour)
+    for name, colour, sizes in parts:
+        figure.add_bar(
+            x=list(parts[0][2]), y=[sizes.get(kind, 0) / 1e9 for kind in parts[0][2]], name=name, marker_color=colour
+        )
     figure.update_yaxes(title_text="GB")
     return figure.update_layout(barmode="group", height=320)

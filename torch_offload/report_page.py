@@ -6,7 +6,8 @@ from typing import Any
 
 from torch_offload.config import format_size
 from torch_offload.errors import OffloadError
-from torch_offload.report import Report
+from torch_offload.report import DeviceReport, Report
+from torch_offload.timeline import Interval
 
 TEMPLATE = "report.html.j2"
 
@@ -49,11 +50,14 @@ def _inline(figure: Any) -> str:
 
 def _cards(report: Report) -> list[tuple[str, str]]:
     """Return the figures at the head of the page."""
-    memory = (f"peak, of {format_size(report.budget_bytes)} of memory", format_size(report.host_peak_bytes))
+    memory = [
+        *_device_cards(report.device),
+        (f"peak, of {format_size(report.budget_bytes)} of memory", format_size(report.host_peak_bytes)),
+    ]
     steady = None if report.timeline is None else report.timeline.steady()
     if steady is None:
         return [
-            memory,
+            *memory,
             ("read from SSD", format_size(report.ssd_read_bytes)),
             ("written to SSD", format_size(report.ssd_written_bytes)),
             ("pages without a read", f"{report.hit_rate:.1%}"),
@@ -63,9 +67,36 @@ def _cards(report: Report) -> list[tuple[str, str]]:
         ("stalled", f"{steady.stall_share:.1%}"),
         ("read per step", f"{steady.ssd_read_bytes / steady.steps / 1e9:.3g} GB"),
         ("written per step", f"{steady.ssd_written_bytes / steady.steps / 1e9:.3g} GB"),
-        memory,
+        *_link_cards(report.device, steady),
+        *memory,
     ]
     return [*cards, ("tokens", f"{steady.tokens / steady.seconds:.0f} per s")] if steady.tokens > 0 else cards
+
+
+def _device_cards(device: DeviceReport | None) -> list[tuple[str, str]]:
+    if device is None:
+        return []
+    return [(f"peak, of {format_size(device.budget_bytes)} of the device", format_size(device.peak_bytes))]
+
+
+def _link_cards(device: DeviceReport | None, steady: Interval) -> list[tuple[str, str]]:
+    if device is None:
+        return []
+    return [
+        ("to the device per step", f"{steady.to_device_bytes / steady.steps / 1e9:.3g} GB"),
+        ("to the host per step", f"{steady.to_host_bytes / steady.steps / 1e9:.3g} GB"),
+    ]
+
+
+def _device_totals(device: DeviceReport | None) -> list[tuple[str, str]]:
+    if device is None:
+        return []
+    return [
+        ("device", device.name),
+        ("most of the device's memory in use", format_size(device.peak_bytes)),
+        ("from the host to the device", format_size(sum(device.to_device_bytes.values()))),
+        ("from the device to the host", format_size(sum(device.to_host_bytes.values()))),
+    ]
 
 
 def _wear_rows(report: Report, endurance_bytes: int | None) -> list[tuple[str, str]]:
@@ -91,6 +122,7 @@ def _days(days: float | None) -> str:
 def _totals(report: Report) -> list[tuple[str, str]]:
     """Return what the table at the foot says: everything that the report counts."""
     counted: list[tuple[str, Any]] = [
+        *_device_totals(report.device),
         ("I/O engine", report.io_engine),
         ("pages needed", f"{report.pins:,}"),
         ("of these read first", f"{report.misses:,}"),

@@ -16,7 +16,7 @@ def table_of(report: Report) -> Table:
     table = Table(title="torch_offload report", title_justify="left", show_header=False, title_style="bold")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for section in (_device_rows, _memory_rows, _ssd_rows, _page_rows, _step_rows):
+    for section in (_device_rows, _memory_rows, _ssd_rows, _page_rows, _activation_rows, _step_rows):
         for name, value in section(report):
             table.add_row(name, value)
         table.add_section()
@@ -58,6 +58,11 @@ def _page_rows(report: Report) -> Iterator[Row]:
     yield "left memory", f"{report.evictions}, {report.clean_drops} of them without a write"
     yield "faults", str(report.faults)
     yield "stalls", ", ".join(f"{cause} {seconds:.3g} s" for cause, seconds in report.stall_seconds.items()) or "none"
+
+
+def _activation_rows(report: Report) -> Iterator[Row]:
+    if report.activations is not None:
+        yield "activations", report.activations.explanation
 
 
 def _step_rows(report: Report) -> Iterator[Row]:

@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from torch_offload import _C, expert_files, history, observation, raw_access, registrations
+from torch_offload import _C, expert_files, gpu, history, observation, raw_access, registrations
+from torch_offload.activation_plan import ActivationPlan
 from torch_offload.activations import PagedActivations
 from torch_offload.arrivals import Arrivals
 from torch_offload.config import Config
-from torch_offload.errors import ConfigError
+from torch_offload.errors import ConfigError, OffloadError
 from torch_offload.optimizer_steps import OptimizerSteps
 from torch_offload.patches import Patches
 from torch_offload.report import Report
@@ -28,6 +31,9 @@ from torch_offload.tracking import WrappedModule
 from torch_offload.unpickling import Unpickled
 
 logger = logging.getLogger(__name__)
+
+TRACE_CAPACITY = 1 << 18
+"""Activities that are recorded for a trace: 22 MiB outside of the budget."""
 
 
 class Session:
@@ -53,8 +59,16 @@ class Session:
             queue_depth=config.queue_depth,
             page_elements=config.page_elements,
             min_paged_bytes=config.min_paged_bytes,
-            device_bytes=config.device or 0,
+            device_bytes=config.compute_bytes if config.device is not None else 0,
+            updates_on_host=config.update_on == "host",
+            activations_stay_on_host=config.activations == "ram",
+            link_bytes_per_second=config.emulated_link or 0,
+            ssd_bytes_per_second=config.emulated_ssd or 0,
+            device_kind=config.device_kind or "emulated",
+            device_ordinal=gpu.current() if config.device_kind == "cuda" else 0,
         )
+        if config.trace:
+            self.engine.start_activity_log(TRACE_CAPACITY)
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, WrappedModule] = weakref.WeakKeyDictionary()
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WrappedModule, str]] = weakref.WeakKeyDictionary()
         self._patches = Patches()
@@ -62,8 +76,10 @@ class Session:
         self._saves_experts = False
         self._unpickled = Unpickled(self.engine, budget_bytes=config.compute_bytes)
         self._steps = OptimizerSteps(self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of)
-        self._activations = PagedActivations(self.engine) if config.activations == "ssd" else None
+        self._activations = PagedActivations(self.engine) if config.pages_activations else None
+        self.activation_plan = self._plan_activations()
         self.arrivals = Arrivals(self.engine, config)
+        self._lower_wall: Callable[[], None] = nothing
         try:
             self._install()
         except BaseException:
@@ -79,8 +95,21 @@ class Session:
         self._hooks = [
             registrations.listen(registrations.Listener(self.on_tensor, self._on_submodule_added)),
             *self._steps.install(self._patches),
+            register_optimizer_step_post_hook(self._end_step),
         ]
-        self.engine.install_allocator()
+        if self.engine.place == "cpu":
+            self.engine.install_allocator()
+        else:
+            self._lower_wall = gpu.raise_wall(self.config.unpaged_bytes, torch.device(self.engine.place))
+
+    def _plan_activations(self) -> ActivationPlan | None:
+        if self.config.activations not in ("auto", "recompute"):
+            return None
+        return ActivationPlan(self.engine.statistics, recompute_all=self.config.activations == "recompute")
+
+    def _end_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        if self.activation_plan is not None:
+            self.activation_plan.end_step()
 
     # --- modules ---------------------------------------------------------------------------------------------------
     def is_wrapped(self, module: nn.Module) -> bool:
@@ -105,10 +134,13 @@ class Session:
         self._prepare_saving()
         try:
             wrapped.scan()
+            if self.activation_plan is not None:
+                self.activation_plan.follow(module)
         except BaseException:
             self._forget(module)
             for _, tensor in wrapped.tensors():
                 if id(tensor) not in before:
+                    self._release(tensor.grad)
                     self._release(tensor)
             raise
         finally:
@@ -118,9 +150,15 @@ class Session:
         """Make everything of the module ordinary memory, except what another wrapped module shares.
 
         Raises:
-            OffloadError: If bytes cannot be brought back; the module stays wrapped and the call can be repeated.
+            OffloadError: If bytes cannot be brought back. All others have been, the log names those that were not; the
+                module stays wrapped and the call can be repeated.
+            RuntimeError: The same, where torch found the device lost.
         """
-        self.engine.flush()
+        failures: list[OffloadError | RuntimeError] = []  # the latter from torch, about a lost device
+        try:
+            self.engine.flush()
+        except OffloadError as error:
+            failures.append(error)
         wrapped = self._wrapped[module]
         wrapped.mark_stale()
         wrapped.refresh()
@@ -131,11 +169,20 @@ class Session:
             for _, tensor in tensors.tensors()
             if _C.is_managed(tensor)
         }
-        for _, tensor in wrapped.tensors():
-            if _C.is_managed(tensor) and tensor.untyped_storage().data_ptr() not in shared:
-                for state in self._steps.states_of(tensor):
-                    self._release(state)
-                self._release(tensor)
+        try:
+            for label, tensor in wrapped.tensors():
+                if not self._is_ours(tensor) or tensor.untyped_storage().data_ptr() in shared:
+                    continue
+                for part in (*self._steps.states_of(tensor), tensor.grad, tensor):
+                    try:
+                        self._release(part)
+                    except (OffloadError, RuntimeError) as error:
+                        logger.error("%s stays paged: %s", label, error)
+                        failures.append(error)
+        finally:
+            self.engine.finish_loading()
+        if failures:
+            raise failures[0]
         self._forget(module)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -159,6 +206,14 @@ class Session:
         """Whether nothing is being loaded and neither a wrapped module nor one to be wrapped is alive."""
         return not self._wrapped and self.arrivals.is_idle()
 
+    def report(self) -> Report:
+        """Return what the engine did so far, with what was recorded of it."""
+        statistics = self.engine.statistics()
+        choice = None if self.activation_plan is None else self.activation_plan.choice
+        return Report.from_statistics(
+            statistics, timeline=history.recorded(), activations=choice, activities=self.engine.activity_log()
+        )
+
     def has_pages(self) -> bool:
         """Whether tensors are paged, those that outlived their module included."""
         return self.engine.managed_count() > 0
@@ -172,6 +227,8 @@ class Session:
             self._forget(module)
         self._patches.undo()
         self.engine.remove_allocator()
+        self._lower_wall()
+        self._lower_wall = nothing
 
     def _place(self, wrapped: WrappedModule, part: nn.Module, path: str) -> None:
         self._places[part] = (wrapped, path)
@@ -180,14 +237,18 @@ class Session:
     def _forget(self, module: nn.Module) -> None:
         wrapped = self._wrapped.pop(module)
         wrapped.remove_hooks()
+        if self.activation_plan is not None:
+            self.activation_plan.release(module)
         for part in [part for part, (owner, _) in self._places.items() if owner is wrapped]:
             del self._places[part]
 
-    def _release(self, tensor: torch.Tensor) -> None:
-        if tensor.grad is not None and _C.is_managed(tensor.grad):
-            self.engine.unmanage(tensor.grad)
-        if _C.is_managed(tensor):
+    def _release(self, tensor: torch.Tensor | None) -> None:
+        if tensor is not None and self._is_ours(tensor):
             self.engine.unmanage(tensor)
+
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        """Whether it is paged, or too small to be and on the device that the module was brought to."""
+        return _C.is_managed(tensor) or (tensor.device.type != "cpu" and str(tensor.device) == self.engine.place)
 
     # --- hooks -----------------------------------------------------------------------------------------------------
     def on_tensor(self, module: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None:
@@ -219,7 +280,8 @@ class Session:
         """Page a copy of a paged parameter while modules are loaded: a reference model, say."""
         copied = original(parameter, *args)
         if self.arrivals.is_open and _C.is_managed(parameter) and isinstance(copied, nn.Parameter):
-            self.engine.manage(copied, kind="parameter", label=f"copy of {self._label_of(parameter)}")
+            label = f"copy of {self._label_of(parameter)}"
+            self.engine.manage(copied, kind="parameter", label=label, of_module=True)
         return copied
 
     def _after_conversion(self, original: Callable[..., Any], module: nn.Module, *args: Any, **options: Any) -> Any:
@@ -237,6 +299,10 @@ class Session:
     def _label_of(self, parameter: torch.Tensor) -> str:
         labels = (wrapped.label_of(parameter) for wrapped in list(self._wrapped.values()))
         return next((label for label in labels if label is not None), "parameter")
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 class _Slot:
@@ -299,7 +365,7 @@ def close_session() -> None:
     session, _Slot.session = _Slot.session, None
     if session is not None:
         observation.end()
-        _Slot.last_report = Report.from_statistics(session.engine.statistics(), timeline=history.recorded())
+        _Slot.last_report = session.report()
         session.close()
 
 

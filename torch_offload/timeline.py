@@ -15,6 +15,11 @@ PURPOSES = {
 """Purposes of memory, and what the engine calls their bytes."""
 
 
+def by_purpose(memory: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes in use out of what the engine says of a memory."""
+    return {purpose: memory[name] for purpose, name in PURPOSES.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """Totals since the engine started, at one moment.
@@ -29,6 +34,9 @@ class Sample:
         stall_seconds: By cause.
         host_bytes: Memory in use at this moment, by purpose.
         stored_bytes: Live pages on SSD at this moment.
+        device_bytes: A device's memory in use at this moment, by purpose; empty where there is none, as the next two.
+        to_device_bytes: Bytes that came to the device from the host's memory, by kind of page.
+        to_host_bytes: Bytes that went there, by kind of page.
     """
 
     seconds: float
@@ -40,6 +48,9 @@ class Sample:
     stall_seconds: dict[str, float]
     host_bytes: dict[str, int]
     stored_bytes: int
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    to_device_bytes: dict[str, int] = field(default_factory=dict)
+    to_host_bytes: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_statistics(
@@ -47,6 +58,8 @@ class Sample:
     ) -> "Sample":
         """Pick what changes over time out of the engine's statistics."""
         memory = statistics["memory"]
+        device = statistics.get("device")
+        link = {} if device is None else {name: dict(device[name]) for name in ("to_device_bytes", "to_host_bytes")}
         return cls(
             seconds=seconds,
             steps=steps,
@@ -55,8 +68,10 @@ class Sample:
             read_bytes=dict(statistics["read_bytes"]),
             written_bytes=dict(statistics["written_bytes"]),
             stall_seconds=dict(statistics["stall_seconds"]),
-            host_bytes={purpose: memory[name] for purpose, name in PURPOSES.items()},
+            host_bytes=by_purpose(memory),
             stored_bytes=statistics["stored_bytes"],
+            device_bytes={} if device is None else by_purpose(device["memory"]),
+            **link,
         )
 
 
@@ -88,6 +103,8 @@ class Interval(Traffic):
     read_bytes: dict[str, int]
     written_bytes: dict[str, int]
     stall_seconds: dict[str, float]
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
 
     @property
     def compute_seconds(self) -> float:
@@ -110,6 +127,8 @@ def between(earlier: Sample, later: Sample) -> Interval:
         read_bytes=_difference(later.read_bytes, earlier.read_bytes),
         written_bytes=_difference(later.written_bytes, earlier.written_bytes),
         stall_seconds=_difference(later.stall_seconds, earlier.stall_seconds),
+        to_device_bytes=sum(_difference(later.to_device_bytes, earlier.to_device_bytes).values()),
+        to_host_bytes=sum(_difference(later.to_host_bytes, earlier.to_host_bytes).values()),
     )
 
 

@@ -4,7 +4,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_offload import _C
 from torch_offload.activations import PagedActivations
+from torch_offload.module_hooks import ModuleHook
 
 FIRST_SEARCHES = 8
 CALLS_BETWEEN_SEARCHES = 64
@@ -30,17 +30,22 @@ class Tracked:
     gradient_hook: RemovableHandle | None = None
 
 
-def refusal(tensor: torch.Tensor) -> str | None:
-    """Say why a tensor cannot be paged, or return None where it can."""
+def refusal(tensor: torch.Tensor, place: str = "cpu") -> str | None:
+    """Say why a tensor cannot be paged, or return None where it can.
+
+    Args:
+        tensor: Any.
+        place: Where the module computes. A tensor may be there or on the CPU.
+    """
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"is a {type(tensor).__name__}"
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" and str(tensor.device) != place:
         return f"is on device {tensor.device}"
     if tensor.layout is not torch.strided:
         return f"has layout {tensor.layout}"
     if tensor.is_quantized:
         return f"is quantised ({tensor.dtype})"
-    if tensor.is_shared():  # type: ignore[no-untyped-call]
+    if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
         return "is in memory shared with other processes"
     return None
 
@@ -121,19 +126,19 @@ class WrappedModule:
 
     def adopt_parameter(self, label: str, parameter: torch.Tensor) -> None:
         """Page a parameter that is about to be registered. One that cannot be paged waits for the next scan."""
-        if refusal(parameter) is None:
+        if refusal(parameter, self._engine.place) is None:
             self._adopt(label, parameter, "parameter", [])
 
     def _adopt(self, label: str, tensor: torch.Tensor, kind: str, refusals: list[str]) -> None:
         known = self._tracked.get(id(tensor))
         if known is None or known.tensor() is not tensor:
-            reason = refusal(tensor)
+            reason = refusal(tensor, self._engine.place)
             if reason is not None:
                 refusals.append(f"{label} {reason}")
             known = Tracked(label, weakref.ref(tensor), is_managed=False)
         if not known.is_managed or not _C.is_managed(tensor):
-            can_be = refusal(tensor) is None
-            known.is_managed = can_be and self._engine.manage(tensor, kind=kind, label=label)
+            can_be = refusal(tensor, self._engine.place) is None
+            known.is_managed = can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True)
         self._tracked[id(tensor)] = known
         if kind == "parameter" and known.is_managed and known.gradient_hook is None:
             known.gradient_hook = _hook_gradient(tensor, _gradient_hook(self._engine))
@@ -175,26 +180,13 @@ class WrappedModule:
                 known.gradient_hook = None
 
 
-class RefreshHook:
-    """Forward pre-hook. A copy of the module carries it along without effect; a pickle carries nothing of ours."""
+class RefreshHook(ModuleHook[WrappedModule]):
+    """Forward pre-hook."""
 
-    def __init__(self, wrapped: WrappedModule) -> None:
-        self._wrapped = weakref.ref(wrapped)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def run(self, owner: WrappedModule, module: nn.Module) -> None:
         """Refresh the wrapped module; nothing while a graph is captured."""
-        if torch.compiler.is_compiling():
-            return
-        wrapped = self._wrapped()
-        if wrapped is not None:
-            wrapped.refresh()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RefreshHook":
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # `{}.get(module, args)` returns args: a hook that changes nothing and loads where torch_offload is absent.
-        return (getattr, ({}, "get"))
+        if not torch.compiler.is_compiling():
+            owner.refresh()
 
 
 def warn_unmanaged(refusals: list[str]) -> None:

@@ -2,12 +2,14 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from torch_offload import _C, budget, history, room
+from torch_offload import _C, budget, room
 from torch_offload import session as sessions
 from torch_offload.config import Config, format_size
 from torch_offload.errors import OffloadError, OutOfTierMemory
@@ -74,7 +76,8 @@ def unwrap(module: AnyModule) -> AnyModule:
 
     Raises:
         OutOfTierMemory: If it does not fit; nothing was changed.
-        TierIOError: If bytes cannot be read back; the module stays wrapped.
+        TierIOError: If bytes cannot be read back. What could be was, and the log names the rest; the module stays
+            wrapped.
         OffloadError: If the module is not wrapped.
     """
     session = sessions.current()
@@ -117,6 +120,25 @@ def prefetch(target: nn.Module | torch.Tensor) -> None:
             engine.prefetch(tensor)
 
 
+@contextmanager
+def pinned(*targets: nn.Module | torch.Tensor) -> Iterator[None]:
+    """Keep tensors, or all that is paged of modules, where they compute while the context is open.
+
+    For kernels that are given bare addresses, such as Triton's: on a GPU nothing fetches what is not there. Everything
+    has to fit the budget at once.
+
+    Raises:
+        OutOfTierMemory: If it does not.
+        TierIOError: If pages cannot be read.
+    """
+    with ExitStack() as pins:
+        for tensor in {id(tensor): tensor for target in targets for tensor in _targets(target)}.values():
+            engine = _C.engine_of(tensor)
+            if engine is not None:
+                pins.enter_context(engine.pin(tensor))
+        yield
+
+
 def is_resident(tensor: torch.Tensor) -> bool:
     """Whether all bytes of a tensor are in memory. Always true for one that is not paged. Fetches nothing."""
     engine = _C.engine_of(tensor)
@@ -142,7 +164,7 @@ def report() -> Report:
     """
     session = sessions.current()
     if session is not None:
-        return Report.from_statistics(session.engine.statistics(), timeline=history.recorded())
+        return session.report()
     final = sessions.last_report()
     if final is None:
         raise OffloadError("there is nothing to report before torch_offload.wrap(module)")

@@ -1,5 +1,7 @@
 #include "autograd/deferred_ops.h"
 
+#include <c10/core/StreamGuard.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -11,8 +13,11 @@
 #include <unordered_set>
 #include <utility>
 
+#include "autograd/compute_device.h"
 #include "autograd/deferred_chain.h"
+#include "autograd/profiler_range.h"
 #include "autograd/recorded_op.h"
+#include "base/activity_log.h"
 #include "base/check.h"
 #include "base/counters.h"
 
@@ -58,7 +63,7 @@ std::vector<ChainPointer> chains_of(const Segments& segments) {
 }  // namespace
 
 struct DeferredOps::Impl {
-    explicit Impl(Pager& a_pager) : pager(a_pager) {}
+    Impl(Pager& a_pager, c10::Device a_place) : pager(a_pager), place(a_place) {}
 
     /// The right to advance one page of a chain. Whoever ends the last turn of a finished chain dissolves it.
     class Turn {
@@ -95,13 +100,18 @@ struct DeferredOps::Impl {
     void force(const ChainPointer& chain);
     void discard_unreachable() noexcept;
     bool is_unreachable(const ChainPointer& chain, long other_owners) const noexcept;
+    void note_recording_thread();
+    std::optional<c10::Stream> recording_stream() const;
     KernelThreads threads(bool may_wait) const noexcept;
+    void note_update(std::int64_t begin_ns, std::span<const std::span<std::byte>> pages, const Segment& segment) const;
 
     Pager& pager;
+    const c10::Device place;   // where updates run
     mutable std::mutex mutex;  // chains and Segment::deferred; never held across a call of the pager or of torch
     std::condition_variable turn_ended;
     std::unordered_set<ChainPointer> chains;
     std::atomic<std::thread::id> recording_thread{};
+    std::optional<c10::Stream> stream;  // of the recording thread: kernels that follow the program's in order
     Counter recorded_elements, applied_pages, applied_at_once, forced_chains;
 };
 
@@ -140,12 +150,18 @@ void DeferredOps::Impl::Turn::count_applied() const {
 
 std::optional<std::size_t> DeferredOps::Impl::Turn::advance(const PageWork& work, bool may_wait) const {
     if (work.empty()) return 0;
+    const c10::OptionalStreamGuard in_order(impl_->recording_stream());  // outlives the claim, whose end marks it
     UpdateClaim claim = impl_->pager.claim_for_update(work.segments, index_, may_wait);
     if (!claim) return std::nullopt;
     for (const PlacedOp& operation : work.operations) {
         std::vector<std::span<std::byte>> pages;
         for (const std::size_t place : operation.places) pages.push_back(claim.bytes(place));
-        operation.op->run(pages, impl_->threads(may_wait));
+        const std::int64_t begin_ns = activity_now_ns();
+        {
+            const ProfilerRange range("torch_offload::update");
+            operation.op->run(pages, impl_->threads(may_wait));
+        }
+        impl_->note_update(begin_ns, pages, *work.segments.front());
         count_applied();
     }
     claim.finish();
@@ -153,6 +169,27 @@ std::optional<std::size_t> DeferredOps::Impl::Turn::advance(const PageWork& work
         if (work.segments[place].use_count() <= kOwnersInAdvance) claim.discard(place);
     }
     return work.operations.size();
+}
+
+void DeferredOps::Impl::note_update(std::int64_t begin_ns, std::span<const std::span<std::byte>> pages,
+                                    const Segment& segment) const {
+    ActivityLog* const log = pager.options().activity_log;
+    if (!log || !log->is_on()) return;
+    std::size_t size_bytes = 0;
+    for (const std::span<std::byte> page : pages) size_bytes += page.size();
+    log->add({ActivityLane::update, begin_ns, activity_now_ns(), size_bytes, segment.label});
+}
+
+void DeferredOps::Impl::note_recording_thread() {
+    recording_thread.store(std::this_thread::get_id(), std::memory_order_relaxed);
+    const std::optional<c10::Stream> now = current_stream(place);
+    const std::lock_guard lock(mutex);
+    stream = now;
+}
+
+std::optional<c10::Stream> DeferredOps::Impl::recording_stream() const {
+    const std::lock_guard lock(mutex);
+    return stream;
 }
 
 /// Beside the thread that trains, kernels run on one core each.
@@ -200,11 +237,13 @@ void DeferredOps::Impl::settle(const ChainPointer& chain) {
     }
 }
 
-/// Updates the page at once if it is in memory as a whole, or if somebody holds an address into it.
+/// Updates the page at once if all of it is in the memory where updates are applied, or if somebody holds an address
+/// into it.
 void DeferredOps::Impl::settle_page(const ChainPointer& chain, std::size_t index) {
     const std::optional<Turn> turn = Turn::take(*this, chain, index, true);
     const PageWork work = turn->work();
-    if (!are_in_memory(work.segments, index) && postpone(pager, work.segments, index)) return;
+    const bool is_ready = !pager.options().updates_below && are_in_memory(work.segments, index);
+    if (!is_ready && postpone(pager, work.segments, index)) return;
     applied_at_once.add(turn->advance(work, true).value_or(0));
 }
 
@@ -240,8 +279,9 @@ DeferredOps::Impl::Released DeferredOps::Impl::dissolve(ChainPointer chain) noex
 
 // --- DeferredOps --------------------------------------------------------------------------------------------------
 
-DeferredOps::DeferredOps(std::shared_ptr<Pager> pager)
-    : pager_(std::move(pager)), impl_(std::make_unique<Impl>(*pager_)) {}
+DeferredOps::DeferredOps(std::shared_ptr<Pager> pager, c10::Device place)
+    : pager_(std::move(pager)),
+      impl_(std::make_unique<Impl>(*pager_, pager_->options().updates_below ? c10::Device(c10::kCPU) : place)) {}
 
 DeferredOps::~DeferredOps() {
     std::vector<Impl::Released> released;
@@ -253,9 +293,10 @@ bool DeferredOps::is_recordable(const c10::OperatorHandle& op) { return works_by
 
 bool DeferredOps::try_record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
     const std::size_t argument_count = op.schema().arguments().size();
-    std::optional<RecordableCall> call = RecordableCall::parse(op, torch::jit::last(*stack, argument_count));
+    std::optional<RecordableCall> call =
+        RecordableCall::parse(op, torch::jit::last(*stack, argument_count), impl_->place);
     if (!call || call->recordable().empty() || !call->rehearse()) return false;
-    impl_->recording_thread.store(std::this_thread::get_id(), std::memory_order_relaxed);
+    impl_->note_recording_thread();
     impl_->discard_unreachable();
     for (const std::size_t element : call->recordable()) {
         impl_->settle(impl_->append(call->record(element), call->segments(element)));

@@ -4,6 +4,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/core/Device.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -26,7 +27,8 @@ struct DeferredStatistics {
 /// Threads: try_record from the training thread; everything else from any.
 class DeferredOps {
 public:
-    explicit DeferredOps(std::shared_ptr<Pager> pager);
+    /// `place`: of the pager's memory; updates that are applied below it run on the host.
+    DeferredOps(std::shared_ptr<Pager> pager, c10::Device place);
     /// Discards what is still recorded. Pre: resolve() is not called any more.
     ~DeferredOps();
     DeferredOps(const DeferredOps&) = delete;
@@ -41,7 +43,7 @@ public:
     /// Returns false if something has to run in the ordinary way: the arguments are still there, their lists reduced,
     /// in place, to the elements that were not recorded. These use no storage of a recorded one, so the order between
     /// the two does not matter.
-    /// Pre:    is_recordable(op); only autograd and the CPU kernel would see the call.
+    /// Pre:    is_recordable(op); only autograd and the kernel would see the call.
     /// Throws: what a pin throws, for work that had to be done at once; what was not updated stays recorded.
     bool try_record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 

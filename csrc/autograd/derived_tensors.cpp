@@ -32,11 +32,11 @@ const c10::IValue* given(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValu
     return nullptr;
 }
 
-bool has_usual_options(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+bool has_usual_options(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, c10::Device place) {
     const c10::IValue* layout = given(op, arguments, "layout");
     const c10::IValue* device = given(op, arguments, "device");
     const c10::IValue* pin_memory = given(op, arguments, "pin_memory");
-    return (!layout || layout->toLayout() == c10::kStrided) && (!device || device->toDevice().is_cpu()) &&
+    return (!layout || layout->toLayout() == c10::kStrided) && (!device || device->toDevice() == place) &&
            (!pin_memory || !pin_memory->toBool());
 }
 
@@ -55,7 +55,7 @@ TraceId parameter_role_of(const Segment& segment) noexcept {
 void manage_derived(const std::shared_ptr<Engine>& engine, const at::Tensor& result, const Segment& source,
                     Engine::Derived derived) {
     if (!result.defined() || result.nbytes() < std::max(engine->min_paged_bytes(), kMinDerivedBytes)) return;
-    if (block_of(result) || !is_manageable(result)) return;
+    if (block_of(result) || !is_manageable(*engine, result)) return;
     manage(engine, result, derived_role(*engine, source, derived));
 }
 
@@ -73,7 +73,7 @@ bool try_make_zeros(const c10::OperatorHandle& op, const OperatorTraits& traits,
     const c10::ArrayRef<c10::IValue> arguments = torch::jit::last(*stack, count);
     const bool is_zero =
         traits.likeness == Likeness::zeros || (traits.likeness == Likeness::full && fills_with_zero_bits(arguments[1]));
-    if (!is_zero || !has_usual_options(op, arguments)) return false;
+    if (!is_zero || !has_usual_options(op, arguments, arguments[0].toTensor().device())) return false;
     const at::Tensor like = arguments[0].toTensor();
     const c10::IValue* dtype = given(op, arguments, "dtype");
     const c10::ScalarType type = dtype ? dtype->toScalarType() : like.scalar_type();

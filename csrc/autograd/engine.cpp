@@ -6,6 +6,7 @@
 #include "autograd/register_allocator.h"
 #include "base/check.h"
 #include "pager/tier_store.h"
+#include "storage/throttled_engine.h"
 
 namespace torch_offload {
 
@@ -22,27 +23,43 @@ namespace {
 constexpr std::size_t kMostKept = 4;    // activations that the operator saving them still uses
 constexpr std::size_t kKeptShare = 16;  // and at most one part in so many of the budget
 
-PagerOptions with_device(PagerOptions options, Device& device) {
-    options.device = &device;
+EngineOptions with_log(EngineOptions options, ActivityLog& log) {
+    options.pager.activity_log = &log;
     return options;
 }
 
-std::shared_ptr<Pager> make_compute_pager(const EngineOptions& options, Pager* host, Device* device) {
-    if (!device) return std::make_shared<Pager>(options.pager);
-    PagerOptions compute = with_device(options.pager, *device);
+std::shared_ptr<Pager> make_host_pager(const EngineOptions& options, ComputeDevice* device) {
+    PagerOptions host = options.pager;
+    host.device = device ? &device->device() : nullptr;
+    std::unique_ptr<IoEngine> engine = make_io_engine(host.engine, host.queue_depth);
+    if (options.ssd_bytes_per_second > 0) {
+        engine = std::make_unique<ThrottledEngine>(std::move(engine), options.ssd_bytes_per_second);
+    }
+    return std::make_shared<Pager>(host, std::move(engine));
+}
+
+std::shared_ptr<Pager> make_compute_pager(const EngineOptions& options, const std::shared_ptr<Pager>& host,
+                                          ComputeDevice* device) {
+    if (!device) return host;
+    PagerOptions compute = options.pager;
+    compute.device = &device->device();
+    compute.memory = device->memory();
     compute.tier = Tier::device;
     compute.budget_bytes = options.device->budget_bytes;
-    return std::make_shared<Pager>(compute, std::make_unique<TierStore>(*host, *device));
+    compute.updates_below = options.device->updates_on_host;
+    return std::make_shared<Pager>(
+        compute, std::make_unique<TierStore>(*host, device->device(), options.device->activations_stay_on_host));
 }
 
 }  // namespace
 
 Engine::Engine(const EngineOptions& options)
-    : options_(options),
-      device_(options.device ? std::make_unique<EmulatedDevice>(options.device->emulated) : nullptr),
-      host_(device_ ? std::make_unique<Pager>(with_device(options.pager, *device_)) : nullptr),
-      pager_(make_compute_pager(options_, host_.get(), device_.get())),
-      deferred_(std::make_unique<DeferredOps>(pager_)),
+    : options_(with_log(options, activity_log_)),
+      device_(options.device ? ComputeDevice::open(*options.device) : nullptr),
+      place_(device_ ? device_->place() : c10::Device(c10::kCPU)),
+      host_(make_host_pager(options_, device_.get())),
+      pager_(make_compute_pager(options_, host_, device_.get())),
+      deferred_(std::make_unique<DeferredOps>(pager_, place_)),
       mapped_copy_(std::make_unique<MappedCopy>(*this)) {
     pager_->set_pending_work(
         [this](Segment& segment, std::size_t index, bool may_wait) {
@@ -75,11 +92,13 @@ auto Engine::with_dead_leases_dropped(Attempt attempt) {
 }
 
 PinGuard Engine::pin(std::span<const PinRequest> requests) {
+    if (device_) device_->device().check_use();
     return with_dead_leases_dropped([&] { return pager_->pin(requests); });
 }
 
 PinGuard Engine::pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count,
                            Access access) {
+    if (device_) device_->device().check_use();
     return with_dead_leases_dropped([&] { return pager_->pin_pages(segment, first, count, access); });
 }
 
@@ -93,7 +112,7 @@ void Engine::reserve_small(std::size_t size_bytes) {
 
 void Engine::flush_pages() {
     pager_->flush();
-    if (host_) host_->flush();
+    if (has_device()) host_->flush();
 }
 
 bool Engine::try_manage(const at::Tensor& tensor, SegmentRole role) {
@@ -101,9 +120,27 @@ bool Engine::try_manage(const at::Tensor& tensor, SegmentRole role) {
         add_paged_key(tensor);
         return true;
     }
-    if (!is_manageable(tensor) || tensor.nbytes() < options_.min_paged_bytes) return false;
+    if (!is_manageable(*this, tensor) || tensor.nbytes() < options_.min_paged_bytes) return false;
     manage(shared_from_this(), tensor, std::move(role));
     return true;
+}
+
+c10::Storage Engine::moved_storage(const c10::Storage& from) {
+    const std::lock_guard lock(moved_mutex_);
+    const auto found = moved_.find(from.unsafeGetStorageImpl());
+    return found == moved_.end() ? c10::Storage() : found->second.to;
+}
+
+void Engine::note_moved(const c10::Storage& from, c10::Storage to) {
+    const std::lock_guard lock(moved_mutex_);
+    moved_.insert_or_assign(from.unsafeGetStorageImpl(), Moved{from.getWeakStorageImpl(), std::move(to)});
+}
+
+void Engine::finish_loading() noexcept {
+    mapped_copy_->finish();
+    std::unordered_map<const c10::StorageImpl*, Moved> moved;  // outlives the lock: it may hold the last owner
+    const std::lock_guard lock(moved_mutex_);
+    moved.swap(moved_);
 }
 
 // --- Activations --------------------------------------------------------------------------------------------------
@@ -136,6 +173,7 @@ bool Engine::drop_kept() {
 
 void Engine::begin_optimizer_step() {
     in_optimizer_step_.store(true, std::memory_order_relaxed);
+    step_begin_ns_.store(activity_now_ns(), std::memory_order_relaxed);
     sweep_leases();
 }
 
@@ -149,7 +187,9 @@ void Engine::end_optimizer_step() {
     sweep_leases();
     finish_loading();
     pager_->end_step();
-    if (host_) host_->end_step();
+    if (!activity_log_.is_on()) return;
+    activity_log_.add(
+        {ActivityLane::optimizer_step, step_begin_ns_.load(std::memory_order_relaxed), activity_now_ns()});
 }
 
 TraceId Engine::derived_role(TraceId parameter_role, Derived derived) {

@@ -12,25 +12,21 @@
 #include <unordered_map>
 #include <vector>
 
+#include "autograd/compute_device.h"
 #include "autograd/deferred_ops.h"
 #include "autograd/mapped_copy.h"
 #include "autograd/paged_storage.h"
+#include "base/activity_log.h"
 #include "base/counters.h"
-#include "device/emulated_device.h"
 #include "pager/pager.h"
 
 namespace torch_offload {
-
-/// A device of which the module is to use only the memory, the host's being below it.
-struct DeviceTier {
-    std::size_t budget_bytes = 0;
-    EmulatedDeviceOptions emulated;
-};
 
 struct EngineOptions {
     PagerOptions pager;                // of the host's memory
     std::optional<DeviceTier> device;  // without one, the host's memory is compute memory
     std::size_t min_paged_bytes = 0;   // smaller tensors stay ordinary
+    double ssd_bytes_per_second = 0;   // to try a slower SSD; 0: as fast as it is
 };
 
 struct EngineCounters {
@@ -48,7 +44,7 @@ struct EngineCounters {
 /// Threads: any; nothing here takes the GIL, and no lock is held across a torch call.
 class Engine : public std::enable_shared_from_this<Engine> {
 public:
-    /// Throws: what the pager's constructor throws; OffloadError in a forked child.
+    /// Throws: what the pager's constructor and ComputeDevice::open() throw; OffloadError in a forked child.
     static std::shared_ptr<Engine> make(const EngineOptions& options);
     ~Engine();
     Engine(const Engine&) = delete;
@@ -57,10 +53,14 @@ public:
     /// Of compute memory.
     Pager& pager() noexcept { return *pager_; }
     /// Of the host's memory, the same where that is compute memory.
-    Pager& host_pager() noexcept { return host_ ? *host_ : *pager_; }
+    Pager& host_pager() noexcept { return *host_; }
     bool has_device() const noexcept { return device_ != nullptr; }
+    /// Where the module computes and its tensors are.
+    c10::Device place() const noexcept { return place_; }
     /// Waits for writes under way in every tier; raises a failed one.
     void flush_pages();
+    /// Of all tiers. Off until it is started.
+    ActivityLog& activity_log() noexcept { return activity_log_; }
     DeferredOps& deferred() noexcept { return *deferred_; }
     MappedCopy& mapped_copy() noexcept { return *mapped_copy_; }
     std::size_t min_paged_bytes() const noexcept { return options_.min_paged_bytes; }
@@ -72,11 +72,16 @@ public:
     std::span<std::byte> allocate_range(std::size_t size_bytes);
     void reserve_small(std::size_t size_bytes);
 
-    /// Gives back what loading keeps between two tensors of a file.
-    void finish_loading() noexcept { mapped_copy_->finish(); }
+    /// Gives back what loading keeps between two tensors.
+    void finish_loading() noexcept;
 
     /// Manages the tensor if it is large enough and of a kind that can be. Returns whether it is managed now.
     bool try_manage(const at::Tensor& tensor, SegmentRole role);
+
+    /// Storages that have been given other memory somewhere else, until loading has finished: tensors that shared one
+    /// share the other.
+    c10::Storage moved_storage(const c10::Storage& from);
+    void note_moved(const c10::Storage& from, c10::Storage to);
 
     // --- Optimizer steps ------------------------------------------------------------------------------------------
     void begin_optimizer_step();
@@ -129,16 +134,25 @@ private:
     template <typename Attempt>
     auto with_dead_leases_dropped(Attempt attempt);
 
+    ActivityLog activity_log_;
     EngineOptions options_;
-    std::unique_ptr<Device> device_;  // nullptr, like the next: compute memory is the host's
-    std::unique_ptr<Pager> host_;
-    std::shared_ptr<Pager> pager_;
+    std::unique_ptr<ComputeDevice> device_;  // nullptr: compute memory is the host's
+    const c10::Device place_;
+    std::shared_ptr<Pager> host_;
+    std::shared_ptr<Pager> pager_;  // of compute memory: the same as host_ without a device
     std::unique_ptr<DeferredOps> deferred_;
     std::unique_ptr<MappedCopy> mapped_copy_;
     std::atomic<std::size_t> live_segments_{0};
     std::atomic<bool> in_optimizer_step_{false};
+    std::atomic<std::int64_t> step_begin_ns_{0};
     std::atomic<std::uint32_t> steps_without_norms_{0};
 
+    struct Moved {
+        c10::weak_intrusive_ptr<c10::StorageImpl> from;  // keeps the address from becoming another's
+        c10::Storage to;
+    };
+    std::mutex moved_mutex_;
+    std::unordered_map<const c10::StorageImpl*, Moved> moved_;
     std::mutex leases_mutex_;
     std::vector<Lease> leases_;
     std::mutex kept_mutex_;

@@ -31,7 +31,7 @@ void keep_norm(Engine& engine, const at::Tensor& gradient, Block& block) {
 }
 
 bool becomes_pages(const Engine& engine, const at::Tensor& gradient) {
-    return is_manageable(gradient) && covers_storage(gradient) && gradient.nbytes() >= engine.min_paged_bytes();
+    return is_manageable(engine, gradient) && covers_storage(gradient) && gradient.nbytes() >= engine.min_paged_bytes();
 }
 
 }  // namespace

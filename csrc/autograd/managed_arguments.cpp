@@ -5,6 +5,7 @@
 
 #include "autograd/forked_child.h"
 #include "autograd/overwrites.h"
+#include "autograd/profiler_range.h"
 #include "base/check.h"
 
 namespace torch_offload {
@@ -20,11 +21,13 @@ std::uint64_t functionality_of(c10::DispatchKeySet keys) {
     return keys.raw_repr() & ~static_cast<std::uint64_t>(c10::full_backend_mask);
 }
 
-const std::uint64_t kPlainFunctionality = functionality_of(c10::DispatchKeySet(
-    {c10::DispatchKey::CPU, c10::DispatchKey::BackendSelect, c10::DispatchKey::ADInplaceOrView,
-     c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradOther, c10::DispatchKey::AutocastCPU, kPagedKey}));
-const std::uint64_t kCpuBackend =
-    c10::DispatchKeySet(c10::DispatchKey::CPU).raw_repr() & static_cast<std::uint64_t>(c10::full_backend_mask);
+const std::uint64_t kPlainFunctionality = functionality_of(
+    c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::BackendSelect, c10::DispatchKey::ADInplaceOrView,
+                         c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradOther, c10::DispatchKey::AutocastCPU,
+                         c10::DispatchKey::AutocastCUDA, kPagedKey}));
+/// The places of managed tensors. A number on the host may come with tensors on a GPU.
+const std::uint64_t kPlainBackends = c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::CUDA}).raw_repr() &
+                                     static_cast<std::uint64_t>(c10::full_backend_mask);
 
 /// The bytes of the storage from the tensor's first element to its last.
 struct ByteSpan {
@@ -44,7 +47,7 @@ ByteSpan bytes_of(const at::Tensor& tensor) {
 
 bool is_plain_call(c10::DispatchKeySet keys) noexcept {
     return (functionality_of(keys) & ~kPlainFunctionality) == 0 &&
-           (keys.raw_repr() & static_cast<std::uint64_t>(c10::full_backend_mask)) == kCpuBackend;
+           (keys.raw_repr() & static_cast<std::uint64_t>(c10::full_backend_mask) & ~kPlainBackends) == 0;
 }
 
 ManagedArguments::ManagedArguments(const OperatorTraits& traits, c10::ArrayRef<c10::IValue> arguments,
@@ -102,11 +105,16 @@ void ManagedArguments::pin_whole(Engine& engine) {
     if (!requests.empty()) guards_.push_back(engine.pin({requests.data(), requests.size()}));
 }
 
-void ManagedArguments::pin() {
-    OFFLOAD_CHECK(!in_forked_child(), OffloadError, spans_.front().segment->label,
-                  " is paged by the parent process and cannot be used in a forked child; start the child with the "
-                  "spawn method, or clone the tensor before the fork");
-    for (const Span& span : spans_) span.engine->pager().touch(span.segment);
+bool ManagedArguments::is_in_memory() const noexcept {
+    return std::all_of(spans_.begin(), spans_.end(), [](const Span& span) {
+        std::size_t page = span.first_page;
+        while (page < span.end_page && Pager::in_memory(*span.segment, page)) ++page;
+        return page == span.end_page;
+    });
+}
+
+void ManagedArguments::pin_all() {
+    const ProfilerRange range("torch_offload::wait_for_pages", [this] { return !is_in_memory(); });
     for (std::size_t i = 0; i < spans_.size(); ++i) {
         const auto is_same = [&](const Span& earlier) { return earlier.engine == spans_[i].engine; };
         if (std::none_of(spans_.begin(), spans_.begin() + i, is_same)) pin_whole(*spans_[i].engine);
@@ -116,6 +124,14 @@ void ManagedArguments::pin() {
         guards_.push_back(
             span.engine->pin_pages(span.segment, span.first_page, span.end_page - span.first_page, span.access));
     }
+}
+
+void ManagedArguments::pin() {
+    OFFLOAD_CHECK(!in_forked_child(), OffloadError, spans_.front().segment->label,
+                  " is paged by the parent process and cannot be used in a forked child; start the child with the "
+                  "spawn method, or clone the tensor before the fork");
+    for (const Span& span : spans_) span.engine->pager().touch(span.segment);
+    pin_all();
     ++calls_in_progress;
     is_counted_ = true;
     const Counter& calls = engine().counters.fallback_calls;

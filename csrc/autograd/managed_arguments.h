@@ -19,8 +19,8 @@ inline c10::DispatchKeySet keys_below(c10::DispatchKeySet keys) {
     return keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
 }
 
-/// True if nothing but autograd, autocast and the CPU kernel will see the call: no mode, transform or tracer. Only
-/// then may a call be answered in another way than by running it as it is.
+/// True if nothing but autograd, autocast and the kernel of the CPU or a GPU will see the call: no mode, transform or
+/// tracer. Only then may a call be answered in another way than by running it as it is.
 bool is_plain_call(c10::DispatchKeySet keys) noexcept;
 
 /// Calls `visit(tensor)` for every defined tensor in the value: one, or those of a list, of optional ones or of lists.
@@ -77,6 +77,8 @@ private:
     };
     void add(const at::Tensor& tensor, Block& block, Access access);
     Span& span_of(const Block& block);
+    bool is_in_memory() const noexcept;
+    void pin_all();
     void pin_whole(Engine& engine);
 
     c10::SmallVector<Span, 4> spans_;

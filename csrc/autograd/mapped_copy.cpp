@@ -77,9 +77,10 @@ void copy_through_mapping(Engine& engine, const std::shared_ptr<Segment>& segmen
 
 }  // namespace
 
-void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
+void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source,
+             c10::Device place) {
     copy_by_page(engine, segment, source.size(), [&](std::size_t begin, std::span<std::byte> target) {
-        std::memcpy(target.data(), source.data() + begin, target.size());
+        copy_bytes(target, engine.place(), source.subspan(begin, target.size()), place);
     });
 }
 
@@ -132,7 +133,7 @@ void MappedCopy::copy_in(const std::shared_ptr<Segment>& segment, std::span<cons
     if (source.size() < kLeastDirectBytes) {
         // Nothing is read ahead of it: a large tensor behind it would be found in the page cache, and read the slow
         // way.
-        torch_offload::copy_in(engine_, segment, source);
+        torch_offload::copy_in(engine_, segment, source, c10::kCPU);
         return;
     }
     std::uint64_t offset_bytes = 0;

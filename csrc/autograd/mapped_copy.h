@@ -1,6 +1,8 @@
 // Copying memory into pages, also such as lies in a mapped file. Layer autograd.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -14,8 +16,10 @@ namespace torch_offload {
 
 class Engine;
 
-/// Copies page by page, so that the pager can let pages go while the next ones are copied. Throws: what a pin throws.
-void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source);
+/// Copies page by page, so that the pager can let pages go while the next ones are copied. `place`: where the source
+/// is. Throws: what a pin throws.
+void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source,
+             c10::Device place);
 
 /// Copies memory that may be a mapped file into pages. Tensors are mostly loaded in the order of the file: what follows
 /// one is read meanwhile, past the page cache and into huge pages, several times as fast as through the mapping. Memory
@@ -27,7 +31,7 @@ public:
     MappedCopy(const MappedCopy&) = delete;
     MappedCopy& operator=(const MappedCopy&) = delete;
 
-    /// Throws: what a pin throws; TierIoError if the file cannot be read.
+    /// Throws: what a pin throws; TierIoError if the file cannot be read. Pre: pages and source are the host's.
     void copy_in(const std::shared_ptr<Segment>& segment, std::span<const std::byte> source);
 
     /// Gives back the memory that waits for the next tensor of a file. Call it when loading has ended.

@@ -38,8 +38,8 @@ bool fill_cannot_fail(const at::Tensor& self, const c10::IValue& value) {
 bool copy_cannot_fail(const at::Tensor& self, const c10::IValue& argument) {
     if (!argument.isTensor() || !argument.toTensor().defined()) return false;
     const at::Tensor& source = argument.toTensor();
-    return source.device().is_cpu() && source.layout() == c10::kStrided && source.has_storage() &&
-           !source.key_set().has(c10::DispatchKey::Python) && is_common(self.scalar_type()) &&
+    return (source.device().is_cpu() || source.device() == self.device()) && source.layout() == c10::kStrided &&
+           source.has_storage() && !source.key_set().has(c10::DispatchKey::Python) && is_common(self.scalar_type()) &&
            is_common(source.scalar_type()) && at::is_expandable_to(source.sizes(), self.sizes()) &&
            !source.is_alias_of(self);
 }

@@ -4,6 +4,7 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/MapAllocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <cstring>
@@ -44,7 +45,8 @@ c10::DataPtr data_ptr_over(std::shared_ptr<Engine> engine, std::shared_ptr<Segme
     block->engine = std::move(engine);
     block->segment = std::move(segment);
     void* address = block->segment->range().data();
-    return {address, block.release(), &block_deleter, c10::Device(c10::kCPU)};
+    const c10::Device place = block->engine->place();
+    return {address, block.release(), &block_deleter, place};
 }
 
 void assume_role(Segment& segment, SegmentRole role) {
@@ -56,9 +58,13 @@ void assume_role(Segment& segment, SegmentRole role) {
 void copy_out(Engine& engine, const std::shared_ptr<Segment>& segment, std::byte* target, std::size_t size_bytes) {
     for (std::size_t page = 0; page < segment->page_count(); ++page) {
         const std::size_t begin = page * segment->page_bytes();
-        const PinGuard guard = engine.pin_pages(segment, page, 1, Access::read);
-        std::memcpy(target + begin, segment->range().data() + begin,
-                    std::min(segment->page_bytes(), size_bytes - begin));
+        const std::span to(target + begin, std::min(segment->page_bytes(), size_bytes - begin));
+        try {
+            const PinGuard guard = engine.pin_pages(segment, page, 1, Access::read);
+            copy_bytes(to, c10::kCPU, segment->range().subspan(begin, to.size()), engine.place());
+        } catch (const std::exception&) {
+            if (!engine.pager().salvage(*segment, page, to)) throw;
+        }
     }
 }
 
@@ -87,16 +93,64 @@ void copy_storage(const std::shared_ptr<Engine>& engine, c10::StorageImpl& stora
                   SegmentRole role) {
     const auto* begin = static_cast<const std::byte*>(storage.mutable_data());  // mutable: materializes a lazy copy
     const std::span source(begin, storage.nbytes());
-    const bool is_allocated = storage.data_ptr().get_context() == begin;
+    const bool is_mapped = storage.data_ptr().get_context() != begin && engine->place().is_cpu();
     auto segment = engine->pager().create_segment(storage.nbytes(), element_bytes, role.kind);
     assume_role(*segment, std::move(role));
-    if (is_allocated) {
-        copy_in(*engine, segment, source);
-    } else {
+    if (is_mapped) {
         engine->mapped_copy().copy_in(segment, source);
+    } else {
+        copy_in(*engine, segment, source, storage.device());
     }
     engine->counters.copied_bytes.add(storage.nbytes());
     storage.set_data_ptr_noswap(data_ptr_over(engine, std::move(segment)));
+}
+
+c10::Storage make_storage(c10::DataPtr memory, std::size_t size_bytes) {
+    c10::Allocator* const allocator = c10::GetAllocator(memory.device().type());
+    return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
+                                                 c10::SymInt(static_cast<std::int64_t>(size_bytes)), std::move(memory),
+                                                 allocator, /*resizable=*/true);
+}
+
+at::Tensor make_tensor(c10::Storage storage, caffe2::TypeMeta dtype) {
+    const c10::DispatchKey key = storage.device().is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+    return at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), dtype);
+}
+
+/// The tensor looks at `storage` from now on, in the way it looked at its own.
+void set_storage(const at::Tensor& tensor, c10::Storage storage) {
+    const at::Tensor there = make_tensor(std::move(storage), tensor.dtype());
+    c10::TensorImpl& impl = *there.unsafeGetTensorImpl();
+    impl.set_storage_offset(tensor.storage_offset());
+    impl.set_sizes_and_strides(tensor.sizes(), tensor.strides());
+    there._set_conj(tensor.is_conj());
+    there._set_neg(tensor.is_neg());
+    tensor.set_data(there);
+}
+
+bool has_ordinary_storage(const at::Tensor& tensor) {
+    return tensor.defined() && tensor.layout() == c10::kStrided && !tensor.is_quantized() && tensor.has_storage() &&
+           !tensor.key_set().has(c10::DispatchKey::Python);
+}
+
+/// Ordinary memory of the place with the bytes of `storage`.
+c10::Storage copy_of_storage(const c10::Storage& storage, c10::Device place) {
+    const c10::DeviceGuard guard(place);
+    c10::Storage copy = make_storage(c10::GetAllocator(place.type())->allocate(storage.nbytes()), storage.nbytes());
+    const auto* const source = static_cast<const std::byte*>(storage.data());
+    auto* const target = static_cast<std::byte*>(copy.mutable_data());
+    if (storage.nbytes() > 0) copy_bytes({target, copy.nbytes()}, place, {source, copy.nbytes()}, storage.device());
+    return copy;
+}
+
+/// What the engine made of the storage already, or what `make` makes of it now.
+template <typename Make>
+c10::Storage moved(Engine& engine, const c10::Storage& storage, Make make) {
+    c10::Storage there = engine.moved_storage(storage);
+    if (there) return there;
+    there = make();
+    engine.note_moved(storage, there);
+    return there;
 }
 
 }  // namespace
@@ -128,17 +182,28 @@ void add_paged_key(const at::Tensor& tensor) { key_set_of(tensor) = key_set_of(t
 
 void remove_paged_key(const at::Tensor& tensor) { key_set_of(tensor) = key_set_of(tensor).remove(kPagedKey); }
 
-bool is_manageable(const at::Tensor& tensor) {
-    if (!tensor.defined() || !tensor.device().is_cpu() || tensor.layout() != c10::kStrided || tensor.is_quantized() ||
-        !tensor.has_storage() || tensor.numel() == 0 || tensor.key_set().has(c10::DispatchKey::Python)) {
-        return false;
-    }
+namespace {
+
+bool has_own_memory(const at::Tensor& tensor) {
+    if (!has_ordinary_storage(tensor) || tensor.numel() == 0) return false;
     const c10::StorageImpl* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     const c10::DataPtr& pointer = const_cast<c10::StorageImpl*>(storage)->_mutable_data_ptr_no_checks();
     if (!pointer || storage->nbytes() == 0) return false;
+    if (!pointer.device().is_cpu()) return true;
     // Memory shared with other processes cannot move under them.
     const at::MapAllocator* mapping = at::MapAllocator::fromDataPtr(pointer);
     return !mapping || (mapping->flags() & (at::ALLOCATOR_MAPPED_SHARED | at::ALLOCATOR_MAPPED_SHAREDMEM)) == 0;
+}
+
+}  // namespace
+
+bool is_manageable(const Engine& engine, const at::Tensor& tensor) {
+    return tensor.defined() && tensor.device() == engine.place() && has_own_memory(tensor);
+}
+
+bool is_allocated(const at::Tensor& tensor) {
+    const c10::DataPtr& pointer = tensor.storage().data_ptr();
+    return pointer.get() == pointer.get_context();
 }
 
 bool is_adoptable(Engine& engine, const at::Tensor& tensor) {
@@ -171,13 +236,9 @@ at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Ten
     const std::size_t size_bytes = static_cast<std::size_t>(like.numel()) * element_bytes;
     auto segment = engine->pager().create_segment(size_bytes, element_bytes, role.kind);
     assume_role(*segment, std::move(role));
-    auto storage = c10::make_intrusive<c10::StorageImpl>(
-        c10::StorageImpl::use_byte_size_t(), c10::SymInt(static_cast<std::int64_t>(size_bytes)),
-        data_ptr_over(engine, std::move(segment)), c10::GetCPUAllocator(), /*resizable=*/true);
     engine->counters.zero_segments.increment();
-
-    at::Tensor zeros = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
+    at::Tensor zeros = make_tensor(make_storage(data_ptr_over(engine, std::move(segment)), size_bytes),
+                                   c10::scalarTypeToTypeMeta(dtype));
     c10::TensorImpl& impl = *zeros.unsafeGetTensorImpl();
     if (memory_format != c10::MemoryFormat::Preserve) {
         impl.set_sizes_contiguous(like.sizes());
@@ -191,16 +252,57 @@ at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Ten
     return zeros;
 }
 
+void bring_to_place(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role) {
+    const c10::Device place = engine->place();
+    if (place.is_cpu() || !tensor.device().is_cpu() || !has_ordinary_storage(tensor)) return;
+    const bool is_paged = has_own_memory(tensor) && tensor.nbytes() >= engine->min_paged_bytes();
+    const c10::Storage storage = tensor.storage();
+    set_storage(tensor, moved(*engine, storage, [&] {
+                    if (!is_paged) return copy_of_storage(storage, place);
+                    const auto element_bytes = static_cast<std::size_t>(tensor.element_size());
+                    auto segment = engine->pager().create_segment(storage.nbytes(), element_bytes, role.kind);
+                    role.trace_id = engine->pager().new_trace_id();
+                    assume_role(*segment, std::move(role));
+                    const auto* const begin = static_cast<const std::byte*>(storage.data());
+                    copy_in(*engine, segment, {begin, storage.nbytes()}, c10::kCPU);
+                    engine->counters.copied_bytes.add(storage.nbytes());
+                    return make_storage(data_ptr_over(engine, std::move(segment)), storage.nbytes());
+                }));
+    if (block_of(tensor)) add_paged_key(tensor);
+}
+
 void unmanage(const at::Tensor& tensor) {
-    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
-    if (const Block* block = block_of(storage)) {
-        const std::shared_ptr<Engine> engine = block->engine;
-        const std::shared_ptr<Segment> segment = block->segment;
+    const Block* block = block_of(tensor);
+    if (!block) {
+        remove_paged_key(tensor);
+        return;
+    }
+    const std::shared_ptr<Engine> engine = block->engine;
+    const std::shared_ptr<Segment> segment = block->segment;
+    const c10::Storage storage = tensor.storage();
+    const auto bytes_on_host = [&] {
         c10::DataPtr ordinary = c10::GetDefaultCPUAllocator()->allocate(storage.nbytes());
         copy_out(*engine, segment, static_cast<std::byte*>(ordinary.get()), storage.nbytes());
-        storage.set_data_ptr_noswap(std::move(ordinary));
-    }
+        return ordinary;
+    };
     remove_paged_key(tensor);
+    try {
+        if (engine->place().is_cpu()) {
+            storage.unsafeGetStorageImpl()->set_data_ptr_noswap(bytes_on_host());
+        } else {
+            set_storage(tensor,
+                        moved(*engine, storage, [&] { return make_storage(bytes_on_host(), storage.nbytes()); }));
+        }
+    } catch (...) {
+        add_paged_key(tensor);
+        throw;
+    }
+}
+
+void bring_to_host(Engine& engine, const at::Tensor& tensor) {
+    if (tensor.device() != engine.place() || engine.place().is_cpu() || !has_ordinary_storage(tensor)) return;
+    const c10::Storage storage = tensor.storage();
+    set_storage(tensor, moved(engine, storage, [&] { return copy_of_storage(storage, c10::kCPU); }));
 }
 
 }  // namespace torch_offload

@@ -52,11 +52,15 @@ bool has_paged_key(const at::Tensor& tensor) noexcept;
 void add_paged_key(const at::Tensor& tensor);
 void remove_paged_key(const at::Tensor& tensor);
 
-/// True for what may become a segment: a strided CPU tensor over ordinary memory of its own process, with elements.
-bool is_manageable(const at::Tensor& tensor);
+/// True for what may become a segment: a strided tensor with elements, where the engine computes, over ordinary memory
+/// of its own process.
+bool is_manageable(const Engine& engine, const at::Tensor& tensor);
 
 /// True if manage() would make pages of the tensor's storage where it lies.
 bool is_adoptable(Engine& engine, const at::Tensor& tensor);
+
+/// True if the tensor's storage is whole memory that torch's allocator for its device handed out.
+bool is_allocated(const at::Tensor& tensor);
 
 /// True if the tensor's elements are the whole storage, each once: nothing of the storage lies outside of it.
 bool covers_storage(const at::Tensor& tensor);
@@ -64,14 +68,21 @@ bool covers_storage(const at::Tensor& tensor);
 /// Makes the tensor's storage a segment and keys the tensor. A storage that is a temporary of this engine
 /// (temporaries.h) is adopted where it lies; any other is copied once into a new segment and its old memory freed. A
 /// storage that is managed already keeps its segment, which is returned: tied tensors share it. Pre:
-/// is_manageable(tensor). The whole storage becomes the segment; its address never changes again.
+/// is_manageable(engine, tensor). The whole storage becomes the segment; its address never changes again.
 std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role);
 
 /// A tensor of zeros shaped like `like`, keyed, over a new segment that owns no bytes yet. Pre: `like` has elements.
 at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Tensor& like, c10::ScalarType dtype,
                             c10::MemoryFormat memory_format, SegmentRole role);
 
-/// Makes the storage ordinary memory again and removes the key from `tensor`. Throws what a pin throws.
+/// Gives a tensor of a module on the host memory where the engine computes: pages from `min_paged_bytes` on, torch's
+/// allocator's below. It is the same tensor elsewhere; the host's memory goes with its last user. Does nothing to what
+/// is not a strided tensor of the host, or where that is where the engine computes. Throws what a pin throws.
+void bring_to_place(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role);
+
+/// Makes the storage ordinary memory of the host's again and removes the key from `tensor`. Throws what a pin throws.
 void unmanage(const at::Tensor& tensor);
+/// The same for a tensor that was too small to be managed.
+void bring_to_host(Engine& engine, const at::Tensor& tensor);
 
 }  // namespace torch_offload

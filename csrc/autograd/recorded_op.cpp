@@ -1,7 +1,6 @@
 #include "autograd/recorded_op.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
@@ -11,6 +10,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "autograd/compute_device.h"
 #include "autograd/paged_storage.h"
 
 namespace torch_offload {
@@ -46,12 +46,6 @@ const OperatorOverloads* find_by_element(const c10::OperatorName& name) {
 
 const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
     return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-}
-
-/// A copy that nobody can change any more. A keyed tensor is read through the pager.
-at::Tensor copy_of_value(const at::Tensor& tensor) {
-    const c10::NoGradGuard no_grad;
-    return tensor.detach().clone();
 }
 
 c10::IValue sublist(const c10::IValue& list, std::span<const std::size_t> indices) {
@@ -98,9 +92,7 @@ void RecordedOp::run(std::span<const std::span<std::byte>> pages, KernelThreads 
     const KernelScope scope(call_->environment, threads);
     torch::jit::Stack stack = call_->arguments;
     for (std::size_t k = 0; k < members_.size(); ++k) {
-        const auto length = static_cast<std::int64_t>(pages[k].size() / c10::elementSize(members_[k].dtype));
-        stack[members_[k].position] =
-            std::vector<at::Tensor>{at::from_blob(pages[k].data(), {length}, members_[k].dtype)};
+        stack[members_[k].position] = std::vector<at::Tensor>{tensor_over(pages[k], members_[k].dtype, call_->place)};
     }
     for (const OwnValue& own : values_) stack[own.position] = own.value;
     call_->op.callBoxed(&stack);
@@ -108,9 +100,9 @@ void RecordedOp::run(std::span<const std::span<std::byte>> pages, KernelThreads 
 
 // --- Taking a call apart ------------------------------------------------------------------------------------------
 
-std::optional<RecordableCall> RecordableCall::parse(const c10::OperatorHandle& op,
-                                                    c10::ArrayRef<c10::IValue> arguments) {
-    RecordableCall call(op, arguments);
+std::optional<RecordableCall> RecordableCall::parse(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
+                                                    c10::Device place) {
+    RecordableCall call(op, arguments, place);
     if (!call.take_lists() || call.is_differentiated() || !call.has_plain_values()) return std::nullopt;
     call.find_recordable();
     return call;
@@ -150,7 +142,7 @@ bool RecordableCall::has_plain_values() const {
     for (const c10::IValue& argument : arguments_) {
         if (!argument.isTensor()) continue;
         const at::Tensor& tensor = argument.toTensor();
-        if (!tensor.defined() || !tensor.device().is_cpu() || tensor.dim() != 0 || !tensor.has_storage()) return false;
+        if (!tensor.defined() || tensor.dim() != 0 || !tensor.has_storage()) return false;
         for (const ListArgument& list : lists_) {
             for (const at::Tensor& other : list.tensors) {
                 if (list.is_written && storage_of(other) == storage_of(tensor)) return false;
@@ -163,7 +155,7 @@ bool RecordableCall::has_plain_values() const {
 /// A number of the element, like its step counter, rather than a tensor of its size.
 bool RecordableCall::is_value(const ListArgument& list, std::size_t element) const {
     const at::Tensor& tensor = list.tensors[element];
-    return !list.is_written && tensor.numel() == 1 && tensor.dim() <= 1 && tensor.device().is_cpu();
+    return !list.is_written && tensor.numel() == 1 && tensor.dim() <= 1 && !segment_of(tensor);
 }
 
 std::optional<RecordableCall::Element> RecordableCall::as_element(std::size_t index) const {
@@ -222,6 +214,13 @@ void RecordableCall::find_recordable() {
     }
 }
 
+/// A copy that nobody can change any more. A keyed tensor is read through the pager. A GPU's kernels take numbers from
+/// the host, the host's take none from a GPU.
+at::Tensor RecordableCall::copy_of_value(const at::Tensor& tensor) const {
+    const c10::NoGradGuard no_grad;
+    return place_.is_cpu() && !tensor.device().is_cpu() ? tensor.detach().cpu() : tensor.detach().clone();
+}
+
 // --- Keeping it ---------------------------------------------------------------------------------------------------
 
 void RecordableCall::capture() {
@@ -231,7 +230,8 @@ void RecordableCall::capture() {
     for (c10::IValue& argument : shared) {
         if (argument.isTensor()) argument = copy_of_value(argument.toTensor());
     }
-    captured_ = std::make_shared<const RecordedCall>(RecordedCall{op_, FloatEnvironment::current(), std::move(shared)});
+    captured_ =
+        std::make_shared<const RecordedCall>(RecordedCall{op_, place_, FloatEnvironment::current(), std::move(shared)});
 }
 
 std::vector<RecordedOp::OwnValue> RecordableCall::own_values(std::size_t element) const {
@@ -280,7 +280,7 @@ RecordableCall::Rehearsal RecordableCall::rehearse(std::size_t element) const {
     torch::jit::Stack stack = captured_->arguments;
     std::vector<at::Tensor> members(lists_.size());
     for (const std::size_t k : elements_[element].member_lists) {
-        members[k] = at::empty({0}, result.dtypes[k]);
+        members[k] = at::empty({0}, at::TensorOptions().dtype(result.dtypes[k]).device(place_));
         stack[lists_[k].position] = std::vector<at::Tensor>{members[k]};
     }
     for (RecordedOp::OwnValue& own : own_values(element)) stack[own.position] = std::move(own.value);

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -25,6 +26,7 @@ bool works_by_element(const c10::OperatorHandle& op);
 /// What all elements of a recorded call share.
 struct RecordedCall {
     c10::OperatorHandle op;
+    c10::Device place;  // where pages are when it runs
     FloatEnvironment environment;
     std::vector<c10::IValue> arguments;  // None where each element has its own
 };
@@ -59,8 +61,10 @@ private:
 class RecordableCall {
 public:
     /// Nothing if the call as a whole must run in the ordinary way: lists of different lengths, arguments that autograd
-    /// differentiates, a tensor argument that is not one number on the CPU or that the call itself writes.
-    static std::optional<RecordableCall> parse(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
+    /// differentiates, a tensor argument that is not one number or that the call itself writes. `place`: where the
+    /// pages will be when it runs; numbers are kept there.
+    static std::optional<RecordableCall> parse(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
+                                               c10::Device place);
 
     /// List elements. The tensors of an element that are its members are all managed by one pager, cover their
     /// storage, and have the same sizes, strides and pages, and the same dtype unless the operator mixes dtypes; no
@@ -95,8 +99,9 @@ private:
         std::vector<std::uint32_t> version_steps;  // by list
     };
 
-    RecordableCall(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments)
-        : op_(op), arguments_(arguments.begin(), arguments.end()) {}
+    RecordableCall(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, c10::Device place)
+        : op_(op), arguments_(arguments.begin(), arguments.end()), place_(place) {}
+    at::Tensor copy_of_value(const at::Tensor& tensor) const;
     bool take_lists();
     bool has_plain_values() const;
     bool is_differentiated() const;
@@ -113,6 +118,7 @@ private:
 
     c10::OperatorHandle op_;
     std::vector<c10::IValue> arguments_;
+    c10::Device place_;
     std::size_t count_ = 0;  // elements of the lists
     std::vector<ListArgument> lists_;
     std::vector<std::size_t> scalar_lists_;  // positions of lists of numbers

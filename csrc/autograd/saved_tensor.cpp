@@ -10,8 +10,10 @@ std::uint32_t version_of(const at::Tensor& tensor) {
 }
 
 bool becomes_pages(Engine& engine, const at::Tensor& tensor) {
-    return tensor.is_floating_point() && is_manageable(tensor) && tensor.nbytes() >= engine.min_paged_bytes() &&
-           is_adoptable(engine, tensor);
+    if (!tensor.is_floating_point() || !is_manageable(engine, tensor) || tensor.nbytes() < engine.min_paged_bytes()) {
+        return false;
+    }
+    return engine.place().is_cpu() ? is_adoptable(engine, tensor) : is_allocated(tensor);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "autograd/register_allocator.h"
 #include "autograd/saved_tensor.h"
 #include "base/check.h"
+#include "bindings/activities.h"
 #include "bindings/log_queue.h"
 #include "bindings/names.h"
 #include "bindings/python_errors.h"
@@ -29,6 +30,9 @@ constexpr std::array kKinds = {
     Named<SegmentKind>{"parameter", SegmentKind::parameter}, Named<SegmentKind>{"gradient", SegmentKind::gradient},
     Named<SegmentKind>{"state", SegmentKind::state}, Named<SegmentKind>{"activation", SegmentKind::activation},
     Named<SegmentKind>{"other", SegmentKind::other}};
+
+constexpr std::array kDevices = {Named<DeviceKind>{"emulated", DeviceKind::emulated},
+                                 Named<DeviceKind>{"cuda", DeviceKind::cuda}};
 
 /// The threads that would answer stayed with the parent, perhaps while they held a lock.
 void refuse_in_forked_child() {
@@ -90,9 +94,20 @@ void bind_pin(py::module_& module) {
 
 std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::string> directories,
                                     const std::string& io_engine, std::size_t queue_depth, std::size_t page_elements,
-                                    std::size_t min_paged_bytes, std::size_t device_bytes) {
+                                    std::size_t min_paged_bytes, std::size_t device_bytes, bool updates_on_host,
+                                    bool activations_stay_on_host, double link_bytes_per_second,
+                                    double ssd_bytes_per_second, const std::string& device_kind, int device_ordinal) {
     EngineOptions options;
-    if (device_bytes > 0) options.device = DeviceTier{.budget_bytes = device_bytes, .emulated = {}};
+    if (device_bytes > 0) {
+        options.device = DeviceTier{.kind = value_named(kDevices, device_kind, "device_kind"),
+                                    .budget_bytes = device_bytes,
+                                    .updates_on_host = updates_on_host,
+                                    .activations_stay_on_host = activations_stay_on_host,
+                                    .emulated = {},
+                                    .ordinal = device_ordinal};
+        for (double& rate : options.device->emulated.bytes_per_second) rate = link_bytes_per_second;
+    }
+    options.ssd_bytes_per_second = ssd_bytes_per_second;
     options.pager.budget_bytes = budget_bytes;
     options.pager.directories = std::move(directories);
     options.pager.engine = value_named(kEngines, io_engine, "io_engine");
@@ -102,14 +117,23 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
     return waiting([&] { return Engine::make(options); });
 }
 
+/// A parameter takes its gradient along.
+void bring_module_tensor(Engine& engine, const at::Tensor& tensor, const SegmentRole& role) {
+    bring_to_place(engine.shared_from_this(), tensor, role);
+    if (!tensor.is_leaf() || !tensor.grad().defined()) return;
+    bring_to_place(engine.shared_from_this(), tensor.grad(),
+                   {SegmentKind::gradient, "gradient of " + role.label, kNoTrace, kNoTrace});
+}
+
 bool manage_tensor(Engine& engine, const at::Tensor& tensor, const std::string& kind, std::string label,
-                   const std::optional<at::Tensor>& anchor) {
+                   const std::optional<at::Tensor>& anchor, bool of_module) {
     SegmentRole role{value_named(kKinds, kind, "kind"), std::move(label), kNoTrace, kNoTrace};
     if (anchor && block_of(*anchor)) role.anchor_id = segment_of(*anchor)->trace_id;
     return waiting([&] {
+        if (of_module) bring_module_tensor(engine, tensor, role);
         const bool is_new = !block_of(tensor);
         if (!is_new && role.anchor_id != kNoTrace) engine.pager().set_anchor(*segment_of(tensor), role.anchor_id);
-        if (is_new && is_manageable(tensor) && tensor.nbytes() >= engine.min_paged_bytes()) {
+        if (is_new && is_manageable(engine, tensor) && tensor.nbytes() >= engine.min_paged_bytes()) {
             role.trace_id = engine.pager().new_trace_id();
         }
         const bool is_managed = engine.try_manage(tensor, std::move(role));
@@ -122,6 +146,7 @@ void unmanage_tensor(Engine& engine, const at::Tensor& tensor) {
     waiting([&] {
         if (const std::shared_ptr<Segment> segment = segment_of(tensor)) engine.deferred().force(segment);
         unmanage(tensor);
+        bring_to_host(engine, tensor);
     });
 }
 
@@ -139,15 +164,39 @@ void flush_engine(Engine& engine) {
     });
 }
 
-void bind_engine(py::module_& module) {
-    py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final())
+using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
+
+EngineClass make_engine_class(py::module_& module) {
+    EngineClass engine(module, "Engine", py::is_final());
+    engine
         .def(py::init(&make_engine), py::kw_only(), py::arg("budget_bytes"), py::arg("directories"),
              py::arg("io_engine"), py::arg("queue_depth"), py::arg("page_elements"), py::arg("min_paged_bytes"),
-             py::arg("device_bytes") = 0)
+             py::arg("device_bytes") = 0, py::arg("updates_on_host") = false,
+             py::arg("activations_stay_on_host") = false, py::arg("link_bytes_per_second") = 0.0,
+             py::arg("ssd_bytes_per_second") = 0.0, py::arg("device_kind") = "emulated", py::arg("device_ordinal") = 0)
+        .def_property_readonly("place", [](const Engine& self) { return py::cast(self.place().str()); })
+        .def("statistics",
+             [](Engine& self) {
+                 refuse_in_forked_child();
+                 deliver_log();
+                 return statistics_of(self);
+             })
+        .def("start_use_log", [](Engine& self) { self.pager().start_use_log(); })
+        .def("take_use_log", [](Engine& self) { return uses_of(self); })
+        .def(
+            "start_activity_log", [](Engine& self, std::size_t capacity) { self.activity_log().start(capacity); },
+            py::arg("capacity"))
+        .def("activity_log", &activities_of)
+        .def("managed_count", &Engine::live_segments);
+    return engine;
+}
+
+void bind_engine(py::module_& module) {
+    make_engine_class(module)
         .def("install_allocator", [](Engine& self) { RegisterAllocator::process().install(self.shared_from_this()); })
         .def("remove_allocator", [](Engine& self) { RegisterAllocator::process().remove(self); })
         .def("manage", &manage_tensor, py::arg("tensor"), py::kw_only(), py::arg("kind"), py::arg("label"),
-             py::arg("anchor") = py::none())
+             py::arg("anchor") = py::none(), py::arg("of_module") = false)
         .def("unmanage", &unmanage_tensor, py::arg("tensor"))
         .def(
             "gradient_complete",
@@ -193,16 +242,7 @@ void bind_engine(py::module_& module) {
                 return self.deferred().has_work(*managed_segment(tensor));
             },
             py::arg("tensor"))
-        .def("flush", &flush_engine)
-        .def("statistics",
-             [](Engine& self) {
-                 refuse_in_forked_child();
-                 deliver_log();
-                 return statistics_of(self);
-             })
-        .def("start_use_log", [](Engine& self) { self.pager().start_use_log(); })
-        .def("take_use_log", [](Engine& self) { return uses_of(self); })
-        .def("managed_count", &Engine::live_segments);
+        .def("flush", &flush_engine);
 }
 
 /// Engines that nothing uses any more stop their threads while the interpreter is still there to be stopped beside.
@@ -225,11 +265,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #else
     m.attr("has_liburing") = false;
 #endif
+#ifdef TORCH_OFFLOAD_CUDA
+    m.attr("built_with_cuda") = true;
+    m.attr("cuda_architectures") = py::make_tuple(TORCH_OFFLOAD_CUDA_ARCHITECTURES);
+#else
+    m.attr("built_with_cuda") = false;
+    m.attr("cuda_architectures") = py::make_tuple();
+#endif
     m.def("set_log_level", &collect_log, py::arg("level"));
     m.def(
         "is_managed", [](const at::Tensor& tensor) { return has_paged_key(tensor) && block_of(tensor) != nullptr; },
         py::arg("tensor"));
     bind_pin(m);
+    bind_activities(m);
     bind_engine(m);
     bind_ssd_probe(m);
     py::class_<SavedTensor>(m, "SavedTensor", py::is_final());

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "optim/adamw_operator.h"
+#include "optim/departure_operator.h"
 
 namespace torch_offload {
 namespace {
@@ -13,6 +14,12 @@ TORCH_LIBRARY(torch_offload, m) {
     m.impl("pack_moment", c10::DispatchKey::CPU, TORCH_FN(packed_moment));
     m.def(kUnpackMomentSchema);
     m.impl("unpack_moment", c10::DispatchKey::CPU, TORCH_FN(unpacked_moment));
+    m.def(kDepartGradientSchema);
+    m.impl("depart_gradient", c10::DispatchKey::CPU, TORCH_FN(depart_gradient));
+#ifdef TORCH_OFFLOAD_CUDA
+    m.impl("fused_adamw_", c10::DispatchKey::CUDA, TORCH_FN(fused_adamw_cuda));
+    m.impl("depart_gradient", c10::DispatchKey::CUDA, TORCH_FN(depart_gradient_cuda));
+#endif
 }
 
 }  // namespace

@@ -61,6 +61,11 @@ void add_device(py::dict& result, const PagerStatistics& pager) {
     result["device"] = device;
 }
 
+/// What the program waited for in either memory.
+void add_stalls(PagerStatistics& sum, const PagerStatistics& other) {
+    for (std::size_t cause = 0; cause < kStallCauseCount; ++cause) sum.stall_ns[cause] += other.stall_ns[cause];
+}
+
 /// Compute memory, whosever it is.
 void add_compute(py::dict& result, const PagerStatistics& pager) {
     result["pins"] = pager.pins;
@@ -95,9 +100,11 @@ void add_counters(py::dict& result, const EngineCounters& counters) {
 
 py::dict statistics_of(Engine& engine) {
     py::dict result;
-    const PagerStatistics compute = engine.pager().statistics();
+    PagerStatistics compute = engine.pager().statistics();
+    const PagerStatistics host = engine.has_device() ? engine.host_pager().statistics() : compute;
+    if (engine.has_device()) add_stalls(compute, host);
     add_compute(result, compute);
-    add_host(result, engine.has_device() ? engine.host_pager().statistics() : compute);
+    add_host(result, host);
     if (engine.has_device()) add_device(result, compute);
     add_deferred(result, engine.deferred().statistics());
     add_counters(result, engine.counters);

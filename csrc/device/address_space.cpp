@@ -427,6 +427,8 @@ void AddressSpace::poison(std::span<std::byte> range) noexcept {
     std::abort();
 }
 
+void AddressSpace::fill_zero(std::span<std::byte> range) { std::memset(range.data(), 0, range.size()); }
+
 bool AddressSpace::contains(const void* address) const noexcept { return state_->addresses.contains(address); }
 
 bool AddressSpace::ensure_handler_installed() {

@@ -11,22 +11,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/units.h"
+#include "device/memory.h"
+
 namespace torch_offload {
-
-/// Answers accesses to addresses whose memory is not there.
-class FaultTarget {
-public:
-    virtual ~FaultTarget() = default;
-
-    /// Called from the SIGSEGV handler on the faulting thread for an address inside a range of this target.
-    /// Must be async-signal-safe: atomics and futex waits only. Returns once the access can be repeated.
-    virtual void resolve_fault(std::byte* address, bool is_write) noexcept = 0;
-};
-
-enum class Protection : std::uint8_t { none, read, read_write };
-
-/// Whether the system may back memory by huge pages. Not for memory of which parts are moved or given back alone.
-enum class HugePages : std::uint8_t { never, allowed };
 
 /// The process's reserved arena of addresses. Physical memory is ordinary private anonymous memory that moves between
 /// addresses with mremap (MREMAP_DONTUNMAP): its page tables move, no byte is copied, a huge page moves whole, and it
@@ -34,44 +22,48 @@ enum class HugePages : std::uint8_t { never, allowed };
 ///
 /// There is one per process because the SIGSEGV disposition is one per process.
 /// Threads: any. No call takes the GIL or waits for I/O.
-class AddressSpace {
+class AddressSpace final : public Memory {
 public:
     /// Made on first use: reserves the arena, installs the handler.
     /// Throws: OutOfTierMemory if no arena can be reserved; InvalidArgument on a kernel without MREMAP_DONTUNMAP
     /// (< 5.7).
     static AddressSpace& process();
 
+    std::size_t granularity_bytes() const noexcept override { return kSectorBytes; }
+
     /// Reserves addresses for `size_bytes` (rounded up to sectors; aligned to kHugePageBytes from that size on).
     /// Nothing is readable there (PROT_NONE) and no memory is used. Faults inside go to `target`; nullptr: to the
     /// previous SIGSEGV handler.
-    std::span<std::byte> reserve(std::size_t size_bytes, FaultTarget* target);
+    std::span<std::byte> reserve(std::size_t size_bytes, FaultTarget* target) override;
 
     /// Changes who answers faults in a reserved range.
-    void set_target(std::span<std::byte> range, FaultTarget* target);
+    void set_target(std::span<std::byte> range, FaultTarget* target) override;
 
     /// Gives the memory under `range` back and keeps its addresses for later reservations of that size.
-    void release(std::span<std::byte> range) noexcept;
+    void release(std::span<std::byte> range) noexcept override;
 
     /// Makes [range) readable and writable zeros; memory is used as it is touched. Huge pages, where
     /// they are allowed and fit.
-    void commit(std::span<std::byte> range, HugePages huge_pages = HugePages::allowed);
+    void commit(std::span<std::byte> range, HugePages huge_pages = HugePages::allowed) override;
 
     /// Drops the memory: the range is PROT_NONE again and costs nothing.
-    void decommit(std::span<std::byte> range);
+    void decommit(std::span<std::byte> range) override;
 
     /// Moves the memory under `from` to the equally long `to`, which must hold none. `from` is left PROT_NONE and
     /// empty; `to` gets `protection`. At no instant is a byte readable at both, or a stale zero at either.
     /// Both lie in this arena. `from` may have any protection.
-    void move(std::span<std::byte> from, std::byte* to, Protection protection);
+    void move(std::span<std::byte> from, std::byte* to, Protection protection) override;
 
-    void protect(std::span<std::byte> range, Protection protection);
+    void protect(std::span<std::byte> range, Protection protection) override;
 
     /// Keeps a forked child from seeing `range` (set before memory that may be paged lies there), or lets it again.
-    void hide_from_fork(std::span<std::byte> range, bool hidden);
+    void hide_from_fork(std::span<std::byte> range, bool hidden) override;
 
     /// Replaces the missing memory of `range` by 0xFF bytes so that an access which cannot be served can end.
     /// Async-signal-safe. Only for fault targets and the thread that serves them.
-    void poison(std::span<std::byte> range) noexcept;
+    void poison(std::span<std::byte> range) noexcept override;
+
+    void fill_zero(std::span<std::byte> range) override;
 
     bool contains(const void* address) const noexcept;
 
@@ -82,12 +74,9 @@ public:
     /// Faults answered by targets since the start.
     std::uint64_t fault_count() const noexcept;
 
-    AddressSpace(const AddressSpace&) = delete;
-    AddressSpace& operator=(const AddressSpace&) = delete;
-
 private:
     AddressSpace();
-    ~AddressSpace();
+    ~AddressSpace() override;
     struct State;
     std::unique_ptr<State> state_;
 };

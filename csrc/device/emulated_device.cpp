@@ -40,17 +40,19 @@ private:
 };
 
 const char* name_of(LinkDirection direction) {
-    return direction == LinkDirection::to_device ? "from the host" : "to the host";
+    return direction == LinkDirection::to_device ? "copy from the host" : "copy to the host";
 }
 
 }  // namespace
 
-class EmulatedStream final : public Stream {
+/// Carries out what is queued, one after the other, each after a delay.
+class EmulatedQueue {
 public:
-    EmulatedStream(EmulatedDevice& device, LinkDirection direction, std::uint64_t seed)
-        : device_(device), direction_(direction), random_(seed), worker_([this] { run(); }) {}
+    EmulatedQueue(std::chrono::microseconds longest_delay, std::uint64_t seed)
+        : longest_delay_(longest_delay), random_(seed), worker_([this] { run(); }) {}
 
-    ~EmulatedStream() override {
+    /// After what is queued.
+    ~EmulatedQueue() {
         {
             const std::lock_guard lock(mutex_);
             is_ending_ = true;
@@ -58,47 +60,41 @@ public:
         changed_.notify_one();
         worker_.join();
     }
+    EmulatedQueue(const EmulatedQueue&) = delete;
+    EmulatedQueue& operator=(const EmulatedQueue&) = delete;
 
-    void copy(std::span<std::byte> to, std::span<const std::byte> from) override {
-        OFFLOAD_CHECK(to.size() == from.size(), LogicError, "a copy of ", from.size(), " bytes to ", to.size());
-        device_.begin_use(to, direction_);
-        device_.begin_use(from, direction_);
+    void push(std::function<void()> work) {
         {
             const std::lock_guard lock(mutex_);
-            copies_.push_back({to, from});
+            waiting_.push_back(std::move(work));
             ++queued_;
         }
         changed_.notify_one();
     }
 
-    std::shared_ptr<const Event> record() override { return std::make_shared<EmulatedEvent>(progress_, queued_); }
+    /// Behind all that was pushed.
+    std::shared_ptr<const Event> record() {
+        const std::lock_guard lock(mutex_);
+        return std::make_shared<EmulatedEvent>(progress_, queued_);
+    }
 
 private:
-    struct Copy {
-        std::span<std::byte> to;
-        std::span<const std::byte> from;
-    };
-
     void run() {
         while (true) {
             std::unique_lock lock(mutex_);
-            changed_.wait(lock, [&] { return is_ending_ || !copies_.empty(); });
-            if (copies_.empty()) return;
-            const Copy copy = copies_.front();
-            copies_.pop_front();
+            changed_.wait(lock, [&] { return is_ending_ || !waiting_.empty(); });
+            if (waiting_.empty()) return;
+            const std::function<void()> work = std::move(waiting_.front());
+            waiting_.pop_front();
             lock.unlock();
-            carry_out(copy);
+            carry_out(work);
         }
     }
 
-    void carry_out(const Copy& copy) {
-        const auto longest = static_cast<std::uint64_t>(device_.options_.longest_delay.count());
+    void carry_out(const std::function<void()>& work) {
+        const auto longest = static_cast<std::uint64_t>(longest_delay_.count());
         if (longest > 0) std::this_thread::sleep_for(std::chrono::microseconds(random_() % (longest + 1)));
-        const auto end = device_.end_of_copy(direction_, copy.from.size());
-        std::memcpy(copy.to.data(), copy.from.data(), copy.from.size());
-        std::this_thread::sleep_until(end);
-        device_.end_use(copy.to);
-        device_.end_use(copy.from);
+        work();
         {
             const std::lock_guard lock(progress_->mutex);
             ++progress_->done;
@@ -106,16 +102,43 @@ private:
         progress_->changed.notify_all();
     }
 
-    EmulatedDevice& device_;
-    const LinkDirection direction_;
+    const std::chrono::microseconds longest_delay_;
     std::mt19937_64 random_;
     std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
-    std::uint64_t queued_ = 0;  // copies so far; the thread's that fills the stream
-    std::mutex mutex_;          // guards the next two
-    std::deque<Copy> copies_;
+    std::mutex mutex_;  // guards the next three
+    std::uint64_t queued_ = 0;
+    std::deque<std::function<void()>> waiting_;
     bool is_ending_ = false;
     std::condition_variable changed_;
     std::thread worker_;
+};
+
+class EmulatedStream final : public Stream {
+public:
+    EmulatedStream(EmulatedDevice& device, LinkDirection direction, std::uint64_t seed)
+        : device_(device), direction_(direction), queue_(device.options_.longest_delay, seed) {}
+
+    void copy(std::span<std::byte> to, std::span<const std::byte> from) override {
+        OFFLOAD_CHECK(to.size() == from.size(), LogicError, "a copy of ", from.size(), " bytes to ", to.size());
+        device_.begin_use(to, name_of(direction_));
+        device_.begin_use(from, name_of(direction_));
+        queue_.push([this, to, from] { carry_out(to, from); });
+    }
+
+    std::shared_ptr<const Event> record() override { return queue_.record(); }
+
+private:
+    void carry_out(std::span<std::byte> to, std::span<const std::byte> from) {
+        const auto end = device_.end_of_copy(direction_, from.size());
+        std::memcpy(to.data(), from.data(), from.size());
+        std::this_thread::sleep_until(end);
+        device_.end_use(to);
+        device_.end_use(from);
+    }
+
+    EmulatedDevice& device_;
+    const LinkDirection direction_;
+    EmulatedQueue queue_;
 };
 
 EmulatedDevice::EmulatedDevice(const EmulatedDeviceOptions& options) : options_(options) {}
@@ -131,7 +154,26 @@ std::unique_ptr<Stream> EmulatedDevice::make_stream(LinkDirection direction) {
     return std::make_unique<EmulatedStream>(*this, direction, options_.seed + number);
 }
 
-/// A copy that overlaps `memory` and has not ended, or nullptr; the lock is held.
+void EmulatedDevice::launch(const std::vector<std::span<std::byte>>& memory, std::function<void()> kernel) {
+    EmulatedQueue* kernels = nullptr;
+    {
+        const std::lock_guard lock(mutex_);
+        if (!kernels_) kernels_ = std::make_unique<EmulatedQueue>(options_.longest_delay, ~options_.seed);
+        kernels = kernels_.get();
+    }
+    for (const std::span<std::byte> part : memory) begin_use(part, "kernel");
+    kernels->push([this, memory, kernel = std::move(kernel)] {
+        kernel();
+        for (const std::span<std::byte> part : memory) end_use(part);
+    });
+}
+
+std::shared_ptr<const Event> EmulatedDevice::mark_use() noexcept {
+    const std::lock_guard lock(mutex_);
+    return kernels_ ? kernels_->record() : nullptr;
+}
+
+/// A copy or kernel that overlaps `memory` and has not ended, or nullptr; the lock is held.
 const EmulatedDevice::Use* EmulatedDevice::use_of(std::span<const std::byte> memory) const {
     // Whoever overlaps begins before the end, and not further before the beginning than the longest reaches.
     auto use = uses_.lower_bound(memory.data() - longest_use_bytes_);
@@ -146,18 +188,17 @@ void EmulatedDevice::check_idle(std::span<const std::byte> memory) const {
     std::unique_lock lock(mutex_);
     const Use* const use = use_of(memory);
     if (!use) return;
-    const LinkDirection direction = use->direction;
+    const char* const who = use->who;
     use_ended_.wait(lock, [&] { return use_of(memory) == nullptr; });
-    throw LogicError(
-        concat(memory.size(), " bytes are used before the emulated device's copy ", name_of(direction), " has passed"));
+    throw LogicError(concat(memory.size(), " bytes are used before the emulated device's ", who, " has passed"));
 }
 
 void EmulatedDevice::poison(std::span<std::byte> memory) noexcept { std::memset(memory.data(), 0xFF, memory.size()); }
 
-void EmulatedDevice::begin_use(std::span<const std::byte> memory, LinkDirection direction) {
+void EmulatedDevice::begin_use(std::span<const std::byte> memory, const char* who) {
     const std::lock_guard lock(mutex_);
     longest_use_bytes_ = std::max(longest_use_bytes_, memory.size());
-    uses_.emplace(memory.data(), Use{memory.size(), direction});
+    uses_.emplace(memory.data(), Use{memory.size(), who});
 }
 
 void EmulatedDevice::end_use(std::span<const std::byte> memory) {

@@ -6,25 +6,29 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "device/stream.h"
 
 namespace torch_offload {
 
+class EmulatedQueue;
+
 struct EmulatedDeviceOptions {
     double bytes_per_second[kLinkDirectionCount] = {};  // by LinkDirection; 0: as fast as memory is copied
-    std::chrono::microseconds longest_delay{0};         // before each copy, drawn from the seed
+    std::chrono::microseconds longest_delay{0};         // before each copy and kernel, drawn from the seed
     std::uint64_t seed = 0;
 };
 
 /// Its memory is host memory that a pager hands out under the device's budget; its links have a rate that all streams
-/// of one direction share. A copy really happens, when its turn has come. Who uses memory that a copy has not finished
-/// with is told so: check_idle().
+/// of one direction share. A copy really happens, when its turn has come. Who uses memory that a copy or a kernel has
+/// not finished with is told so: check_idle().
 /// Threads: as Device.
 class EmulatedDevice final : public Device {
 public:
@@ -34,6 +38,10 @@ public:
     EmulatedDevice& operator=(const EmulatedDevice&) = delete;
 
     std::unique_ptr<Stream> make_stream(LinkDirection direction) override;
+    /// Queues a kernel that uses `memory`, behind all that were launched before and beside the program. Without any,
+    /// mark_use() says that uses end when their users say so.
+    void launch(const std::vector<std::span<std::byte>>& memory, std::function<void()> kernel);
+    std::shared_ptr<const Event> mark_use() noexcept override;
     void check_idle(std::span<const std::byte> memory) const override;
     void poison(std::span<std::byte> memory) noexcept override;
     std::string name() const override { return "emulated"; }
@@ -41,14 +49,14 @@ public:
 private:
     friend class EmulatedStream;
     using Clock = std::chrono::steady_clock;
-    /// A copy that was queued and has not ended, by where it reads or writes.
+    /// A copy or kernel that was queued and has not ended, by where it reads or writes.
     struct Use {
         std::size_t size_bytes = 0;
-        LinkDirection direction = LinkDirection::to_device;
+        const char* who = "";
     };
 
     const Use* use_of(std::span<const std::byte> memory) const;
-    void begin_use(std::span<const std::byte> memory, LinkDirection direction);
+    void begin_use(std::span<const std::byte> memory, const char* who);
     void end_use(std::span<const std::byte> memory);
     /// When a copy of that many bytes that begins now has left the link.
     Clock::time_point end_of_copy(LinkDirection direction, std::size_t size_bytes);
@@ -60,6 +68,7 @@ private:
     std::size_t longest_use_bytes_ = 0;
     Clock::time_point link_free_[kLinkDirectionCount] = {};
     std::uint64_t streams_made_ = 0;
+    std::unique_ptr<EmulatedQueue> kernels_;  // made by the first launch
 };
 
 }  // namespace torch_offload

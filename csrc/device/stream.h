@@ -34,11 +34,18 @@ public:
 };
 
 /// What a pager needs from a device beside its memory.
-/// Threads: any. Streams may not outlive it.
+/// Threads: any. Streams and events may not outlive it.
 class Device {
 public:
     virtual ~Device() = default;
     virtual std::unique_ptr<Stream> make_stream(LinkDirection direction) = 0;
+    /// The point behind all that the calling thread has given the device to do: what uses memory that a guard of the
+    /// thread's held. nullptr: it is done already, who uses memory has done so when he says so.
+    virtual std::shared_ptr<const Event> mark_use() noexcept { return nullptr; }
+    /// Says that the calling thread is about to give the device something to do.
+    /// Throws: InvalidArgument if the device would only note it down and do it later, as often as it is told to: the
+    /// memory will not be there then. TierIoError if the device is lost.
+    virtual void check_use() const {}
     /// Says that `memory` is about to be used by something that no stream orders: a kernel, another page.
     /// Throws: LogicError, on a device that can tell, if a copy to or from it had not passed: a defect of who asks. It
     /// has then.

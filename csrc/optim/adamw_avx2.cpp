@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/host_device.h"
 #include "optim/adamw_kernels.h"
 #include "optim/packed_moments.h"
 #include "optim/split_master.h"

@@ -6,6 +6,7 @@
 // Layer optim, without torch.
 #pragma once
 
+#include "optim/adamw_element.h"
 #include "optim/adamw_kernels.h"
 #include "optim/packed_loops.h"
 #include "optim/split_master.h"
@@ -15,18 +16,6 @@ namespace {
 
 /// Elements that are worked on at a time: their intermediate values stay in the first cache.
 constexpr std::size_t kRun = 256;
-
-inline float as_float(std::uint32_t bits) noexcept { return __builtin_bit_cast(float, bits); }
-inline std::uint32_t bits_of(float value) noexcept { return __builtin_bit_cast(std::uint32_t, value); }
-inline float widened(std::uint16_t bf16) noexcept { return as_float(static_cast<std::uint32_t>(bf16) << 16); }
-inline float canonical(float value) noexcept { return as_float(with_canonical_nan(bits_of(value))); }
-
-/// Rounded to bf16, ties to even, as torch casts.
-inline float rounded_to_bf16(float value) noexcept {
-    const std::uint32_t bits = bits_of(value);
-    const std::uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000;
-    return as_float(is_nan_bits(bits) ? kCanonicalNan : rounded);
-}
 
 // --- Gradients ----------------------------------------------------------------------------------------------------
 
@@ -43,14 +32,14 @@ void load_gradients(const AdamWArrays& arrays, std::size_t begin, std::size_t co
 void scale_gradients(const GradientScaling& scaling, GradientType type, std::size_t count,
                      float* __restrict gradients) noexcept {
     if (scaling.has_scale) {
-        const float scale = scaling.scale;
-        for (std::size_t i = 0; i < count; ++i) gradients[i] = gradients[i] / scale;
+        for (std::size_t i = 0; i < count; ++i) gradients[i] = unscaled(gradients[i], scaling.scale);
     }
     if (!scaling.has_clip) return;
-    const float clip = scaling.clip;
-    for (std::size_t i = 0; i < count; ++i) gradients[i] = gradients[i] * clip;
-    if (type != GradientType::bf16) return;
-    for (std::size_t i = 0; i < count; ++i) gradients[i] = rounded_to_bf16(gradients[i]);
+    if (type == GradientType::bf16) {
+        for (std::size_t i = 0; i < count; ++i) gradients[i] = clipped<true>(gradients[i], scaling.clip);
+    } else {
+        for (std::size_t i = 0; i < count; ++i) gradients[i] = clipped<false>(gradients[i], scaling.clip);
+    }
 }
 
 void negate(std::size_t count, float* __restrict values) noexcept {
@@ -87,37 +76,21 @@ void store_masters(const AdamWArrays& arrays, std::size_t begin, std::size_t cou
 
 // --- Moments ------------------------------------------------------------------------------------------------------
 
-/// Interpolates from the nearer end, as torch's lerp does.
 void update_average(const AdamWFactors& factors, std::size_t count, const float* __restrict gradients,
                     float* __restrict average) noexcept {
     const float weight = factors.average_weight;
-    if (weight < 0.5F) {
-        for (std::size_t i = 0; i < count; ++i) {
-            average[i] = canonical(average[i] + weight * (gradients[i] - average[i]));
-        }
-        return;
-    }
-    const float back = weight - 1.0F;
-    for (std::size_t i = 0; i < count; ++i) {
-        average[i] = canonical(gradients[i] + back * (gradients[i] - average[i]));
-    }
+    for (std::size_t i = 0; i < count; ++i) average[i] = next_average(weight, gradients[i], average[i]);
 }
 
 void update_square(const AdamWFactors& factors, std::size_t count, const float* __restrict gradients,
                    float* __restrict square) noexcept {
     const float keep = factors.square_keep;
     const float weight = factors.square_weight;
-    for (std::size_t i = 0; i < count; ++i) {
-        square[i] = canonical(keep * square[i] + weight * gradients[i] * gradients[i]);
-    }
+    for (std::size_t i = 0; i < count; ++i) square[i] = next_square(keep, weight, gradients[i], square[i]);
 }
 
-/// A not-a-number on either side stays.
 void update_largest(std::size_t count, const float* __restrict square, float* __restrict largest) noexcept {
-    for (std::size_t i = 0; i < count; ++i) {
-        const bool is_larger = largest[i] < square[i] || is_nan_bits(bits_of(square[i]));
-        largest[i] = is_larger ? square[i] : largest[i];
-    }
+    for (std::size_t i = 0; i < count; ++i) largest[i] = next_largest(square[i], largest[i]);
 }
 
 // --- The step -----------------------------------------------------------------------------------------------------
@@ -125,10 +98,7 @@ void update_largest(std::size_t count, const float* __restrict square, float* __
 void take_step(const AdamWFactors& factors, std::size_t count, const float* __restrict average,
                const float* __restrict square, float* __restrict masters) noexcept {
     const AdamWFactors f = factors;
-    for (std::size_t i = 0; i < count; ++i) {
-        const float denominator = __builtin_sqrtf(square[i]) / f.square_correction + f.eps;
-        masters[i] = masters[i] * f.decay + f.negative_step * average[i] / denominator;
-    }
+    for (std::size_t i = 0; i < count; ++i) masters[i] = next_master(f, average[i], square[i], masters[i]);
 }
 
 /// Where the moments of a run are while it is worked on.

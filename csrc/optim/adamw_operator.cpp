@@ -31,10 +31,10 @@ void check_state(const char* name, const at::Tensor& state, const at::Tensor& pa
                       parameter.strides(), " of its parameter, got ", state.sizes(), " and ", state.strides());
 }
 
-void check_parameter(const at::Tensor& parameter, const at::Tensor& gradient) {
+void check_parameter(const at::Tensor& parameter, const at::Tensor& gradient, at::Device device) {
     TORCH_CHECK_TYPE(parameter.scalar_type() == at::kBFloat16 || parameter.scalar_type() == at::kFloat,
                      "fused_adamw_: a parameter must be bfloat16 or float32, got ", parameter.scalar_type());
-    TORCH_CHECK_VALUE(parameter.device().is_cpu(), "fused_adamw_: a parameter must be on the CPU, got ",
+    TORCH_CHECK_VALUE(parameter.device() == device, "fused_adamw_: a parameter must be on ", device, ", got ",
                       parameter.device());
     TORCH_CHECK_VALUE(parameter.is_non_overlapping_and_dense(),
                       "fused_adamw_: a parameter must be dense in memory, got sizes ", parameter.sizes(),
@@ -42,7 +42,7 @@ void check_parameter(const at::Tensor& parameter, const at::Tensor& gradient) {
     TORCH_CHECK_TYPE(gradient.scalar_type() == parameter.scalar_type() || gradient.scalar_type() == at::kFloat,
                      "fused_adamw_: a gradient must be float32 or of its parameter's dtype, got ",
                      gradient.scalar_type());
-    TORCH_CHECK_VALUE(gradient.device().is_cpu() && gradient.sizes() == parameter.sizes(),
+    TORCH_CHECK_VALUE(gradient.device() == device && gradient.sizes() == parameter.sizes(),
                       "fused_adamw_: a gradient must have the device and sizes ", parameter.sizes(),
                       " of its parameter, got ", gradient.sizes());
 }
@@ -92,7 +92,7 @@ std::int64_t packed_numel(const at::Tensor& values) {
 
 void check_packed(const char* name, const at::Tensor& packed, const at::Tensor& values) {
     TORCH_CHECK_TYPE(packed.scalar_type() == at::kByte, name, " must be packed (Byte), got ", packed.scalar_type());
-    TORCH_CHECK_VALUE(packed.device().is_cpu() && packed.dim() == 1 && packed.is_contiguous() &&
+    TORCH_CHECK_VALUE(packed.device() == values.device() && packed.dim() == 1 && packed.is_contiguous() &&
                           packed.numel() == packed_numel(values),
                       name, " must be ", packed_numel(values), " contiguous bytes for ", values.numel(),
                       " elements, got sizes ", packed.sizes());
@@ -112,8 +112,8 @@ void check_moments(const Element& element) {
     }
 }
 
-Element checked(Element element) {
-    check_parameter(element.parameter, element.gradient);
+Element checked(Element element, at::Device device) {
+    check_parameter(element.parameter, element.gradient, device);
     check_moments(element);
     check_master(element.parameter, element.master);
     if (element.gradient.strides() != element.parameter.strides()) {
@@ -155,34 +155,42 @@ GradientScaling scaling_of(const std::optional<at::Tensor>& scale, const std::op
 
 }  // namespace
 
+std::vector<AdamWUpdate> checked_updates(const AdamWLists& lists, const AdamWOptions& options, at::Device device) {
+    const std::size_t count = lists.self.size();
+    check_length("grads", lists.grads, count);
+    check_length("exp_avgs", lists.exp_avgs, count);
+    check_length("exp_avg_sqs", lists.exp_avg_sqs, count);
+    check_length("max_exp_avg_sqs", lists.max_exp_avg_sqs, lists.is_amsgrad ? count : 0);
+    check_length("masters", lists.masters, lists.masters.empty() ? 0 : count);
+    check_length("state_steps", lists.state_steps, count);
+    std::vector<AdamWUpdate> updates;
+    for (std::size_t i = 0; i < count; ++i) {
+        const Element element =
+            checked({lists.self[i], lists.grads[i], lists.exp_avgs[i], lists.exp_avg_sqs[i],
+                     lists.is_amsgrad ? lists.max_exp_avg_sqs[i] : at::Tensor(),
+                     lists.masters.empty() ? at::Tensor() : lists.masters[i], number(lists.state_steps[i])},
+                    device);
+        updates.push_back({element.arrays(), adamw_factors(options, element.step), element.gradient});
+    }
+    return updates;
+}
+
 void fused_adamw(at::TensorList self, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
                  at::TensorList max_exp_avg_sqs, at::TensorList masters, at::TensorList state_steps, double lr,
                  double beta1, double beta2, double weight_decay, double eps, bool amsgrad, bool maximize,
                  const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
                  const std::optional<at::Tensor>& clip_coefficient) {
-    check_length("grads", grads, self.size());
-    check_length("exp_avgs", exp_avgs, self.size());
-    check_length("exp_avg_sqs", exp_avg_sqs, self.size());
-    check_length("max_exp_avg_sqs", max_exp_avg_sqs, amsgrad ? self.size() : 0);
-    check_length("masters", masters, masters.empty() ? 0 : self.size());
-    check_length("state_steps", state_steps, self.size());
-    std::vector<Element> elements;
-    for (std::size_t i = 0; i < self.size(); ++i) {
-        elements.push_back(
-            checked({self[i], grads[i], exp_avgs[i], exp_avg_sqs[i], amsgrad ? max_exp_avg_sqs[i] : at::Tensor(),
-                     masters.empty() ? at::Tensor() : masters[i], number(state_steps[i])}));
-    }
+    const std::vector<AdamWUpdate> updates =
+        checked_updates({self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, state_steps, amsgrad},
+                        {lr, beta1, beta2, eps, weight_decay, maximize}, at::kCPU);
     if (found_inf && number(*found_inf) == 1.0F) return;
-    const AdamWOptions options{lr, beta1, beta2, eps, weight_decay, maximize};
     const GradientScaling scaling = scaling_of(grad_scale, clip_coefficient);
-    for (const Element& element : elements) {
-        const AdamWArrays arrays = element.arrays();
-        const AdamWFactors factors = adamw_factors(options, element.step);
-        const std::int64_t count = element.parameter.numel();
+    for (const AdamWUpdate& update : updates) {
+        const auto count = static_cast<std::int64_t>(update.arrays.count);
         const std::int64_t tasks = (count + kTaskElements - 1) / kTaskElements;
         at::parallel_for(0, tasks, 1, [&](std::int64_t first, std::int64_t last) {
             const std::int64_t end = std::min(last * kTaskElements, count);
-            adamw_update(part(arrays, first * kTaskElements, end), factors, scaling);
+            adamw_update(part(update.arrays, first * kTaskElements, end), update.factors, scaling);
         });
     }
 }

@@ -4,6 +4,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <vector>
+
+#include "optim/adamw_kernels.h"
 
 namespace torch_offload {
 
@@ -17,15 +20,34 @@ inline constexpr const char* kFusedAdamWSchema =
     "float weight_decay, float eps, bool amsgrad, bool maximize, Tensor? grad_scale=None, Tensor? found_inf=None, "
     "Tensor? clip_coefficient=None) -> ()";
 
-/// The CPU kernel of it.
-/// Pre:    each parameter is dense, and its states have its strides.
-/// Throws: c10::Error for anything else, for other dtypes or devices and for lists of different lengths, before the
+/// Its kernel for the CPU. fused_adamw_cuda is there in the CUDA build only; scales, coefficient and `found_inf` that
+/// are on the GPU are read there, step counts on the GPU are waited for. Pre:    each parameter is dense, and its
+/// states have its strides. Throws: c10::Error for anything else, for other dtypes or devices and for lists of
+/// different lengths, before the
 ///         first element is changed.
-void fused_adamw(at::TensorList self, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-                 at::TensorList max_exp_avg_sqs, at::TensorList masters, at::TensorList state_steps, double lr,
-                 double beta1, double beta2, double weight_decay, double eps, bool amsgrad, bool maximize,
-                 const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
-                 const std::optional<at::Tensor>& clip_coefficient);
+using FusedAdamW = void(at::TensorList self, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+                        at::TensorList max_exp_avg_sqs, at::TensorList masters, at::TensorList state_steps, double lr,
+                        double beta1, double beta2, double weight_decay, double eps, bool amsgrad, bool maximize,
+                        const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
+                        const std::optional<at::Tensor>& clip_coefficient);
+FusedAdamW fused_adamw;
+FusedAdamW fused_adamw_cuda;
+
+/// The lists of a call.
+struct AdamWLists {
+    at::TensorList self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, state_steps;
+    bool is_amsgrad = false;
+};
+
+/// What a kernel does for one parameter. `gradient` is a copy where the one given lies otherwise than its parameter.
+struct AdamWUpdate {
+    AdamWArrays arrays;
+    AdamWFactors factors;
+    at::Tensor gradient;
+};
+
+/// All of them, each checked. Every tensor is on `device`.
+std::vector<AdamWUpdate> checked_updates(const AdamWLists& lists, const AdamWOptions& options, at::Device device);
 
 /// torch.ops.torch_offload.pack_moment: a float32 tensor as a packed one, elements in memory order.
 inline constexpr const char* kPackMomentSchema = "pack_moment(Tensor values, bool is_second) -> Tensor";

@@ -1,5 +1,5 @@
 // An fp32 master weight as two halves: the bf16 weight that the model computes with, and 16 bits that no one else
-// needs. Layer optim, without torch: includes nothing of this project.
+// needs. Layer optim, without torch.
 //
 // The weight is the master's top half, rounded to nearest: ties go away from zero. The low half is the master's lower
 // 16 bits as they are. Rounding carries into the top half exactly where bit 15 is set, so reading the low half as a
@@ -16,6 +16,8 @@
 
 #include <cstdint>
 
+#include "base/host_device.h"
+
 namespace torch_offload {
 
 inline constexpr std::uint32_t kCanonicalNan = 0x7FC00000;
@@ -25,18 +27,18 @@ struct SplitMaster {
     std::int16_t low;
 };
 
-constexpr bool is_nan_bits(std::uint32_t bits) noexcept { return (bits & 0x7FFFFFFF) > 0x7F800000; }
+OFFLOAD_HOST_DEVICE constexpr bool is_nan_bits(std::uint32_t bits) noexcept { return (bits & 0x7FFFFFFF) > 0x7F800000; }
 
-constexpr std::uint32_t with_canonical_nan(std::uint32_t bits) noexcept {
+OFFLOAD_HOST_DEVICE constexpr std::uint32_t with_canonical_nan(std::uint32_t bits) noexcept {
     return is_nan_bits(bits) ? kCanonicalNan : bits;
 }
 
-constexpr SplitMaster split_master(std::uint32_t master_bits) noexcept {
+OFFLOAD_HOST_DEVICE constexpr SplitMaster split_master(std::uint32_t master_bits) noexcept {
     const std::uint32_t bits = with_canonical_nan(master_bits);
     return {static_cast<std::uint16_t>((bits + 0x8000) >> 16), static_cast<std::int16_t>(bits & 0xFFFF)};
 }
 
-constexpr std::uint32_t join_master(SplitMaster halves) noexcept {
+OFFLOAD_HOST_DEVICE constexpr std::uint32_t join_master(SplitMaster halves) noexcept {
     const auto offset = static_cast<std::uint32_t>(static_cast<std::int32_t>(halves.low));
     return (static_cast<std::uint32_t>(halves.weight) << 16) + offset;
 }

@@ -8,16 +8,18 @@
 
 namespace torch_offload {
 
-Arena::Arena(const ArenaOptions& options) : piece_bytes_(options.piece_bytes), huge_pages_(options.huge_pages) {
+Arena::Arena(const ArenaOptions& options)
+    : piece_bytes_(options.piece_bytes),
+      huge_pages_(options.huge_pages),
+      memory_(options.memory ? *options.memory : AddressSpace::process()) {
     usage_.limit_bytes = options.limit_bytes;
     usage_.reserve_bytes = options.reserve_bytes;
 }
 
 Arena::~Arena() {
-    AddressSpace& space = AddressSpace::process();
-    for (const auto& [size, frame] : free_frames_) space.release(frame.slot);
-    for (const auto& [size, frame] : registered_free_frames_) space.release(frame.slot);
-    for (const auto& [size, range] : idle_ranges_) space.release(range);
+    for (const auto& [size, frame] : free_frames_) memory_.release(frame.slot);
+    for (const auto& [size, frame] : registered_free_frames_) memory_.release(frame.slot);
+    for (const auto& [size, range] : idle_ranges_) memory_.release(range);
 }
 
 void Arena::charge(std::size_t& account, std::size_t size_bytes) noexcept {
@@ -41,7 +43,7 @@ bool Arena::make_room(std::size_t size_bytes, std::size_t reserve_bytes) {
     }
     while (!fits() && !free_frames_.empty()) {
         const auto largest = std::prev(free_frames_.end());
-        AddressSpace::process().release(largest->second.slot);
+        memory_.release(largest->second.slot);
         usage_.free_frame_bytes -= largest->first;
         free_frames_.erase(largest);
     }
@@ -73,14 +75,13 @@ bool Arena::take_apart(std::size_t frame_bytes) {
     return true;
 }
 
-Frame Arena::move_into_frame(std::span<std::byte> memory) {
-    AddressSpace& space = AddressSpace::process();
-    const Frame frame{space.reserve(memory.size(), nullptr)};
+Frame Arena::move_into_frame(std::span<std::byte> range) {
+    const Frame frame{memory_.reserve(range.size(), nullptr)};
     try {
-        space.move(memory, frame.slot.data(), Protection::read_write);
-        space.hide_from_fork(frame.slot, true);
+        memory_.move(range, frame.slot.data(), Protection::read_write);
+        memory_.hide_from_fork(frame.slot, true);
     } catch (...) {
-        space.release(frame.slot);
+        memory_.release(frame.slot);
         throw;
     }
     return frame;
@@ -108,11 +109,21 @@ std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes) {
         return free;
     }
     if (usage_.available_bytes() < size_bytes || !make_room(size_bytes, usage_.reserve_bytes)) return std::nullopt;
-    AddressSpace& space = AddressSpace::process();
-    const Frame frame{space.reserve(size_bytes, nullptr)};
-    space.commit(frame.slot, huge_pages_);
-    space.hide_from_fork(frame.slot, true);
+    const Frame frame = make_frame(size_bytes);
     charge(usage_.frame_bytes, size_bytes);
+    return frame;
+}
+
+/// Of new memory.
+Frame Arena::make_frame(std::size_t size_bytes) {
+    const Frame frame{memory_.reserve(size_bytes, nullptr)};
+    try {
+        memory_.commit(frame.slot, huge_pages_);
+        memory_.hide_from_fork(frame.slot, true);
+    } catch (...) {  // the device's memory is somebody else's, say
+        memory_.release(frame.slot);
+        throw;
+    }
     return frame;
 }
 
@@ -122,6 +133,11 @@ void Arena::give_frame(const Frame& frame) {
     usage_.free_frame_bytes += size_bytes;
     const bool is_registered = frame.fixed_index != kUnregistered;
     (is_registered ? registered_free_frames_ : free_frames_).emplace(size_bytes, frame);
+}
+
+void Arena::give_up_frame(const Frame& frame) noexcept {
+    usage_.frame_bytes -= frame.slot.size();
+    memory_.release(frame.slot);
 }
 
 std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes) {
@@ -162,22 +178,21 @@ std::vector<Frame> Arena::take_pieces(std::size_t at_most) {
 
 /// A range that begins with the memory of `pieces`; the rest is new.
 std::span<std::byte> Arena::put_together(const std::vector<Frame>& pieces, std::size_t size_bytes) {
-    AddressSpace& space = AddressSpace::process();
-    const std::span<std::byte> range = space.reserve(size_bytes, nullptr);
+    const std::span<std::byte> range = memory_.reserve(size_bytes, nullptr);
     std::size_t count = 0;
     try {
         for (; count < pieces.size(); ++count) {
-            space.move(pieces[count].slot, range.data() + count * piece_bytes_, Protection::read_write);
+            memory_.move(pieces[count].slot, range.data() + count * piece_bytes_, Protection::read_write);
         }
         const std::size_t filled_bytes = count * piece_bytes_;
-        if (filled_bytes > 0) space.hide_from_fork(range.first(filled_bytes), false);
-        if (filled_bytes < range.size()) space.commit(range.subspan(filled_bytes), huge_pages_);
+        if (filled_bytes > 0) memory_.hide_from_fork(range.first(filled_bytes), false);
+        if (filled_bytes < range.size()) memory_.commit(range.subspan(filled_bytes), huge_pages_);
     } catch (...) {  // no more mappings: the memory is given up
-        space.release(range);
-        for (const Frame& piece : pieces) space.release(piece.slot);
+        memory_.release(range);
+        for (const Frame& piece : pieces) memory_.release(piece.slot);
         throw;
     }
-    for (const Frame& piece : pieces) space.release(piece.slot);
+    for (const Frame& piece : pieces) memory_.release(piece.slot);
     if (!pieces.empty()) mapping_bytes_[range.data()] = piece_bytes_;
     return range;
 }
@@ -202,11 +217,11 @@ void Arena::give_range(std::span<std::byte> range) {
 
 void Arena::release_range(std::span<std::byte> range) {
     mapping_bytes_.erase(range.data());
-    AddressSpace::process().release(range);
+    memory_.release(range);
 }
 
 Frame Arena::adopt_into_frame(std::size_t size_bytes) {
-    const Frame frame{AddressSpace::process().reserve(size_bytes, nullptr)};
+    const Frame frame{memory_.reserve(size_bytes, nullptr)};
     usage_.range_bytes -= size_bytes;
     charge(usage_.frame_bytes, size_bytes);
     return frame;
@@ -215,7 +230,7 @@ Frame Arena::adopt_into_frame(std::size_t size_bytes) {
 void Arena::return_to_range(const Frame& frame) {
     usage_.frame_bytes -= frame.slot.size();
     usage_.range_bytes += frame.slot.size();
-    AddressSpace::process().release(frame.slot);
+    memory_.release(frame.slot);
 }
 
 bool Arena::try_count_small(std::size_t size_bytes) {

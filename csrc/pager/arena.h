@@ -46,6 +46,7 @@ struct ArenaOptions {
     std::size_t reserve_bytes = 0;  // of it, for small allocations that an operation makes while its pages are pinned
     std::size_t piece_bytes = 0;    // frames of this size may be put together to a range; 0: none
     HugePages huge_pages = HugePages::allowed;
+    Memory* memory = nullptr;  // where it comes from; nullptr: the process's
 };
 
 /// Hands out memory under a hard limit. Memory is reused by exact size first. Where the budget is used up, ranges are
@@ -63,6 +64,8 @@ public:
     /// A frame of `size_bytes` (whole sectors) with unspecified contents, or nothing when the budget is full.
     std::optional<Frame> try_take_frame(std::size_t size_bytes);
     void give_frame(const Frame& frame);
+    /// The frame's memory is not in its slot and will not come back.
+    void give_up_frame(const Frame& frame) noexcept;
 
     /// A committed range of `size_bytes` with unspecified contents that a fork shares, or nothing.
     std::optional<std::span<std::byte>> try_take_range(std::size_t size_bytes);
@@ -98,7 +101,8 @@ private:
     bool has_room(std::size_t size_bytes, std::size_t reserve_bytes) const noexcept;
     bool make_room(std::size_t size_bytes, std::size_t reserve_bytes);
     bool take_apart(std::size_t frame_bytes);
-    static Frame move_into_frame(std::span<std::byte> memory);
+    Frame move_into_frame(std::span<std::byte> range);
+    Frame make_frame(std::size_t size_bytes);
     std::optional<Frame> take_free_frame(std::multimap<std::size_t, Frame>& frames, std::size_t size_bytes);
     std::vector<Frame> take_pieces(std::size_t at_most);
     std::span<std::byte> put_together(const std::vector<Frame>& pieces, std::size_t size_bytes);
@@ -109,6 +113,7 @@ private:
     std::size_t other_peak_bytes_ = 0;
     std::size_t piece_bytes_;
     HugePages huge_pages_;
+    Memory& memory_;
     std::multimap<std::size_t, Frame> free_frames_;
     std::multimap<std::size_t, Frame> registered_free_frames_;
     std::multimap<std::size_t, std::span<std::byte>> idle_ranges_;

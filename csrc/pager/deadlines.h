@@ -14,6 +14,9 @@ struct DueReads {
     std::size_t missing_bytes = 0;
 };
 
+/// What so many bytes take at a rate.
+std::int64_t transfer_ns(std::size_t size_bytes, double bytes_per_second);
+
 /// For each entry, how long reading may still be put off if it then goes on in order at `bytes_per_second` and nothing
 /// from that entry on is to come late. A burst that is due together casts its shadow on what is due before it, so the
 /// result never falls.

@@ -5,17 +5,24 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "pager/page_table.h"
+#include "storage/io_engine.h"
 
 namespace torch_offload {
+
+class UpdateClaim;
+struct StallTotals;
 
 /// What a store tells its pager. All calls come from threads of the store, without any lock held.
 class StoreClient {
 public:
     virtual ~StoreClient() = default;
+    /// A transfer that began then has succeeded: said just before finish_read() or finish_write(), for the log.
+    virtual void note_transfer(const Page& page, IoDirection direction, std::int64_t begin_ns) = 0;
     virtual void finish_read(const std::shared_ptr<Segment>& segment, Page& page) = 0;
     virtual void finish_write(Page& page) = 0;
     /// The page's bytes are lost; `error` is raised by every access.
@@ -31,6 +38,10 @@ public:
     virtual void note_registered(std::size_t size_bytes) = 0;
     /// Evicts ahead of need and starts reads ahead of use.
     virtual void look_ahead() = 0;
+    /// What the program waited for, this tier's share.
+    virtual std::shared_ptr<const StallTotals> stall_totals() const = 0;
+    /// The segments that deferred work on this one updates, itself included; empty: there is none.
+    virtual std::vector<std::shared_ptr<Segment>> members_of(Segment& segment) = 0;
 };
 
 struct StoreStatistics {
@@ -64,6 +75,22 @@ public:
     virtual void forget(Segment& segment) noexcept = 0;
     /// Asks for look_ahead() and frames_to_unregister().
     virtual void kick() noexcept = 0;
+
+    /// What the pager learns of the order of uses and of deferred work, for a store that predicts by it.
+    virtual void note_use(TraceId) {}
+    virtual void note_step_end() {}
+    virtual void note_pending(Segment&) {}
+
+    /// Pages of the index, none of them in the memory above, held where the store keeps them; empty: gave up. Like
+    /// Pager::claim_for_update(). Throws: LogicError from a store without memory.
+    virtual UpdateClaim claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
+                                         bool may_wait) = 0;
+    /// Whether such a claim would find everything in the store's memory.
+    virtual bool has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) = 0;
+
+    /// Copies what the store holds of the page to memory of the host; false from a store that cannot without its
+    /// pager's memory, or holds nothing. Throws: what a pin below throws.
+    virtual bool copy_out(const Segment&, std::size_t, std::span<std::byte>) { return false; }
 
     virtual std::size_t reads_in_flight() const noexcept = 0;
     /// Transfers under way at once at most.

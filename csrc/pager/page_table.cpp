@@ -50,7 +50,7 @@ std::span<std::byte> Segment::page_range(std::size_t index) const noexcept {
 }
 
 std::size_t Segment::frame_bytes(std::size_t index) const noexcept {
-    return round_up(page_range(index).size(), kSectorBytes);
+    return pager_.impl_->whole_granules(page_range(index)).size();
 }
 
 void Segment::resolve_fault(std::byte* address, bool is_write) noexcept {

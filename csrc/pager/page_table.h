@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "device/address_space.h"
+#include "device/memory.h"
 #include "storage/extent_map.h"
 #include "storage/io_engine.h"
 
@@ -127,9 +127,11 @@ public:
     std::size_t index_of(const Page& page) const noexcept { return static_cast<std::size_t>(&page - pages_.data()); }
 
     /// Whether deferred work waits on it. Pages are worked off in order, so the last one tells.
-    bool has_pending() const noexcept { return pages_.back().load().has(PageWord::kPending); }
+    bool has_pending() const noexcept {
+        return has_work_above.load(std::memory_order_relaxed) || pages_.back().load().has(PageWord::kPending);
+    }
 
-    /// The page's bytes at the segment's address; the memory behind them spans whole sectors.
+    /// The page's bytes at the segment's address; the memory behind them spans whole granules.
     std::span<std::byte> page_range(std::size_t index) const noexcept;
     std::size_t frame_bytes(std::size_t index) const noexcept;
 
@@ -142,10 +144,14 @@ public:
     /// The segment's own role in the trace, and the role whose use triggers its deferred work (a parameter's).
     TraceId trace_id = kNoTrace;
     std::atomic<TraceId> anchor_id{kNoTrace};
+    /// Of a counterpart: deferred work waits on the segment that it is one of.
+    std::atomic<bool> has_work_above{false};
     /// Deferred operations, owned by the layer above; nullptr: none. Guarded by that layer.
     std::shared_ptr<void> deferred;
     /// When it was last pinned, on the pager's clock.
     std::atomic<std::uint64_t> last_use{0};
+    /// Whether it is written down only when asked for: memory is not made by sending it away.
+    bool stays = false;
     /// Its place in the queue of what could go, if it is there. The pager's lock covers it.
     std::optional<EvictionRank> eviction_rank;
 

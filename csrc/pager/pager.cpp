@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 #include <utility>
 
+#include "base/log.h"
 #include "base/units.h"
 #include "device/address_space.h"
 #include "pager/pager_impl.h"
@@ -30,8 +32,9 @@ HugePages huge_pages_for(const PagerOptions& options) {
 Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_ptr<PageStore> page_store)
     : owner(pager),
       options(pager_options),
+      memory(pager_options.memory ? *pager_options.memory : AddressSpace::process()),
       arena({pager_options.budget_bytes, small_reserve(pager_options.budget_bytes),
-             pager_options.page_elements * kUsualElementBytes, huge_pages_for(pager_options)}),
+             pager_options.page_elements * kUsualElementBytes, huge_pages_for(pager_options), &memory}),
       store(std::move(page_store)) {
     OFFLOAD_CHECK(options.budget_bytes > 0, InvalidArgument, "the RAM budget is 0 bytes");
     OFFLOAD_CHECK(options.page_elements > 0 && options.page_elements % kSectorBytes == 0, InvalidArgument,
@@ -54,7 +57,16 @@ Pager::Pager(const PagerOptions& options, std::unique_ptr<IoEngine> engine)
 Pager::Pager(const PagerOptions& options, std::unique_ptr<PageStore> store)
     : options_(options), impl_(std::make_unique<Impl>(*this, options_, std::move(store))) {}
 
-Pager::~Pager() = default;
+/// Kernels that still run use memory of the pager's, and what is kept for them owns segments.
+Pager::~Pager() {
+    try {
+        while (impl_->wait_for_oldest_use()) {
+        }
+    } catch (const std::exception& error) {
+        OFFLOAD_LOG(error, "the device failed while it was being waited for: ", error.what());
+    }
+    impl_->close_passed_uses();
+}
 
 void Pager::set_pending_work(ResolvePending resolve, PendingMembers members) {
     const std::unique_lock lock(impl_->pending_mutex);
@@ -66,6 +78,15 @@ void Pager::clear_pending_work() { set_pending_work(nullptr, nullptr); }
 
 // --- Segments -----------------------------------------------------------------------------------------------------
 
+/// Each page moves alone.
+void Pager::Impl::check_page_size(std::size_t element_bytes) const {
+    const std::size_t granule_bytes = memory.granularity_bytes();
+    const std::size_t works = std::lcm(granule_bytes / std::gcd(granule_bytes, element_bytes), kSectorBytes);
+    OFFLOAD_CHECK(options.page_elements % works == 0, InvalidArgument, "pages of ", options.page_elements,
+                  " elements of ", element_bytes, " bytes are not made of the ", tier_name(), " memory's granules of ",
+                  granule_bytes, " bytes; page_elements of ", round_up(options.page_elements, works), " works");
+}
+
 std::shared_ptr<Segment> Pager::Impl::make_segment(std::span<std::byte> range, std::size_t element_bytes,
                                                    SegmentKind kind) {
     std::uint64_t id = 0;
@@ -74,7 +95,7 @@ std::shared_ptr<Segment> Pager::Impl::make_segment(std::span<std::byte> range, s
         id = next_segment_id++;
     }
     auto segment = std::make_shared<Segment>(owner, range, options.page_elements * element_bytes, kind, id);
-    AddressSpace::process().set_target(whole_sectors(range), segment.get());
+    memory.set_target(whole_granules(range), segment.get());
     const std::lock_guard lock(mutex);
     segments.emplace(segment.get(), segment);
     return segment;
@@ -82,9 +103,9 @@ std::shared_ptr<Segment> Pager::Impl::make_segment(std::span<std::byte> range, s
 
 std::shared_ptr<Segment> Pager::create_segment(std::size_t size_bytes, std::size_t element_bytes, SegmentKind kind) {
     OFFLOAD_CHECK(size_bytes > 0 && element_bytes > 0, InvalidArgument, "a segment needs at least one byte");
-    AddressSpace& space = AddressSpace::process();
-    const std::span<std::byte> range = space.reserve(round_up(size_bytes, kSectorBytes), nullptr);
-    space.hide_from_fork(range, true);
+    impl_->check_page_size(element_bytes);
+    const std::span<std::byte> range = impl_->memory.reserve(impl_->whole_granules(size_bytes), nullptr);
+    impl_->memory.hide_from_fork(range, true);
     return impl_->make_segment(range.first(size_bytes), element_bytes, kind);
 }
 
@@ -95,11 +116,12 @@ bool Pager::can_adopt(std::span<std::byte> range, std::size_t element_bytes) con
 
 std::shared_ptr<Segment> Pager::adopt_range(std::span<std::byte> range, std::size_t size_bytes,
                                             std::size_t element_bytes, SegmentKind kind) {
-    OFFLOAD_CHECK(range.size() == round_up(size_bytes, kSectorBytes), InvalidArgument, "a range of ", range.size(),
+    OFFLOAD_CHECK(range.size() == impl_->whole_granules(size_bytes), InvalidArgument, "a range of ", range.size(),
                   " bytes cannot become a segment of ", size_bytes);
     OFFLOAD_CHECK(can_adopt(range, element_bytes), InvalidArgument, "a range of ", range.size(),
                   " bytes is not made of pages of ", options_.page_elements * element_bytes);
-    AddressSpace::process().hide_from_fork(range, true);
+    impl_->check_page_size(element_bytes);
+    impl_->memory.hide_from_fork(range, true);
     auto segment = impl_->make_segment(range.first(size_bytes), element_bytes, kind);
     {
         const std::lock_guard lock(impl_->mutex);
@@ -127,20 +149,30 @@ bool Pager::Impl::is_whole_in_place(const Segment& segment) {
     return true;
 }
 
+/// If the memory cannot be moved, it goes with the segment's addresses.
+void Pager::Impl::take_out_of_segment(Page& page) noexcept {
+    if (page.load().state() != PageState::mapped) return;
+    try {
+        unmap_page(page);
+    } catch (const std::exception& error) {
+        OFFLOAD_LOG(debug, "memory of a page is given up: ", error.what());
+        const std::lock_guard lock(mutex);
+        arena.give_up_frame(std::exchange(page.frame, Frame{}));
+    }
+}
+
 /// The last owner of the segment is gone, so nothing of it is in flight or pinned.
 void Pager::Impl::forget(Segment& segment) {
-    const std::span<std::byte> range = whole_sectors(segment.range());
+    const std::span<std::byte> range = whole_granules(segment.range());
     log_use(segment, 0, segment.page_count(), UseKind::drop);
-    AddressSpace::process().set_target(range, nullptr);
+    memory.set_target(range, nullptr);
     store->forget(segment);
     const bool is_kept = is_whole_in_place(segment);
     if (is_kept) {
-        AddressSpace::process().hide_from_fork(range, false);
+        memory.hide_from_fork(range, false);
     } else {
-        for (std::size_t i = 0; i < segment.page_count(); ++i) {
-            if (Page& page = segment.page(i); page.load().state() == PageState::mapped) unmap_page(page);
-        }
-        AddressSpace::process().release(range);
+        for (std::size_t i = 0; i < segment.page_count(); ++i) take_out_of_segment(segment.page(i));
+        memory.release(range);
     }
     {
         const std::lock_guard lock(mutex);
@@ -167,10 +199,17 @@ void Pager::Impl::forget(Segment& segment) {
 
 void Pager::prefetch(const std::shared_ptr<Segment>& segment) { impl_->read_ahead(segment, 0, UpdateTime::at_once); }
 
+void Pager::prefetch_page(const std::shared_ptr<Segment>& segment, std::size_t index) {
+    const PageWord word = segment->page(index).load();
+    if (word.state() == PageState::stored && !word.has(PageWord::kPending)) impl_->read_ahead_page(segment, index, 0);
+}
+
 std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
     std::size_t pinned_bytes = 0;
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         Page& page = segment->page(i);
+        while (page.load().pin_count() != 0 && impl_->wait_for_oldest_use()) {
+        }
         PageWord seen = page.load();
         while (seen.state() == PageState::loading || seen.state() == PageState::busy) {
             page.wait_change(seen);
@@ -208,16 +247,10 @@ bool Pager::is_resident(const Segment& segment) const noexcept {
 // --- Temporaries --------------------------------------------------------------------------------------------------
 
 std::span<std::byte> Pager::allocate_range(std::size_t size_bytes) {
-    return impl_->acquire_range(round_up(size_bytes, kSectorBytes));
+    return impl_->acquire_range(impl_->whole_granules(size_bytes));
 }
 
-void Pager::free_range(std::span<std::byte> range) noexcept {
-    {
-        const std::lock_guard lock(impl_->mutex);
-        impl_->arena.give_range(range);
-    }
-    impl_->announce_progress();
-}
+void Pager::free_range(std::span<std::byte> range) noexcept { impl_->end_use({impl_->mark_use(), {}, {}, range}); }
 
 void Pager::reserve_small(std::size_t size_bytes) { impl_->acquire_small(size_bytes); }
 
@@ -248,12 +281,44 @@ void Pager::touch(const std::shared_ptr<Segment>& segment) {
     if (segment->trace_id == kNoTrace) return;
     {
         const std::lock_guard lock(impl_->mutex);
-        impl_->last_touch_ns = impl_->busy_ns();
-        impl_->trace.touch(segment->trace_id, {impl_->last_touch_ns, impl_->arena.take_other_peak_bytes()});
+        if (!impl_->above.stalls) {  // else the order is that of follow()
+            impl_->last_touch_ns = impl_->busy_ns();
+            impl_->trace.touch(segment->trace_id, {impl_->last_touch_ns, impl_->arena.take_other_peak_bytes()});
+        }
         impl_->roles[segment->trace_id] = segment;
         if (segment->eviction_rank) impl_->rank(*segment);
     }
+    impl_->store->note_use(segment->trace_id);
     impl_->kick_if_due();
+}
+
+void Pager::set_tier_above(TierAbove above) {
+    set_pending_work(nullptr, above.members);
+    const std::unique_lock callbacks(impl_->pending_mutex);
+    const std::lock_guard lock(impl_->mutex);
+    impl_->above = std::move(above);
+}
+
+void Pager::follow(TraceId role) {
+    std::shared_ptr<Segment> segment;  // outlives the lock: its end takes it
+    {
+        const std::lock_guard lock(impl_->mutex);
+        impl_->last_touch_ns = impl_->busy_ns();
+        impl_->trace.touch(role, {impl_->last_touch_ns, impl_->arena.take_other_peak_bytes()});
+        if (role < impl_->roles.size()) segment = impl_->roles[role].lock();
+        if (segment && segment->eviction_rank) impl_->rank(*segment);
+    }
+    impl_->kick_if_due();
+}
+
+void Pager::set_role(const std::shared_ptr<Segment>& segment, TraceId role, bool has_work_above) {
+    segment->has_work_above.store(has_work_above, std::memory_order_relaxed);
+    if (role == kNoTrace) return;
+    const std::lock_guard lock(impl_->mutex);
+    if (impl_->roles.size() <= role) impl_->roles.resize(role + 1);
+    segment->trace_id = role;
+    impl_->roles[role] = segment;
+    if (segment->eviction_rank) impl_->rank(*segment);
 }
 
 void Pager::start_use_log() { impl_->use_log.switch_on(); }
@@ -280,6 +345,7 @@ void Pager::end_step() {
         impl_->rank_all();
     }
     AddressSpace::process().ensure_handler_installed();
+    impl_->store->note_step_end();
     impl_->store->kick();
 }
 
@@ -295,7 +361,7 @@ PagerStatistics Pager::statistics() const {
         result.written_bytes[kind] = impl_->written_bytes[kind].get();
     }
     for (std::size_t cause = 0; cause < kStallCauseCount; ++cause) {
-        result.stall_ns[cause] = impl_->stalls[cause].get();
+        result.stall_ns[cause] = impl_->stalls->ns[cause].get();
     }
     result.own_update_ns = impl_->own_updates.get();
     result.pins = impl_->pins.get();

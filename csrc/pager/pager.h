@@ -13,18 +13,21 @@
 #include <string>
 #include <vector>
 
+#include "base/activity_log.h"
 #include "base/counters.h"
+#include "device/memory.h"
 #include "device/stream.h"
 #include "pager/arena.h"
+#include "pager/open_uses.h"
 #include "pager/page_store.h"
 #include "pager/page_table.h"
+#include "pager/stall_clock.h"
 #include "pager/trace.h"
 #include "pager/use_log.h"
 #include "storage/io_engine.h"
 
 namespace torch_offload {
 
-/// Whose memory a pager hands out.
 enum class Tier : std::uint8_t { host, device };
 
 struct PagerOptions {
@@ -34,16 +37,14 @@ struct PagerOptions {
     IoEngineKind engine = IoEngineKind::automatic;
     std::size_t queue_depth = 16;                      // transfers in flight
     std::size_t page_elements = std::size_t{1} << 20;  // per page, a multiple of kSectorBytes
-    Device* device = nullptr;  // asked whether copies have passed before memory is used; outlives the pager
+    Device* device = nullptr;    // asked whether copies have passed before memory is used; outlives the pager
+    Memory* memory = nullptr;    // where frames come from, nullptr: the process's; one that is not needs a TierStore
+    bool updates_below = false;  // deferred work is applied where the store keeps pages, not in this memory
+    ActivityLog* activity_log = nullptr;  // told of transfers and stalls; outlives the pager
 };
 
 /// overwrite: every byte will be written, what was there is not read.
 enum class Access : std::uint8_t { read, write, overwrite };
-
-/// What a thread of the program waited for: a read; room in memory, which writes make; deferred work that another
-/// thread applies; an access behind the dispatcher. Each nanosecond counts once.
-enum class StallCause : std::uint8_t { read, memory, update, fault };
-inline constexpr std::size_t kStallCauseCount = 4;
 
 struct PagerStatistics {
     ArenaUsage memory;
@@ -66,7 +67,8 @@ struct PinRequest {
     Access access = Access::read;
 };
 
-/// Holds pages of segments mapped. Move-only; an empty guard holds nothing.
+/// Holds pages of segments mapped, until the kernels that were given them have passed. Move-only; an empty guard holds
+/// nothing. Its end waits for nothing.
 class [[nodiscard]] PinGuard {
 public:
     PinGuard() noexcept = default;
@@ -80,12 +82,7 @@ public:
 
 private:
     friend struct PageAccess;
-    struct Held {
-        std::shared_ptr<Segment> segment;
-        std::size_t first = 0;
-        std::size_t count = 0;
-    };
-    std::vector<Held> held_;
+    std::vector<HeldPages> held_;
 };
 
 /// Applies what was deferred on page `index` of `segment`, and of the segments that share it, without mapping it.
@@ -96,7 +93,15 @@ using ResolvePending = std::function<bool(Segment& segment, std::size_t index, b
 /// The segments updated together with this one by its deferred work, itself included; empty: none.
 using PendingMembers = std::function<std::vector<std::shared_ptr<Segment>>(Segment& segment)>;
 
-/// Pages of equal index of several segments, held for an update wherever their frames lie. Move-only.
+/// What the tier above a pager knows about the pager's segments; empty where there is none. Called without locks.
+struct TierAbove {
+    std::shared_ptr<const StallTotals> stalls;  // of the program there: not time in which it computes
+    PendingMembers members;                     // updated together
+    std::function<bool(const Segment& segment, std::size_t index)> has_page;  // it will not be asked for soon
+};
+
+/// Pages of equal index of several segments, held for an update wherever their bytes lie: in frames here, or in the
+/// tier below. Move-only.
 class [[nodiscard]] UpdateClaim {
 public:
     UpdateClaim() noexcept = default;
@@ -105,7 +110,8 @@ public:
         swap(other);
         return *this;
     }
-    /// Pages become dirty; those that `finish()` was called for lose their pending mark.
+    /// Pages become dirty, and are not moved before the kernels that were given them have passed; those that `finish()`
+    /// was called for lose their pending mark.
     ~UpdateClaim();
     void swap(UpdateClaim& other) noexcept;
 
@@ -113,17 +119,23 @@ public:
     /// The bytes of page k of the claim (without the padding to a sector).
     std::span<std::byte> bytes(std::size_t k) const noexcept { return bytes_[k]; }
     /// The update succeeded: pending marks go when the claim is released.
-    void finish() noexcept { finished_ = true; }
+    void finish() noexcept;
     /// Nobody will read page k of the claim any more: it may leave without being written.
-    void discard(std::size_t k) noexcept { is_worthless_[k] = true; }
+    void discard(std::size_t k) noexcept;
 
 private:
     friend struct PageAccess;
+    /// Where a page of the claim is held: in its frame's slot, at the segment's address, or in the tier below.
+    enum class Place : std::uint8_t { slot, address, below };
+
+    void release_page(std::size_t k) noexcept;
+
     std::vector<Page*> pages_;
     std::vector<std::shared_ptr<Segment>> segments_;
     std::vector<std::span<std::byte>> bytes_;
-    std::vector<bool> pinned_;  // held by a pin at the segment's address, not in its slot
+    std::vector<Place> places_;
     std::vector<bool> is_worthless_;
+    std::unique_ptr<UpdateClaim> below_;  // of the store's pages, where they are held there
     bool finished_ = false;
     bool confirmed_ = false;     // the claim was completed: its bytes may have been changed
     bool is_transient_ = false;  // counted in the pager as held by a thread that does not wait
@@ -170,20 +182,25 @@ public:
     PinGuard pin(std::span<const PinRequest> requests);
     /// The same for `count` pages of one segment.
     PinGuard pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count, Access access);
-    /// A hint: reads the segment ahead of use if memory allows.
+    /// A hint: reads the segment, or one page of it, ahead of use if memory allows.
     void prefetch(const std::shared_ptr<Segment>& segment);
+    void prefetch_page(const std::shared_ptr<Segment>& segment, std::size_t index);
     /// Sends every unpinned page of the segment to SSD (clean ones are dropped) and waits for it. Returns the bytes
     /// that stayed because they are pinned.
     std::size_t evict(const std::shared_ptr<Segment>& segment);
     /// Waits until all writes under way have ended; raises a failed one.
     void flush();
+    /// Copies a page's bytes out of the tier below, past this one's memory: what is left of a lost device. False, with
+    /// nothing copied, if those below are not the latest. Throws: what a pin throws.
+    bool salvage(Segment& segment, std::size_t index, std::span<std::byte> target);
 
     // --- Deferred work --------------------------------------------------------------------------------------------
     /// Marks page `index` as having deferred work and unmaps it. Returns false, with nothing changed, while others
-    /// hold it pinned: the work must then be done at once.
+    /// hold it pinned: the work must then be done at once. Waits for kernels that still use it.
     bool set_pending(Segment& segment, std::size_t index);
-    /// Claims page `index` of every segment for an update, loading what is missing. With `may_wait` false returns an
-    /// empty claim rather than wait for memory.
+    /// Claims page `index` of every segment for an update, loading what is missing: in this memory or, with
+    /// `updates_below` and unless an address into one of them is held, in the tier below, sending down what is here.
+    /// With `may_wait` false returns an empty claim rather than wait for memory.
     UpdateClaim claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, bool may_wait);
     /// True if the page's bytes are in memory (mapped, or loaded without pending work elsewhere).
     static bool in_memory(const Segment& segment, std::size_t index) noexcept;
@@ -206,11 +223,16 @@ public:
     void touch(const std::shared_ptr<Segment>& segment);
     void end_step();
 
-    /// Lists every use of a page from now on.
-    void start_use_log();
-    /// Ends it. Uses in the order in which they began; a drop where the segment ended.
-    std::vector<UseEvent> take_use_log();
+    // --- The tier above -------------------------------------------------------------------------------------------
+    /// This pager's segments hold what has left that of another tier, whose uses are the prediction here as well.
+    void set_tier_above(TierAbove above);
+    void follow(TraceId role);  // the program used that role above
+    /// Of a new segment. `has_work_above`: deferred work waits on the segment that this one is the counterpart of.
+    void set_role(const std::shared_ptr<Segment>& segment, TraceId role, bool has_work_above);
 
+    /// Lists every use of a page from now on, until taken: in the order in which they began, a drop where one ended.
+    void start_use_log();
+    std::vector<UseEvent> take_use_log();
     bool is_resident(const Segment& segment) const noexcept;
     PagerStatistics statistics() const;
     const PagerOptions& options() const noexcept { return options_; }

@@ -1,17 +1,11 @@
 // Pins: from wherever a page is to mapped at its address, one named transition after another.
-#include <cstring>
+#include <array>
 
 #include "base/log.h"
-#include "base/units.h"
-#include "device/address_space.h"
 #include "pager/pager_impl.h"
 
 namespace torch_offload {
 namespace {
-
-std::span<std::byte> mapped_range(const Page& page) {
-    return whole_sectors(page.segment->page_range(page.segment->index_of(page)));
-}
 
 UseKind use_of(Access access) {
     switch (access) {
@@ -25,6 +19,12 @@ UseKind use_of(Access access) {
     throw LogicError("an access of no kind");
 }
 
+constexpr ActivityLane lane_of(StallCause cause) noexcept {
+    constexpr std::array<ActivityLane, kStallCauseCount> kLanes = {
+        ActivityLane::stall_read, ActivityLane::stall_memory, ActivityLane::stall_update, ActivityLane::stall_fault};
+    return kLanes[static_cast<std::size_t>(cause)];
+}
+
 }  // namespace
 
 void PageAccess::hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count) {
@@ -33,18 +33,18 @@ void PageAccess::hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::si
 }
 
 PinGuard::~PinGuard() {
-    for (const Held& held : held_) {
-        for (std::size_t i = held.first; i < held.first + held.count; ++i) held.segment->page(i).drop_pin();
-        held.segment->pager().impl_->announce_progress();
-    }
+    if (held_.empty()) return;
+    Pager::Impl& pager = *held_.front().segment->pager().impl_;
+    pager.end_use({pager.mark_use(), std::move(held_), {}, {}});
 }
 
-void PageAccess::add_to_claim(UpdateClaim& claim, std::shared_ptr<Segment> segment, Page& page,
-                              std::span<std::byte> bytes, bool is_pinned) {
+void PageAccess::add_here(UpdateClaim& claim, std::shared_ptr<Segment> segment, Page& page, std::span<std::byte> bytes,
+                          bool is_pinned) {
+    page.add_pin();
     claim.segments_.push_back(std::move(segment));
     claim.pages_.push_back(&page);
     claim.bytes_.push_back(bytes);
-    claim.pinned_.push_back(is_pinned);
+    claim.places_.push_back(is_pinned ? UpdateClaim::Place::address : UpdateClaim::Place::slot);
     claim.is_worthless_.push_back(false);
 }
 
@@ -58,29 +58,58 @@ void UpdateClaim::swap(UpdateClaim& other) noexcept {
     segments_.swap(other.segments_);
     pages_.swap(other.pages_);
     bytes_.swap(other.bytes_);
-    pinned_.swap(other.pinned_);
+    places_.swap(other.places_);
     is_worthless_.swap(other.is_worthless_);
+    below_.swap(other.below_);
     std::swap(finished_, other.finished_);
     std::swap(confirmed_, other.confirmed_);
     std::swap(is_transient_, other.is_transient_);
 }
 
-UpdateClaim::~UpdateClaim() {
-    for (std::size_t k = 0; k < pages_.size(); ++k) {
-        Page& page = *pages_[k];
-        const bool is_dirty = confirmed_ && !is_worthless_[k];
-        const std::uint32_t cleared = (finished_ ? PageWord::kPending : 0) | (is_worthless_[k] ? PageWord::kDirty : 0);
-        if (pinned_[k]) {
-            page.clear_flag(cleared);
-        } else {
-            page.enter(PageState::loaded, is_dirty ? PageWord::kDirty : 0, cleared);
+void UpdateClaim::finish() noexcept {
+    finished_ = true;
+    if (below_) below_->finish();
+}
+
+void UpdateClaim::discard(std::size_t k) noexcept {
+    is_worthless_[k] = true;
+    if (below_) below_->discard(k);
+}
+
+/// The pin that the claim has on a page in this memory stays.
+void UpdateClaim::release_page(std::size_t k) noexcept {
+    Page& page = *pages_[k];
+    const bool is_dirty = confirmed_ && !is_worthless_[k];
+    const std::uint32_t cleared = (finished_ ? PageWord::kPending : 0) | (is_worthless_[k] ? PageWord::kDirty : 0);
+    switch (places_[k]) {
+        case Place::below: {
+            const bool is_stored = confirmed_ || page.load().has(PageWord::kStored);
+            page.enter(is_stored ? PageState::stored : PageState::zero, is_stored ? PageWord::kStored : 0, cleared);
+            break;
         }
-        page.drop_pin();
+        case Place::address:
+            page.clear_flag(cleared);
+            break;
+        case Place::slot:
+            page.enter(PageState::loaded, is_dirty ? PageWord::kDirty : 0, cleared);
+            break;
     }
+}
+
+UpdateClaim::~UpdateClaim() {
+    below_.reset();  // first: who finds the pages free here looks for them there
     if (segments_.empty()) return;
     Pager::Impl& pager = *segments_.front()->pager().impl_;
+    OpenUse use{pager.mark_use(), {}, {}, {}};
+    for (std::size_t k = 0; k < pages_.size(); ++k) {
+        if (places_[k] == Place::below) continue;
+        use.pages.push_back({segments_[k], segments_[k]->index_of(*pages_[k]), 1});
+        if (places_[k] == Place::slot) use.in_slot.push_back(pages_[k]);
+    }
+    if (use.event) pager.uses.add(use);  // first: from `loaded` on the page may be mapped
+    for (std::size_t k = 0; k < pages_.size(); ++k) release_page(k);
     if (finished_) pager.rank_updated(segments_);
-    pager.announce_progress();
+    if (!use.event) pager.close_use(use);
     if (is_transient_) pager.end_transient();
 }
 
@@ -89,7 +118,7 @@ UpdateClaim::~UpdateClaim() {
 ProgramWait::ProgramWait(Pager::Impl& pager, StallCause cause) noexcept
     : pager_(pager),
       is_program_(!StallClock::is_thread_ignored()),
-      stall_(pager.stalls[static_cast<std::size_t>(cause)]) {
+      stall_(pager.stalls->ns[static_cast<std::size_t>(cause)], pager.options.activity_log, lane_of(cause)) {
     if (!is_program_) return;
     pager_.program_waiters.fetch_add(1, std::memory_order_acq_rel);
     pager_.service->wake();
@@ -97,6 +126,10 @@ ProgramWait::ProgramWait(Pager::Impl& pager, StallCause cause) noexcept
 
 ProgramWait::~ProgramWait() {
     if (is_program_) pager_.program_waiters.fetch_sub(1, std::memory_order_acq_rel);
+}
+
+std::span<std::byte> Pager::Impl::mapped_range(const Page& page) const noexcept {
+    return whole_granules(page.segment->page_range(page.segment->index_of(page)));
 }
 
 void Pager::Impl::wait_page(const Page& page, PageWord seen, StallCause cause) {
@@ -113,6 +146,17 @@ void Pager::Impl::start_load(const std::shared_ptr<Segment>& segment, Page& page
     arena.give_frame(frame);
 }
 
+/// Zeros for a page that is loading; if that fails, it owns nothing again.
+void Pager::Impl::zero_frame(Page& page) {
+    try {
+        memory.fill_zero(page.frame.slot);
+    } catch (...) {
+        retire_frame(page);
+        page.enter(PageState::zero);
+        throw;
+    }
+}
+
 /// False if somebody else was first; the frame then stays the caller's.
 bool Pager::Impl::load_into(const std::shared_ptr<Segment>& segment, Page& page, Access access, const Frame& frame) {
     PageWord seen = page.load();
@@ -124,7 +168,7 @@ bool Pager::Impl::load_into(const std::shared_ptr<Segment>& segment, Page& page,
     if (access == Access::overwrite) {
         page.enter(PageState::loaded, PageWord::kDirty);
     } else if (seen.state() == PageState::zero) {
-        std::memset(frame.slot.data(), 0, frame.slot.size());
+        zero_frame(page);
         page.enter(PageState::loaded);
     } else {
         moving_pages.fetch_add(1, std::memory_order_acq_rel);
@@ -137,10 +181,11 @@ bool Pager::Impl::load_into(const std::shared_ptr<Segment>& segment, Page& page,
 bool Pager::Impl::map_page(Page& page, PageWord seen, Access access) {
     if (!page.change(seen, seen.with(PageState::busy))) return false;
     const bool is_writable = access != Access::read || seen.has(PageWord::kDirty);
-    check_idle(page.frame.slot);
     try {
-        AddressSpace::process().move(page.frame.slot, mapped_range(page).data(),
-                                     is_writable ? Protection::read_write : Protection::read);
+        if (const auto update = uses.last_in_slot(page)) update->wait();
+        check_idle(page.frame.slot);
+        memory.move(page.frame.slot, mapped_range(page).data(),
+                    is_writable ? Protection::read_write : Protection::read);
     } catch (...) {
         page.enter(PageState::loaded);
         throw;
@@ -150,16 +195,28 @@ bool Pager::Impl::map_page(Page& page, PageWord seen, Access access) {
     return true;
 }
 
-/// Pre: the page is busy and was mapped. Its bytes end up in its frame's slot.
+/// Pre: the page is busy and was mapped. Its bytes end up in its frame's slot; if this throws, it is mapped as before.
 void Pager::Impl::unmap_page(Page& page) {
     check_idle(mapped_range(page));
-    AddressSpace::process().move(mapped_range(page), page.frame.slot.data(), Protection::read_write);
+    try {
+        memory.move(mapped_range(page), page.frame.slot.data(), Protection::read_write);
+    } catch (...) {
+        page.enter(PageState::mapped);
+        const bool is_writable = page.load().has(PageWord::kWritable);
+        memory.protect(mapped_range(page), is_writable ? Protection::read_write : Protection::read);
+        throw;
+    }
 }
 
 /// Mapped read-only to mapped writable and dirty. False if the word was no longer `seen`.
 bool Pager::Impl::make_writable(Page& page, PageWord seen) {
     if (!page.change(seen, seen.with(PageState::busy))) return false;
-    AddressSpace::process().protect(mapped_range(page), Protection::read_write);
+    try {
+        memory.protect(mapped_range(page), Protection::read_write);
+    } catch (...) {
+        page.enter(PageState::mapped);
+        throw;
+    }
     page.enter(PageState::mapped, PageWord::kWritable | PageWord::kDirty);
     return true;
 }
@@ -210,22 +267,25 @@ void Pager::Impl::ensure_mapped(const std::shared_ptr<Segment>& segment, std::si
 
 // --- Pins ---------------------------------------------------------------------------------------------------------
 
+/// What pages could have if all others went.
+std::size_t Pager::Impl::room_for_pages() {
+    const std::lock_guard lock(mutex);
+    const ArenaUsage usage = arena.usage();
+    const std::size_t elsewhere = usage.range_bytes + usage.small_bytes + usage.reserve_bytes;
+    return elsewhere >= options.budget_bytes ? 0 : options.budget_bytes - elsewhere;
+}
+
 void Pager::Impl::check_fits(std::span<const PinRequest> requests) {
     std::size_t wanted_bytes = 0;
     const PinRequest* largest = nullptr;
     for (const PinRequest& request : requests) {
-        wanted_bytes += round_up(request.segment->size_bytes(), kSectorBytes);
+        wanted_bytes += whole_granules(request.segment->size_bytes());
         if (!largest || request.segment->size_bytes() > largest->segment->size_bytes()) largest = &request;
     }
     const std::size_t limit = options.budget_bytes;
     if (wanted_bytes <= limit / 4) return;  // the common case needs no lock
-    std::size_t room_bytes = 0;
-    {
-        const std::lock_guard lock(mutex);
-        const ArenaUsage usage = arena.usage();
-        const std::size_t elsewhere = usage.range_bytes + usage.small_bytes + usage.reserve_bytes;
-        room_bytes = elsewhere >= limit ? 0 : limit - elsewhere;
-    }
+    std::size_t room_bytes = room_for_pages();
+    while (wanted_bytes > room_bytes && wait_for_oldest_use()) room_bytes = room_for_pages();
     OFFLOAD_CHECK(wanted_bytes <= room_bytes, OutOfTierMemory, tier_name(), " memory tier: an operation needs ",
                   wanted_bytes, " bytes of pages at once (largest: ", largest->segment->label, ", ",
                   largest->segment->size_bytes(), " bytes), available are ", room_bytes, " of the budget of ", limit,
@@ -237,7 +297,9 @@ void Pager::Impl::start_missing(const PinRequest& request) {
     Segment& segment = *request.segment;
     for (std::size_t i = 0; i < segment.page_count(); ++i) {
         const PageWord word = segment.page(i).load();
-        if (word.has(PageWord::kPending)) {
+        if (word.has(PageWord::kPending) && options.updates_below) {
+            start_update_below(request.segment, i, UpdateTime::while_program_waits);
+        } else if (word.has(PageWord::kPending)) {
             read_ahead_update(request.segment, i, 0, UpdateTime::while_program_waits);
         } else if (word.is_absent()) {
             start_load(request.segment, segment.page(i), request.access);
@@ -296,13 +358,14 @@ bool Pager::Impl::set_pending(Segment& segment, std::size_t index) {
     while (true) {
         PageWord seen = page.load();
         if (seen.has(PageWord::kPending)) return true;
-        if (seen.pin_count() != 0) return false;
-        if (seen.state() == PageState::busy) {
+        if (seen.pin_count() != 0) {
+            if (!wait_for_oldest_use()) return false;
+        } else if (seen.state() == PageState::busy) {
             wait_page(page, seen, StallCause::update);
         } else if (seen.state() == PageState::mapped) {
-            if (!page.change(seen, seen.with(PageState::busy).with_flag(PageWord::kPending))) continue;
+            if (!page.change(seen, seen.with(PageState::busy))) continue;
             unmap_page(page);
-            page.enter(PageState::loaded, 0, PageWord::kWritable);
+            page.enter(PageState::loaded, PageWord::kPending, PageWord::kWritable);
             return true;
         } else if (page.change(seen, seen.with_flag(PageWord::kPending))) {
             return true;
@@ -350,40 +413,55 @@ std::span<std::byte> Pager::Impl::claim_page(const std::shared_ptr<Segment>& seg
 
 /// Deferred work on the segment has begun or ended: it will be used at another time now.
 void Pager::Impl::rank_updated(std::span<const std::shared_ptr<Segment>> updated) {
-    const std::lock_guard lock(mutex);
-    for (const std::shared_ptr<Segment>& segment : updated) {
-        if (segment->eviction_rank) rank(*segment);
+    {
+        const std::lock_guard lock(mutex);
+        for (const std::shared_ptr<Segment>& segment : updated) {
+            if (segment->eviction_rank) rank(*segment);
+        }
     }
+    for (const std::shared_ptr<Segment>& segment : updated) store->note_pending(*segment);
 }
 
 bool Pager::set_pending(Segment& segment, std::size_t index) {
     const bool is_marked = impl_->set_pending(segment, index);
     if (!is_marked || index + 1 != segment.page_count()) return is_marked;
-    const std::lock_guard lock(impl_->mutex);
-    if (segment.eviction_rank) impl_->rank(segment);
+    {
+        const std::lock_guard lock(impl_->mutex);
+        if (segment.eviction_rank) impl_->rank(segment);
+    }
+    impl_->store->note_pending(segment);
     return true;
+}
+
+UpdateClaim Pager::Impl::claim_here(std::span<const std::shared_ptr<Segment>> claimed, std::size_t index,
+                                    Patience patience) {
+    std::optional<Transient> transient;
+    if (patience == Patience::give_up) transient.emplace(*this);
+    PinGuard wanted;
+    for (const std::shared_ptr<Segment>& segment : claimed) PageAccess::hold(wanted, segment, index, 1);
+    if (patience == Patience::wait) {
+        for (const auto& segment : claimed) start_load(segment, segment->page(index), Access::read);
+    }
+    UpdateClaim claim;
+    for (const std::shared_ptr<Segment>& segment : claimed) {
+        bool is_pinned = false;
+        const auto bytes = claim_page(segment, index, patience, is_pinned);
+        if (bytes.empty()) return {};
+        PageAccess::add_here(claim, segment, segment->page(index), bytes, is_pinned);
+    }
+    PageAccess::confirm(claim, std::move(transient));
+    for (const std::shared_ptr<Segment>& segment : claimed) log_use(*segment, index, 1, UseKind::write);
+    return claim;
 }
 
 UpdateClaim Pager::claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                     bool may_wait) {
-    std::optional<Impl::Transient> transient;
-    if (!may_wait) transient.emplace(*impl_);
-    PinGuard wanted;
-    for (const std::shared_ptr<Segment>& segment : segments) PageAccess::hold(wanted, segment, index, 1);
-    if (may_wait) {
-        for (const auto& segment : segments) impl_->start_load(segment, segment->page(index), Access::read);
+    const Patience patience = may_wait ? Patience::wait : Patience::give_up;
+    if (options_.updates_below) {
+        std::optional<UpdateClaim> claim = impl_->claim_below(segments, index, patience);
+        if (claim) return std::move(*claim);
     }
-    UpdateClaim claim;
-    for (const std::shared_ptr<Segment>& segment : segments) {
-        bool is_pinned = false;
-        const auto bytes = impl_->claim_page(segment, index, may_wait ? Patience::wait : Patience::give_up, is_pinned);
-        if (bytes.empty()) return {};
-        segment->page(index).add_pin();
-        PageAccess::add_to_claim(claim, segment, segment->page(index), bytes, is_pinned);
-    }
-    PageAccess::confirm(claim, std::move(transient));
-    for (const std::shared_ptr<Segment>& segment : segments) impl_->log_use(*segment, index, 1, UseKind::write);
-    return claim;
+    return impl_->claim_here(segments, index, patience);
 }
 
 bool Pager::in_memory(const Segment& segment, std::size_t index) noexcept {
@@ -402,7 +480,7 @@ void Pager::Impl::answer_fault(Page& page, bool is_write) noexcept {
         if (is_mapped || seen.has(PageWord::kPoisoned)) return;
         if (service->is_current()) {
             // The thread that answers faults cannot wait for itself: a defect, ended rather than hung.
-            AddressSpace::process().poison(mapped_range(page));
+            memory.poison(mapped_range(page));
             page.set_flag(PageWord::kPoisoned);
             return;
         }
@@ -436,7 +514,7 @@ void Pager::Impl::serve_fault(Page& page) {
         page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
     } catch (const std::exception& error) {
         OFFLOAD_LOG(error, "an access behind the dispatcher could not be served: ", error.what());
-        AddressSpace::process().poison(mapped_range(page));
+        memory.poison(mapped_range(page));
         note_error(std::current_exception());
         page.set_flag(PageWord::kPoisoned);
         page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);

@@ -1,14 +1,10 @@
 // The pager's parts and how they share state. Included by csrc/pager/*.cpp only.
 #pragma once
 
-#include <semaphore.h>
-
 #include <atomic>
-#include <deque>
 #include <exception>
 #include <mutex>
 #include <shared_mutex>
-#include <thread>
 #include <unordered_map>
 #include <utility>
 
@@ -17,46 +13,13 @@
 #include "pager/eviction.h"
 #include "pager/page_store.h"
 #include "pager/pager.h"
+#include "pager/service_thread.h"
 #include "pager/stall_clock.h"
 
 namespace torch_offload {
 
 /// Whether a call may wait for memory to become free.
 enum class Patience { wait, give_up };
-
-/// When the service thread applies deferred work.
-enum class UpdateTime : std::uint8_t { at_once, while_program_waits };
-
-/// Answers faults and applies deferred work ahead of need, on a thread that may wait and never takes the GIL.
-/// Threads: push_fault is async-signal-safe; push_update from any.
-class ServiceThread {
-public:
-    explicit ServiceThread(Pager::Impl& pager);
-    ~ServiceThread();
-    void start();
-    void stop();
-    void push_fault(Page& page) noexcept;
-    void push_update(std::weak_ptr<Segment> segment, std::size_t index, UpdateTime time);
-    /// The program waits: updates may run. Async-signal-safe.
-    void wake() noexcept;
-    bool is_current() const noexcept { return std::this_thread::get_id() == thread_id_; }
-
-private:
-    void run();
-    void serve_faults();
-    bool run_one_update(UpdateTime time);
-
-    Pager::Impl& pager_;
-    sem_t work_;
-    std::atomic<Page*> faults_{nullptr};
-    std::mutex updates_mutex_;
-    using Update = std::pair<std::weak_ptr<Segment>, std::size_t>;
-    std::deque<Update> updates_[2];  // by UpdateTime
-    std::atomic<std::size_t> update_count_{0};
-    std::atomic<bool> stopping_{false};
-    std::thread thread_;
-    std::thread::id thread_id_;
-};
 
 struct Pager::Impl final : StoreClient {
     Impl(Pager& owner, const PagerOptions& options, std::unique_ptr<PageStore> store);
@@ -78,14 +41,30 @@ struct Pager::Impl final : StoreClient {
     };
     void end_transient() noexcept;
 
+    /// The memory behind `bytes`: mapping and direct I/O know whole granules only.
+    std::span<std::byte> whole_granules(std::span<std::byte> bytes) const noexcept {
+        return {bytes.data(), whole_granules(bytes.size())};
+    }
+    std::size_t whole_granules(std::size_t size_bytes) const noexcept {
+        return round_up(size_bytes, memory.granularity_bytes());
+    }
+
     // Segments (pager.cpp)
+    void check_page_size(std::size_t element_bytes) const;
     std::shared_ptr<Segment> make_segment(std::span<std::byte> range, std::size_t element_bytes, SegmentKind kind);
     static bool is_whole_in_place(const Segment& segment);
+    void take_out_of_segment(Page& page) noexcept;
     void forget(Segment& segment);
-    std::shared_ptr<Segment> find_role(TraceId id);
     void raise_kept_error();
     void log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind);
     [[noreturn]] void raise_page_error(const Page& page);
+
+    // Uses that outlive their guards (open_uses.cpp)
+    std::shared_ptr<const Event> mark_use() noexcept;
+    void end_use(OpenUse use) noexcept;
+    void close_use(const OpenUse& use) noexcept;
+    void close_passed_uses() noexcept;
+    bool wait_for_oldest_use();
 
     // Memory (pager_memory.cpp)
     Frame acquire_frame(std::size_t size_bytes);
@@ -114,18 +93,31 @@ struct Pager::Impl final : StoreClient {
     // Access (pager_access.cpp)
     void start_load(const std::shared_ptr<Segment>& segment, Page& page, Access access);
     bool load_into(const std::shared_ptr<Segment>& segment, Page& page, Access access, const Frame& frame);
+    void zero_frame(Page& page);
     void ensure_mapped(const std::shared_ptr<Segment>& segment, std::size_t index, Access access);
     void wait_page(const Page& page, PageWord seen, StallCause cause);
     bool make_writable(Page& page, PageWord seen);
     bool map_page(Page& page, PageWord seen, Access access);
     void unmap_page(Page& page);
+    std::span<std::byte> mapped_range(const Page& page) const noexcept;
+    std::size_t room_for_pages();
     void check_fits(std::span<const PinRequest> requests);
     void start_missing(const PinRequest& request);
     std::span<std::byte> claim_page(const std::shared_ptr<Segment>& segment, std::size_t index, Patience patience,
                                     bool& is_pinned);
+    UpdateClaim claim_here(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, Patience patience);
+
+    // Updates in the tier below (pager_below.cpp)
+    std::optional<UpdateClaim> claim_below(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
+                                           Patience patience);
+    enum class SentDown : std::uint8_t { done, not_yet, is_held };
+    SentDown send_down(const std::shared_ptr<Segment>& segment, std::size_t index, Patience patience);
+    void start_update_below(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time);
+    void queue_update(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time);
     bool set_pending(Segment& segment, std::size_t index);
     bool resolve_pending(Segment& segment, std::size_t index, bool may_wait);
-    std::vector<std::shared_ptr<Segment>> members_of(Segment& segment);
+    std::vector<std::shared_ptr<Segment>> members_of(Segment& segment) override;
+    bool is_above(const Segment& segment, std::size_t index);
     void answer_fault(Page& page, bool is_write) noexcept;
     void serve_fault(Page& page);
 
@@ -153,13 +145,16 @@ struct Pager::Impl final : StoreClient {
     std::size_t spare_bytes();
     std::size_t most_reads_ahead(std::size_t page_bytes) const noexcept;
     void keep_room(std::size_t room_bytes, UsePosition keep_before);
+    void read_what_is_due();
     bool read_ahead(const std::shared_ptr<Segment>& segment, UsePosition use, UpdateTime time);
+    bool read_ahead_for_above(std::span<const std::shared_ptr<Segment>> updated, std::size_t index, UsePosition use);
     bool read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use);
     bool read_ahead_update(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use,
                            UpdateTime time);
     void kick_if_due() noexcept;
 
     // StoreClient (pager_transfer.cpp)
+    void note_transfer(const Page& page, IoDirection direction, std::int64_t begin_ns) override;
     void finish_read(const std::shared_ptr<Segment>& segment, Page& page) override;
     void finish_write(Page& page) override;
     void fail_read(Page& page, std::exception_ptr error) override;
@@ -170,9 +165,11 @@ struct Pager::Impl final : StoreClient {
     bool may_register(std::size_t size_bytes) override;
     void note_registered(std::size_t size_bytes) override;
     void look_ahead() override;
+    std::shared_ptr<const StallTotals> stall_totals() const override { return stalls; }
 
     Pager& owner;
     const PagerOptions& options;
+    Memory& memory;
 
     mutable std::mutex mutex;  // the pager's lock: arena, trace, queue, segments, roles, errors
     Arena arena;
@@ -187,9 +184,12 @@ struct Pager::Impl final : StoreClient {
     std::size_t registered_bytes = 0;
     std::uint64_t next_segment_id = 1;
 
+    OpenUses uses;
+
     std::shared_mutex pending_mutex;  // held shared while the callbacks run, so that they can be cleared safely
     ResolvePending resolve;
     PendingMembers members;
+    TierAbove above;  // its functions: the same
 
     std::atomic<std::uint32_t> progress{0};  // grows whenever memory or a page may have become available
     std::atomic<int> transients{0};          // claims, wanted or held, of threads that give up rather than wait
@@ -203,7 +203,8 @@ struct Pager::Impl final : StoreClient {
 
     UseLog use_log;
     Counter pins, misses, faults, evictions, clean_drops, prefetches;
-    Counter read_bytes[kSegmentKindCount], written_bytes[kSegmentKindCount], stalls[kStallCauseCount];
+    Counter read_bytes[kSegmentKindCount], written_bytes[kSegmentKindCount];
+    const std::shared_ptr<StallTotals> stalls = std::make_shared<StallTotals>();
     Counter own_updates;  // nanoseconds in which threads of the program applied deferred work
 
     std::unique_ptr<PageStore> store;
@@ -227,16 +228,14 @@ private:
 /// Private doors of the guards, for the pager's own files.
 struct PageAccess {
     static void hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count);
-    /// The page carries a pin of the claim.
     static void confirm(UpdateClaim& claim, std::optional<Pager::Impl::Transient> transient) noexcept;
-    static void add_to_claim(UpdateClaim& claim, std::shared_ptr<Segment> segment, Page& page,
-                             std::span<std::byte> bytes, bool is_pinned);
+    /// The page carries a pin of the claim.
+    static void add_here(UpdateClaim& claim, std::shared_ptr<Segment> segment, Page& page, std::span<std::byte> bytes,
+                         bool is_pinned);
+    /// The page is busy and has no frame.
+    static void add_below(UpdateClaim& claim, std::shared_ptr<Segment> segment, Page& page);
+    static void confirm_below(UpdateClaim& claim, UpdateClaim below);
 };
-
-/// The memory behind `bytes`: mapping and direct I/O know whole sectors only.
-inline std::span<std::byte> whole_sectors(std::span<std::byte> bytes) noexcept {
-    return {bytes.data(), round_up(bytes.size(), kSectorBytes)};
-}
 
 inline std::size_t kind_index(const Segment& segment) noexcept { return static_cast<std::size_t>(segment.kind()); }
 

@@ -4,7 +4,6 @@
 
 #include "base/log.h"
 #include "base/units.h"
-#include "device/address_space.h"
 #include "pager/pager_impl.h"
 
 namespace torch_offload {
@@ -45,6 +44,7 @@ template <typename Take, typename Available>
 auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available) {
     std::optional<MemoryWait> wait;
     while (true) {
+        close_passed_uses();
         const std::uint32_t seen = progress.load(std::memory_order_acquire);
         std::size_t available_bytes = 0;
         {
@@ -64,6 +64,7 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
         }
         if (!is_coming && moving_pages.load(std::memory_order_acquire) == 0 &&
             transients.load(std::memory_order_acquire) == 0 && progress.load(std::memory_order_acquire) == seen) {
+            if (wait_for_oldest_use()) continue;
             raise_out_of_memory(size_bytes);
         }
         if (!wait) wait.emplace(*this);
@@ -111,6 +112,7 @@ std::vector<Pager::Impl::Victim> Pager::Impl::choose_victims(std::size_t wanted_
         Segment& segment = *entry->segment;
         if (entry->rank.next_use < keep_before) break;
         ++entry;
+        if (segment.stays) continue;
         bool has_pages = false;
         for (std::size_t i = segment.page_count(); i-- > 0 && chosen_bytes < wanted_bytes;) {
             const PageWord word = segment.page(i).load();
@@ -128,6 +130,7 @@ std::vector<Pager::Impl::Victim> Pager::Impl::choose_victims(std::size_t wanted_
 
 /// Starts pages on their way out, at least `wanted_bytes` if there are as many; returns the bytes of those that went.
 std::size_t Pager::Impl::evict_for(std::size_t wanted_bytes, UsePosition keep_before) {
+    close_passed_uses();
     std::size_t evicted_bytes = 0;
     for (const Victim& victim : choose_victims(wanted_bytes, keep_before)) {
         const std::size_t size_bytes = victim.segment->frame_bytes(victim.segment->index_of(*victim.page));
@@ -190,7 +193,7 @@ void Pager::Impl::raise_out_of_memory(std::size_t wanted_bytes) {
     const ArenaUsage usage = arena.usage();
     throw OutOfTierMemory(concat(
         tier_name(), " memory tier: ", wanted_bytes, " more bytes do not fit the budget of ", usage.limit_bytes,
-        " bytes: ", usage.frame_bytes, " in pages that are pinned, ", usage.range_bytes,
+        " bytes: ", usage.frame_bytes, " in pages that have to stay, ", usage.range_bytes,
         " in activations and temporaries, ", usage.small_bytes, " in small allocations and ", usage.reserve_bytes,
         " kept for them, ", usage.available_bytes(), " available; raise ", budget_name(), ", or lower the batch size"));
 }

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <unordered_set>
 
+#include "base/log.h"
 #include "base/units.h"
 #include "pager/deadlines.h"
 #include "pager/pager_impl.h"
@@ -19,7 +20,8 @@ constexpr std::int64_t kKickEveryNs = 1'000'000;
 // A read begins so long before it has to: what the disk may stall, and what a computation may be faster than before.
 constexpr std::int64_t kMarginNs = 100'000'000;
 
-// Room for other memory is made so long before it is taken: what some writes need.
+// Room for other memory is made so long before it is taken, besides what its bytes take to leave: what some writes
+// need.
 constexpr std::int64_t kRoomAheadNs = 30'000'000;
 
 std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time_since_epoch().count(); }
@@ -51,10 +53,9 @@ void Pager::Impl::rank_all() {
     for (Segment* segment : all) rank(*segment);
 }
 
-/// A clock that stands still while the program waits for the pager.
+/// A clock that stands still while the program waits for this tier or the one above; the lock is held.
 std::int64_t Pager::Impl::busy_ns() const noexcept {
-    std::uint64_t stalled_ns = 0;
-    for (const Counter& stall : stalls) stalled_ns += stall.get();
+    const std::uint64_t stalled_ns = stalls->sum_ns() + (above.stalls ? above.stalls->sum_ns() : 0);
     return steady_ns() - static_cast<std::int64_t>(stalled_ns);
 }
 
@@ -71,13 +72,17 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
     std::size_t coming_other_bytes = other_bytes;
     for (std::size_t distance = 0; planned_bytes < window_bytes && seen.size() < kMaxAhead; ++distance) {
         const std::optional<UpcomingUse> use = trace.upcoming(distance);
-        if (!use) break;
+        // Before a weight is used in the following step, it is updated below: what came earlier would be worthless.
+        if (!use || (options.updates_below && trace.position_of(distance) >= trace.length())) break;
         const std::int64_t due_ns = use->after_ns - since_touch_ns;
-        if (due_ns < kRoomAheadNs) coming_other_bytes = std::max(coming_other_bytes, use->other_bytes);
+        const std::size_t growth_bytes = use->other_bytes - std::min(use->other_bytes, other_bytes);
+        const bool is_soon = due_ns < kRoomAheadNs + transfer_ns(growth_bytes, store->read_rate());
+        if (is_soon) coming_other_bytes = std::max(coming_other_bytes, use->other_bytes);
         if (!seen.insert(use->id).second) continue;
         std::shared_ptr<Segment> segment = use->id < roles.size() ? roles[use->id].lock() : nullptr;
         if (!segment) continue;
-        planned_bytes += segment->size_bytes() * (segment->has_pending() ? 4 : 1);  // weight, gradient, two moments
+        const bool is_updated_here = segment->has_pending() && !options.updates_below;
+        planned_bytes += segment->size_bytes() * (is_updated_here ? 4 : 1);  // weight, gradient, two moments
         outlook.segments.push_back({std::move(segment), trace.position_of(distance), due_ns, 0});
     }
     outlook.growth_bytes = coming_other_bytes - other_bytes;
@@ -86,16 +91,18 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
 
 /// Bytes that have to be read before the segment can be used, those on their way included.
 std::size_t Pager::Impl::missing_bytes(Segment& segment) {
-    const auto count = [](const Segment& member) {
+    const auto count = [this](const Segment& member) {
         std::size_t missing = 0;
         for (std::size_t i = 0; i < member.page_count(); ++i) {
-            const PageState state = member.page(i).load().state();
-            const bool is_missing = state == PageState::stored || state == PageState::loading;
+            const PageWord word = member.page(i).load();
+            const bool is_away = word.state() == PageState::stored || word.state() == PageState::loading;
+            const bool is_outdated = word.has(PageWord::kPending) && options.updates_below;
+            const bool is_missing = is_outdated || (is_away && !is_above(member, i));
             missing += is_missing ? member.frame_bytes(i) : 0;
         }
         return missing;
     };
-    if (!segment.has_pending()) return count(segment);
+    if (!segment.has_pending() || options.updates_below) return count(segment);
     std::size_t missing = 0;
     for (const std::shared_ptr<Segment>& member : members_of(segment)) missing += count(*member);
     return missing;
@@ -136,6 +143,14 @@ void Pager::Impl::keep_room(std::size_t room_bytes, UsePosition keep_before) {
 /// Reads what cannot wait any longer. What is read before it has to be takes the place of pages that could have been
 /// used meanwhile, so each byte read early is likely to move twice.
 void Pager::Impl::look_ahead() {
+    try {
+        read_what_is_due();
+    } catch (const std::exception& error) {  // not lost: the pin that needs it meets the same
+        OFFLOAD_LOG(info, "looking ahead failed: ", error.what());
+    }
+}
+
+void Pager::Impl::read_what_is_due() {
     const Transient transient(*this);
     Outlook outlook = upcoming_segments();
     find_slack(outlook.segments);
@@ -148,13 +163,35 @@ void Pager::Impl::look_ahead() {
     }
 }
 
+bool Pager::Impl::is_above(const Segment& segment, std::size_t index) {
+    const std::shared_lock lock(pending_mutex);
+    return above.has_page && above.has_page(segment, index);
+}
+
+/// Reads the pages of the index that deferred work in the tier above needs. False once memory or the queue is short.
+bool Pager::Impl::read_ahead_for_above(std::span<const std::shared_ptr<Segment>> updated, std::size_t index,
+                                       UsePosition use) {
+    for (const std::shared_ptr<Segment>& member : updated) {
+        const bool is_missing = member->page(index).load().state() == PageState::stored && !is_above(*member, index);
+        if (is_missing && !read_ahead_page(member, index, use)) return false;
+    }
+    return true;
+}
+
 /// False once memory or the queue is short.
 bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, UsePosition use, UpdateTime time) {
+    // The step that makes the states uses them once; from then on updates do, and they have them below.
+    if (options.updates_below && segment->kind() == SegmentKind::state) return true;
+    const bool has_work_above = segment->has_work_above.load(std::memory_order_relaxed);
+    const auto updated_above = has_work_above ? members_of(*segment) : std::vector<std::shared_ptr<Segment>>{};
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
+        if (!read_ahead_for_above(updated_above, i, use)) return false;
         const PageWord word = segment->page(i).load();
-        if (word.has(PageWord::kPending)) {
+        if (word.has(PageWord::kPending) && options.updates_below) {
+            start_update_below(segment, i, time);
+        } else if (word.has(PageWord::kPending)) {
             if (!read_ahead_update(segment, i, use, time)) return false;
-        } else if (word.is_absent() && !read_ahead_page(segment, i, use)) {
+        } else if (word.is_absent() && !is_above(*segment, i) && !read_ahead_page(segment, i, use)) {
             return false;
         }
     }
@@ -184,12 +221,17 @@ bool Pager::Impl::read_ahead_update(const std::shared_ptr<Segment>& segment, std
         if (word.is_absent() && !read_ahead_page(member, index, use)) return false;
         all_in_memory = all_in_memory && member->page(index).load().in_memory();
     }
+    if (all_in_memory) queue_update(segment, index, time);
+    return true;
+}
+
+/// Hands the deferred work on the page to the service thread, unless it has it.
+void Pager::Impl::queue_update(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time) {
     Page& page = segment->page(index);
     PageWord seen = page.load();
-    if (!all_in_memory || !seen.has(PageWord::kPending)) return true;
-    if (seen.has(PageWord::kUpdateQueued) && time != UpdateTime::at_once) return true;
+    if (!seen.has(PageWord::kPending)) return;
+    if (seen.has(PageWord::kUpdateQueued) && time != UpdateTime::at_once) return;
     if (page.change(seen, seen.with_flag(PageWord::kUpdateQueued))) service->push_update(segment, index, time);
-    return true;
 }
 
 void Pager::Impl::kick_if_due() noexcept {

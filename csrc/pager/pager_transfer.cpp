@@ -5,6 +5,16 @@
 
 namespace torch_offload {
 
+/// On the lane of whatever this pager's memory is filled from.
+void Pager::Impl::note_transfer(const Page& page, IoDirection direction, std::int64_t begin_ns) {
+    ActivityLog* const log = options.activity_log;
+    if (!log || !log->is_on()) return;
+    const bool is_read = direction == IoDirection::read;
+    const ActivityLane lane = is_of_device() ? (is_read ? ActivityLane::to_device : ActivityLane::to_host)
+                                             : (is_read ? ActivityLane::ssd_read : ActivityLane::ssd_write);
+    log->add({lane, begin_ns, activity_now_ns(), page.frame.slot.size(), page.segment->label});
+}
+
 void Pager::Impl::finish_read(const std::shared_ptr<Segment>& segment, Page& page) {
     read_bytes[kind_index(*segment)].add(page.frame.slot.size());
     page.enter(PageState::loaded);

@@ -5,9 +5,11 @@
 #include <cstring>
 #include <utility>
 
+#include "base/activity_log.h"
 #include "base/check.h"
 #include "base/log.h"
 #include "base/units.h"
+#include "pager/pager.h"
 #include "pager/stall_clock.h"
 
 namespace torch_offload {
@@ -16,9 +18,7 @@ namespace {
 constexpr std::chrono::milliseconds kIdleWait{200};
 constexpr std::size_t kReapBatch = 32;
 
-constexpr double kFirstReadRate = 1e9;             // bytes per second, until there is a measurement
-constexpr std::size_t kMeasuredBytes = 64 * kMiB;  // a measurement spans so many
-constexpr double kWeightOfLast = 0.5;              // of a new measurement in the running mean
+constexpr double kFirstReadRate = 1e9;  // bytes per second, until there is a measurement
 
 /// Distinguishes the scratch files of one process, so that a page of one is never taken for a page of another.
 std::uint64_t next_store_id() {
@@ -66,6 +66,10 @@ void SsdStore::forget(Segment& segment) noexcept {
 
 StoreStatistics SsdStore::statistics() const { return {file_.allocated_bytes(), file_.size_bytes(), engine_->name()}; }
 
+UpdateClaim SsdStore::claim_for_update(std::span<const std::shared_ptr<Segment>>, std::size_t, bool) {
+    throw LogicError("an update cannot be applied on the SSD");
+}
+
 void SsdStore::enqueue(IoDirection direction, std::shared_ptr<Segment> segment, Page& page) {
     auto transfer = std::make_unique<Transfer>();
     transfer->request.direction = direction;
@@ -112,21 +116,10 @@ void SsdStore::run() {
         }
         const auto now = std::chrono::steady_clock::now();
         arbiter_.note(finished_bytes, now - turn_start, load_before);
-        if (was_reading) note_reads(read_bytes, now - turn_start);
+        if (was_reading) read_rate_.note(read_bytes, now - turn_start);  // whatever else the disk did meanwhile
         turn_start = now;
         if (count > 0) kicked_.store(true, std::memory_order_release);
     }
-}
-
-/// Time counts while reads are under way, whatever else the disk does meanwhile.
-void SsdStore::note_reads(std::size_t read_bytes, std::chrono::nanoseconds elapsed) {
-    measured_bytes_ += read_bytes;
-    measured_time_ += elapsed;
-    if (measured_bytes_ < kMeasuredBytes) return;
-    const double rate = static_cast<double>(measured_bytes_) / std::chrono::duration<double>(measured_time_).count();
-    read_rate_.store(kWeightOfLast * rate + (1 - kWeightOfLast) * read_rate(), std::memory_order_relaxed);
-    measured_bytes_ = 0;
-    measured_time_ = {};
 }
 
 void SsdStore::take_queue() {
@@ -150,6 +143,7 @@ void SsdStore::submit_ready() {
             in_flight_.fetch_sub(1, std::memory_order_relaxed);
             continue;
         }
+        if (transfer.begin_ns == 0) transfer.begin_ns = activity_now_ns();
         IoRequest* request = &transfer.request;
         if (engine_->submit({&request, 1}) == 0) return;  // full: the rest waits for completions
         static_cast<void>(ready.front().release());       // the engine's until reaped; context leads back to it
@@ -227,6 +221,7 @@ void SsdStore::settle_finished(std::unique_ptr<Transfer> transfer) {
     in_flight_.fetch_sub(1, std::memory_order_relaxed);
     const int error = transfer->request.error;
     if (error == 0) {
+        client_->note_transfer(*transfer->page, IoDirection::write, transfer->begin_ns);
         client_->finish_write(*transfer->page);
     } else {
         client_->fail_write(*transfer->page, write_error(*transfer->page, std::strerror(error), error));
@@ -248,6 +243,7 @@ void SsdStore::settle_read(std::unique_ptr<Transfer> transfer) {
     if (error != 0 || (transfer->is_second_read && !frame_matches(page))) {
         client_->fail_read(page, read_error(page, error));
     } else {
+        client_->note_transfer(page, IoDirection::read, transfer->begin_ns);
         client_->finish_read(transfer->segment, page);
     }
 }

@@ -13,6 +13,7 @@
 
 #include "pager/io_arbiter.h"
 #include "pager/page_store.h"
+#include "pager/rate_meter.h"
 #include "storage/checksum.h"
 #include "storage/io_engine.h"
 #include "storage/striped_file.h"
@@ -24,6 +25,7 @@ struct Transfer {
     IoRequest request;
     std::shared_ptr<Segment> segment;
     Page* page = nullptr;
+    std::int64_t begin_ns = 0;    // when it was first submitted
     bool is_second_read = false;  // after a checksum mismatch
 };
 
@@ -45,8 +47,11 @@ public:
 
     std::size_t reads_in_flight() const noexcept override { return reads_in_flight_.load(std::memory_order_relaxed); }
     std::size_t capacity() const noexcept override { return engine_->capacity(); }
-    double read_rate() const noexcept override { return read_rate_.load(std::memory_order_relaxed); }
+    double read_rate() const noexcept override { return read_rate_.rate(); }
     StoreStatistics statistics() const override;
+    UpdateClaim claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
+                                 bool may_wait) override;
+    bool has_in_memory(std::span<const std::shared_ptr<Segment>>, std::size_t) override { return false; }
 
 private:
     void enqueue(IoDirection direction, std::shared_ptr<Segment> segment, Page& page);
@@ -57,7 +62,6 @@ private:
     std::size_t in_flight() const noexcept { return in_flight_.load(std::memory_order_relaxed); }
     bool prepare(Transfer& transfer);
     void prepare_write(Page& page);
-    void note_reads(std::size_t read_bytes, std::chrono::nanoseconds elapsed);
     void settle_finished(std::unique_ptr<Transfer> transfer);
     void settle_read(std::unique_ptr<Transfer> transfer);
     PageIdentity identity_of(const Page& page) const;
@@ -78,9 +82,7 @@ private:
     std::size_t submitted_ = 0;                           // its thread only
     std::atomic<std::size_t> in_flight_{0};               // queued, ready or submitted
     std::atomic<std::size_t> reads_in_flight_{0};
-    std::size_t measured_bytes_ = 0;  // of the measurement of the read rate under way; its thread only
-    std::chrono::nanoseconds measured_time_{0};
-    std::atomic<double> read_rate_;
+    RateMeter read_rate_;
     std::atomic<bool> kicked_{false};
     std::atomic<bool> stopping_{false};
     std::thread thread_;

@@ -7,10 +7,14 @@ namespace {
 [[gnu::tls_model("initial-exec")]] thread_local StallClock* innermost = nullptr;
 [[gnu::tls_model("initial-exec")]] thread_local bool is_ignored = false;
 
+std::int64_t nanoseconds(std::chrono::steady_clock::time_point time) noexcept {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
 }  // namespace
 
-StallClock::StallClock(Counter& total) noexcept
-    : total_(total), outer_(innermost), since_(std::chrono::steady_clock::now()) {
+StallClock::StallClock(Counter& total, ActivityLog* log, ActivityLane lane) noexcept
+    : total_(total), log_(log), lane_(lane), outer_(innermost), since_(std::chrono::steady_clock::now()) {
     if (outer_) outer_->pause(since_);
     innermost = this;
 }
@@ -24,7 +28,10 @@ StallClock::~StallClock() {
 
 void StallClock::pause(Time now) noexcept {
     if (is_ignored) return;
-    total_.add(static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now - since_).count()));
+    const std::int64_t begin_ns = nanoseconds(since_);
+    const std::int64_t end_ns = nanoseconds(now);
+    total_.add(static_cast<std::uint64_t>(end_ns - begin_ns));
+    if (log_ && log_->is_on()) log_->add({lane_, begin_ns, end_ns});
 }
 
 void StallClock::ignore_this_thread() noexcept { is_ignored = true; }

@@ -1,8 +1,11 @@
 #include "pager/tier_store.h"
 
+#include <algorithm>
+#include <chrono>
 #include <optional>
 #include <utility>
 
+#include "base/activity_log.h"
 #include "base/check.h"
 #include "base/units.h"
 #include "pager/stall_clock.h"
@@ -16,13 +19,12 @@ constexpr std::size_t kCapacity = 16;
 // What the lanes pin at once, and as much to come and go.
 constexpr std::size_t kLeastPagesBelow = 2 * kLinkDirectionCount * kCopiesUnderWay;
 constexpr std::size_t kWidestElementBytes = 4;
-constexpr double kFirstReadRate = 4e9;             // bytes per second, until there is a measurement
-constexpr std::size_t kMeasuredBytes = 64 * kMiB;  // a measurement spans so many
-constexpr double kWeightOfLast = 0.5;              // of a new measurement in the running mean
+constexpr double kFirstReadRate = 4e9;  // bytes per second, until there is a measurement
 
 }  // namespace
 
-TierStore::TierStore(Pager& below, Device& device) : below_(below), device_(device), read_rate_(kFirstReadRate) {
+TierStore::TierStore(Pager& below, Device& device, bool activations_stay)
+    : below_(below), device_(device), activations_stay_(activations_stay), read_rate_(kFirstReadRate) {
     const std::size_t least_bytes = kLeastPagesBelow * below.options().page_elements * kWidestElementBytes;
     OFFLOAD_CHECK(below.options().budget_bytes >= least_bytes, InvalidArgument, "host memory tier: a budget of ",
                   below.options().budget_bytes, " bytes is too small to feed a device, which takes ", least_bytes,
@@ -33,12 +35,16 @@ TierStore::~TierStore() { stop(); }
 
 void TierStore::start(StoreClient& client) {
     client_ = &client;
+    below_.set_tier_above(
+        {client.stall_totals(), [this](Segment& counterpart) { return members_below(counterpart); },
+         [this](const Segment& counterpart, std::size_t index) { return has_page_above(counterpart, index); }});
     for (Lane* lane : {&to_device_, &to_host_}) lane->thread = std::thread([this, lane] { run(*lane); });
     planner_ = std::thread([this] { look_ahead_when_kicked(); });
 }
 
 void TierStore::stop() {
     if (!planner_.joinable()) return;
+    below_.set_tier_above({});  // waits for calls under way
     stopping_.store(true, std::memory_order_release);
     kick();
     planner_.join();  // first: it makes transfers
@@ -52,7 +58,13 @@ void TierStore::stop() {
     }
 }
 
-void TierStore::read(std::shared_ptr<Segment> segment, Page& page) { enqueue(to_device_, std::move(segment), page); }
+/// The page below begins to come as well: the lane may have others to wait for before it asks.
+void TierStore::read(std::shared_ptr<Segment> segment, Page& page) {
+    if (const std::shared_ptr<Segment> counterpart = find_counterpart(*segment)) {
+        below_.prefetch_page(counterpart, segment->index_of(page));
+    }
+    enqueue(to_device_, std::move(segment), page);
+}
 
 void TierStore::write(std::shared_ptr<Segment> segment, Page& page) { enqueue(to_host_, std::move(segment), page); }
 
@@ -60,18 +72,13 @@ void TierStore::enqueue(Lane& lane, std::shared_ptr<Segment> segment, Page& page
     lane.in_flight.fetch_add(1);
     {
         const std::lock_guard lock(lane.mutex);
-        lane.waiting.push_back({std::move(segment), &page, PinGuard(), nullptr});
+        lane.waiting.push_back({std::move(segment), &page, PinGuard(), nullptr, 0});
     }
     lane.changed.notify_one();
 }
 
 void TierStore::evict(Segment& segment) {
-    std::shared_ptr<Segment> counterpart;
-    {
-        const std::lock_guard lock(mutex_);
-        if (const auto found = counterparts_.find(&segment); found != counterparts_.end()) counterpart = found->second;
-    }
-    if (counterpart) below_.evict(counterpart);
+    if (const std::shared_ptr<Segment> counterpart = find_counterpart(segment)) below_.evict(counterpart);
 }
 
 void TierStore::forget(Segment& segment) noexcept {
@@ -81,6 +88,7 @@ void TierStore::forget(Segment& segment) noexcept {
     if (found == counterparts_.end()) return;
     counterpart = std::move(found->second);
     counterparts_.erase(found);
+    above_.erase(counterpart.get());
 }
 
 void TierStore::kick() noexcept {
@@ -94,6 +102,25 @@ StoreStatistics TierStore::statistics() const {
     StoreStatistics statistics;
     statistics.engine = device_.name();
     return statistics;
+}
+
+// --- Updates ------------------------------------------------------------------------------------------------------
+
+UpdateClaim TierStore::claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
+                                        bool may_wait) {
+    std::vector<std::shared_ptr<Segment>> counterparts;
+    for (const std::shared_ptr<Segment>& segment : segments) {
+        counterparts.push_back(counterpart_of(segment));
+    }
+    return below_.claim_for_update(counterparts, index, may_wait);
+}
+
+bool TierStore::has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) {
+    for (const std::shared_ptr<Segment>& segment : segments) {
+        const std::shared_ptr<Segment> counterpart = find_counterpart(*segment);
+        if (counterpart && counterpart->page(index).load().state() == PageState::stored) return false;
+    }
+    return true;
 }
 
 // --- Threads ------------------------------------------------------------------------------------------------------
@@ -140,11 +167,12 @@ bool TierStore::begin(Lane& lane, Stream& stream, Transfer& transfer) {
     Page& page = *transfer.page;
     const bool is_read = lane.direction == LinkDirection::to_device;
     try {
-        const std::shared_ptr<Segment> counterpart = counterpart_of(*transfer.segment);
+        const std::shared_ptr<Segment> counterpart = counterpart_of(transfer.segment);
         const std::size_t index = transfer.segment->index_of(page);
         transfer.below = pin_below(counterpart, index, is_read ? Access::read : Access::overwrite);
         const std::span<std::byte> there = counterpart->page_range(index);
         const std::span<std::byte> here = page.frame.slot.first(there.size());
+        transfer.begin_ns = activity_now_ns();
         if (is_read) {
             stream.copy(here, there);
         } else {
@@ -179,9 +207,11 @@ void TierStore::finish(Lane& lane, Transfer transfer) {
     transfer.below = PinGuard();
     lane.in_flight.fetch_sub(1);
     if (lane.direction == LinkDirection::to_device) {
-        note_read(page.frame.slot.size());
+        note_read(transfer, activity_now_ns());
+        client_->note_transfer(page, IoDirection::read, transfer.begin_ns);
         client_->finish_read(transfer.segment, page);
     } else {
+        client_->note_transfer(page, IoDirection::write, transfer.begin_ns);
         client_->finish_write(page);
     }
     kick();
@@ -198,34 +228,68 @@ PinGuard TierStore::pin_below(const std::shared_ptr<Segment>& counterpart, std::
     return below_.pin_pages(counterpart, index, 1, access);
 }
 
-/// Made by the first page that leaves; in the trace below it has the role that it has above.
-std::shared_ptr<Segment> TierStore::counterpart_of(Segment& segment) {
-    {
-        const std::lock_guard lock(mutex_);
-        if (const auto found = counterparts_.find(&segment); found != counterparts_.end()) return found->second;
-    }
-    const std::size_t element_bytes = segment.page_bytes() / below_.options().page_elements;
-    std::shared_ptr<Segment> made = below_.create_segment(segment.size_bytes(), element_bytes, segment.kind());
-    made->label = segment.label;
+std::shared_ptr<Segment> TierStore::find_counterpart(const Segment& segment) const {
     const std::lock_guard lock(mutex_);
-    if (segment.trace_id != kNoTrace) {
-        for (; traced_ <= segment.trace_id; ++traced_) below_.new_trace_id();
-        made->trace_id = segment.trace_id;
-    }
-    return counterparts_.emplace(&segment, std::move(made)).first->second;
+    const auto found = counterparts_.find(&segment);
+    return found == counterparts_.end() ? nullptr : found->second;
 }
 
-void TierStore::note_read(std::size_t size_bytes) {
-    const auto now = std::chrono::steady_clock::now();
-    if (measured_bytes_ == 0) measured_since_ = now;
-    measured_bytes_ += size_bytes;
-    if (reads_in_flight() > 0 && measured_bytes_ < kMeasuredBytes) return;
-    const double seconds = std::chrono::duration<double>(now - measured_since_).count();
-    if (measured_bytes_ >= kMeasuredBytes / 4 && seconds > 0) {
-        const double rate = static_cast<double>(measured_bytes_) / seconds;
-        read_rate_.store(kWeightOfLast * rate + (1 - kWeightOfLast) * read_rate(), std::memory_order_relaxed);
+/// Made by the first page that leaves; in the prediction below it has the role that it has above.
+std::shared_ptr<Segment> TierStore::counterpart_of(const std::shared_ptr<Segment>& segment) {
+    if (std::shared_ptr<Segment> known = find_counterpart(*segment)) return known;
+    const std::size_t element_bytes = segment->page_bytes() / below_.options().page_elements;
+    std::shared_ptr<Segment> made = below_.create_segment(segment->size_bytes(), element_bytes, segment->kind());
+    made->label = segment->label;
+    made->stays = activations_stay_ && segment->kind() == SegmentKind::activation;
+    made->anchor_id = segment->anchor_id.load();
+    below_.set_role(made, segment->trace_id, segment->has_pending());  // before others can find it
+    const std::lock_guard lock(mutex_);
+    const auto [place, is_new] = counterparts_.try_emplace(segment.get(), made);
+    if (is_new) above_[made.get()] = segment;
+    return place->second;
+}
+
+std::shared_ptr<Segment> TierStore::above_of(const Segment& counterpart) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = above_.find(&counterpart);
+    return found == above_.end() ? nullptr : found->second.lock();
+}
+
+std::vector<std::shared_ptr<Segment>> TierStore::members_below(const Segment& counterpart) {
+    std::vector<std::shared_ptr<Segment>> members;
+    const std::shared_ptr<Segment> above = above_of(counterpart);
+    if (!above) return members;
+    for (const std::shared_ptr<Segment>& member : client_->members_of(*above)) {
+        if (std::shared_ptr<Segment> found = find_counterpart(*member)) members.push_back(std::move(found));
     }
-    measured_bytes_ = 0;
+    return members;
+}
+
+bool TierStore::has_page_above(const Segment& counterpart, std::size_t index) const {
+    const std::shared_ptr<Segment> above = above_of(counterpart);
+    return above && Pager::in_memory(*above, index);
+}
+
+void TierStore::note_pending(Segment& segment) {
+    if (const std::shared_ptr<Segment> counterpart = find_counterpart(segment)) {
+        counterpart->has_work_above.store(segment.has_pending(), std::memory_order_relaxed);
+        below_.set_anchor(*counterpart, segment.anchor_id);  // it is used at another time now
+    }
+}
+
+bool TierStore::copy_out(const Segment& segment, std::size_t index, std::span<std::byte> target) {
+    const std::shared_ptr<Segment> counterpart = find_counterpart(segment);
+    if (!counterpart) return false;
+    const PinGuard guard = pin_below(counterpart, index, Access::read);
+    std::ranges::copy(counterpart->page_range(index).first(target.size()), target.begin());
+    return true;
+}
+
+/// Time counts from when the copy was queued, or from the end of the one before it.
+void TierStore::note_read(const Transfer& transfer, std::int64_t now_ns) {
+    const std::int64_t since_ns = std::max(transfer.begin_ns, last_read_ns_);
+    read_rate_.note(transfer.page->frame.slot.size(), std::chrono::nanoseconds(now_ns - since_ns));
+    last_read_ns_ = now_ns;
 }
 
 }  // namespace torch_offload

@@ -18,6 +18,7 @@
 #include "device/stream.h"
 #include "pager/page_store.h"
 #include "pager/pager.h"
+#include "pager/rate_meter.h"
 
 namespace torch_offload {
 
@@ -31,7 +32,8 @@ class TierStore final : public PageStore {
 public:
     /// Pre: `below` has pages of as many elements as the pager above.
     /// Throws: InvalidArgument if its budget is too small to feed a device.
-    TierStore(Pager& below, Device& device);
+    /// `activations_stay`: those that come down are not sent further.
+    TierStore(Pager& below, Device& device, bool activations_stay = false);
     ~TierStore() override;
 
     void start(StoreClient& client) override;
@@ -44,8 +46,15 @@ public:
 
     std::size_t reads_in_flight() const noexcept override { return to_device_.in_flight.load(); }
     std::size_t capacity() const noexcept override;
-    double read_rate() const noexcept override { return read_rate_.load(std::memory_order_relaxed); }
+    double read_rate() const noexcept override { return read_rate_.rate(); }
     StoreStatistics statistics() const override;
+    UpdateClaim claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
+                                 bool may_wait) override;
+    bool has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) override;
+    void note_use(TraceId role) override { below_.follow(role); }
+    void note_step_end() override { below_.end_step(); }
+    void note_pending(Segment& segment) override;
+    bool copy_out(const Segment& segment, std::size_t index, std::span<std::byte> target) override;
 
 private:
     struct Transfer {
@@ -53,6 +62,7 @@ private:
         Page* page = nullptr;
         PinGuard below;  // of its counterpart, until the copy has passed
         std::shared_ptr<const Event> copied;
+        std::int64_t begin_ns = 0;  // when the copy was queued
     };
     /// Transfers of one direction, and the thread that carries them out in order.
     struct Lane {
@@ -73,22 +83,26 @@ private:
     void finish(Lane& lane, Transfer transfer);
     void look_ahead_when_kicked();
     PinGuard pin_below(const std::shared_ptr<Segment>& counterpart, std::size_t index, Access access);
-    std::shared_ptr<Segment> counterpart_of(Segment& segment);
-    void note_read(std::size_t size_bytes);
+    std::shared_ptr<Segment> find_counterpart(const Segment& segment) const;
+    std::shared_ptr<Segment> counterpart_of(const std::shared_ptr<Segment>& segment);
+    std::shared_ptr<Segment> above_of(const Segment& counterpart) const;
+    std::vector<std::shared_ptr<Segment>> members_below(const Segment& counterpart);
+    bool has_page_above(const Segment& counterpart, std::size_t index) const;
+    void note_read(const Transfer& transfer, std::int64_t now_ns);
 
     Pager& below_;
     Device& device_;
+    const bool activations_stay_;
     StoreClient* client_ = nullptr;  // from start() on
     Lane to_device_{LinkDirection::to_device};
     Lane to_host_{LinkDirection::to_host};
 
     mutable std::mutex mutex_;  // guards the next two; never held while a pager is called that may wait
     std::unordered_map<const Segment*, std::shared_ptr<Segment>> counterparts_;
-    TraceId traced_ = 0;  // roles that the pager below knows
+    std::unordered_map<const Segment*, std::weak_ptr<Segment>> above_;  // by counterpart
 
-    std::atomic<double> read_rate_;
-    std::size_t measured_bytes_ = 0;  // thread of reads only, like the next
-    std::chrono::steady_clock::time_point measured_since_;
+    RateMeter read_rate_;
+    std::int64_t last_read_ns_ = 0;  // when it had come; thread of reads only
 
     std::atomic<std::uint32_t> kicks_{0};
     std::atomic<bool> stopping_{false};

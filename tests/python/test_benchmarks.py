@@ -85,3 +85,12 @@ def test_train_step_compares_equal_work(scratch):
         least = quarter["traffic"]["least_read_bytes"] + quarter["traffic"]["least_written_bytes"]
         assert 0.5 < moved / least < 2
         assert row["variants"]["plain"]["final"]["weights_sha256"] == quarter["final"]["weights_sha256"]
+
+
+def test_three_tiers_computes_what_plain_torch_does(scratch):
+    """Bytes crossed every link, within both budgets, and a plan was made."""
+    result = smoke("three_tiers", scratch)
+    (point,) = result["points"]
+    assert all(point["busy_share"][name]["min"] > 0 for name in ("compute", "to device", "to host", "ssd"))
+    assert point["prediction"]["predicted_seconds"] > 0
+    assert len(result["bars"]) == 3

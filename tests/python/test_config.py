@@ -71,7 +71,7 @@ def test_sizes_are_written_in_the_largest_unit(size, text):
         (
             {"zzz": 1},
             "there are: ram, ssd, stripe_over, min_paged_bytes, page_elements, queue_depth, io_engine, report, live, "
-            "device, device_kind, activations",
+            "device, device_kind, device_unpaged, activations, update_on, emulated_link, emulated_ssd, trace",
         ),
         ({"ram": 0}, "ram: Input should be greater than 0, got 0"),
         ({"ram": -1}, "ram: a size cannot be negative, got -1"),
@@ -82,8 +82,9 @@ def test_sizes_are_written_in_the_largest_unit(size, text):
         ({"queue_depth": "8"}, "queue_depth: Input should be a valid integer, got '8'"),
         ({"io_engine": "aio"}, "io_engine: Input should be 'auto', 'uring_fixed', 'uring' or 'threads', got 'aio'"),
         ({"device": "cuda"}, "device: cannot read 'cuda' as a size"),
-        ({"device_kind": "tpu"}, "device_kind: Input should be 'emulated', got 'tpu'"),
+        ({"device_kind": "tpu"}, "device_kind: Input should be 'cuda' or 'emulated', got 'tpu'"),
         ({"ssd": 7}, "ssd: Input is not a valid path"),
+        ({"trace": 7}, "trace.bool: Input should be a valid boolean, got 7"),
     ],
 )
 def test_bad_settings_are_config_errors(settings, message):

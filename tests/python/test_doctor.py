@@ -110,6 +110,24 @@ def test_processor(tmp_path):
         assert machine.processor_finding(root=root).state is state
 
 
+@pytest.mark.parametrize(
+    ("architectures", "found", "state", "text"),
+    [
+        ((), None, State.ok, "built without CUDA; no GPU found"),
+        ((), (9, 0), State.warning, "there is a GPU (sm_90)"),
+        (("8.0", "9.0"), None, State.ok, "built for sm_80, sm_90; no GPU found"),
+        (("8.0", "9.0"), (8, 9), State.ok, "this GPU is sm_89"),
+        (("8.9", "9.0"), (8, 6), State.problem, "not for this GPU, sm_86"),
+        (("9.0", "12.0+PTX"), (13, 0), State.ok, "sm_130"),
+        (("9.0", "12.0+PTX"), (10, 0), State.problem, "sm_100"),
+    ],
+)
+def test_cuda_kernels(architectures, found, state, text):
+    finding = machine.cuda_finding(architectures=architectures, capability_of=lambda: found)
+    assert (finding.state, text in finding.what) == (state, True), finding
+    assert bool(finding.remedy) == (state is not State.ok)
+
+
 def test_the_versions_called_tested_are_those_the_tests_run_with():
     """Method: the pins of the test environment."""
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)$", (ROOT / "requirements/test.txt").read_text(), flags=re.MULTILINE))

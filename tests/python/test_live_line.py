@@ -11,7 +11,7 @@ import textwrap
 from fcntl import ioctl
 
 import pytest
-from support.figures import statistics
+from support.figures import device_statistics, statistics
 
 from torch_offload import live_line
 from torch_offload.timeline import Sample
@@ -132,6 +132,25 @@ def test_the_figures():
     assert live_line.parts_of(small, budget_bytes=2**29)[-1] == "memory 1024/512 MiB"
     slow = [sample(0.0, steps=1), sample(40.0, steps=2)]
     assert live_line.parts_of(slow, budget_bytes=2**30)[0] == "40.0 s/step"
+
+
+def test_a_device_is_shown_before_memory():
+    """What went over the link lately, each way, and what of the device is in use."""
+    samples = [
+        Sample.from_statistics(
+            statistics(used=2**30) | {"device": device_statistics(to_device=moved, to_host=moved // 4, used=2**29)},
+            seconds=seconds,
+            steps=1,
+            tokens=0,
+            is_step_end=False,
+        )
+        for seconds, moved in ((0.0, 0), (2.0, 8 * 10**9))
+    ]
+    assert live_line.parts_of(samples, budget_bytes=3 * 2**30, device_budget_bytes=2**30)[-3:] == [
+        "to/from device 4.00/1.00 GB/s",
+        "device 0.5/1.0 GiB",
+        "memory 1.0/3.0 GiB",
+    ]
 
 
 @pytest.mark.parametrize("width", [200, 80, 45, 30, 10, 1])

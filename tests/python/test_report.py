@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.confined import command_line
-from support.figures import statistics
+from support.figures import device_statistics, statistics
 from support.models import tiny_model
 from torch import nn
 
@@ -25,13 +25,15 @@ from torch_offload.limits import binding_limit, wear_of
 from torch_offload.timeline import Sample, Timeline, between
 
 
-def recorded(*, steps, seconds=2.0, read=3, written=5, stall=0.5, cause="read"):
+def recorded(*, steps, seconds=2.0, read=3, written=5, stall=0.5, cause="read", on_device=False):
     """A run of even steps on a clock that stands still in between."""
     state = {"steps": 0}
 
     def totals():
         done = state["steps"]
-        return statistics(read=read * done, written=written * done, stalls={cause: stall * done}, used=done)
+        totals = statistics(read=read * done, written=written * done, stalls={cause: stall * done}, used=done)
+        moved = device_statistics(to_device=7 * done, to_host=2 * done, used=done)
+        return totals | {"device": moved} if on_device else totals
 
     recorder = history.Recorder(totals, clock=lambda: seconds * state["steps"])
     for _ in range(steps):
@@ -257,6 +259,28 @@ def test_the_page_needs_nothing_else(tmp_path):
     for expected in ("The last steps", "Step by step", "Memory over time", "Bytes by kind", "SSD wear", "75 % of the"):
         assert expected in text
     assert "days that a drive rated for 600 TB lasts" in text
+
+
+def test_the_page_knows_a_device(tmp_path):
+    """Peak, bytes per step each way, charts; nothing of it without one."""
+    content = statistics(used=7) | {"device": device_statistics(to_device=5 * 10**9, to_host=2 * 10**9, used=7)}
+    report = Report.from_statistics(content, timeline=recorded(steps=30, on_device=True))
+    step = report.timeline.steps()[0]
+    assert (step.to_device_bytes, step.to_host_bytes) == (7, 2)
+    report.write_json(tmp_path / "r.json")
+    assert Report.read_json(tmp_path / "r.json") == report
+    report.write_html(tmp_path / "r.html")
+    report_of(steps=30).write_html(tmp_path / "plain.html")
+    shown, plain = (" ".join(Page((tmp_path / name).read_text()).text) for name in ("r.html", "plain.html"))
+    for expected in (
+        "of the device",
+        "to the device per step",
+        "The device's memory over time",
+        "Bytes between device and host by kind",
+        "from the host to the device 4.657 GiB",
+    ):
+        assert expected in re.sub(r"\s+", " ", shown)
+    assert "device" not in plain
 
 
 def test_a_page_without_steps_says_how_to_record_them(tmp_path):

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT_SUFFIXES = {".h", ".cpp", ".cu", ".py", ".pyi", ".md", ".toml", ".txt", ".sh", ".json"}
+TEXT_SUFFIXES = {".h", ".cuh", ".cpp", ".cu", ".py", ".pyi", ".md", ".toml", ".txt", ".sh", ".json"}
+HEADERS = (".h", ".cuh")
 IMAGE_SUFFIXES = {".png", ".svg"}
 TEXT_NAMES = {"Makefile", "CMakeLists.txt", "LICENSE", "run"}
 
@@ -45,7 +46,7 @@ def select(tree: Tree, *folders: str, suffixes: tuple[str, ...]) -> Tree:
 
 
 def cpp_files(tree: Tree, *folders: str) -> Tree:
-    return select(tree, *(folders or ("csrc/",)), suffixes=(".h", ".cpp", ".cu"))
+    return select(tree, *(folders or ("csrc/",)), suffixes=(*HEADERS, ".cpp", ".cu"))
 
 
 def includes(text: str) -> list[tuple[int, str, bool]]:

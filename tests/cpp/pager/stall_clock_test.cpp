@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <thread>
+#include <vector>
 
 namespace torch_offload::test {
 namespace {
@@ -33,6 +34,28 @@ TEST(StallClock, InnerTimeIsNotCountedTwice) {
     EXPECT_GE(inner.get(), static_cast<std::uint64_t>(kSpentNs));
     EXPECT_GE(outer.get(), static_cast<std::uint64_t>(2 * kSpentNs));
     EXPECT_LE(outer.get() + inner.get(), total_ns);
+}
+
+// What is counted is said to the log, piece by piece. Method: a clock inside a clock; pieces add up to the totals and
+// follow each other.
+TEST(StallClock, LogHoldsWhatIsCounted) {
+    ActivityLog log;
+    log.start(8);
+    Counter outer, inner;
+    {
+        const StallClock outer_clock(outer, &log, ActivityLane::stall_update);
+        spend(kSpentNs);
+        const StallClock inner_clock(inner, &log, ActivityLane::stall_read);
+        spend(kSpentNs);
+    }
+    const std::vector<Activity> pieces = log.copy().activities;
+    ASSERT_EQ(pieces.size(), 3u);
+    EXPECT_EQ(pieces[1].lane, ActivityLane::stall_read);
+    EXPECT_EQ(static_cast<std::uint64_t>(pieces[1].end_ns - pieces[1].begin_ns), inner.get());
+    EXPECT_EQ(static_cast<std::uint64_t>(pieces[0].end_ns - pieces[0].begin_ns + pieces[2].end_ns - pieces[2].begin_ns),
+              outer.get());
+    EXPECT_EQ(pieces[0].end_ns, pieces[1].begin_ns);
+    EXPECT_EQ(pieces[1].end_ns, pieces[2].begin_ns);
 }
 
 // Threads of the engine wait for their own reasons. Method: a thread that is ignored runs a clock.

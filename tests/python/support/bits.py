@@ -16,7 +16,7 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def digest(tensor: torch.Tensor) -> str:
     """Hash dtype, shape and bytes."""
     header = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-    return hashlib.sha256(header + raw_bytes(tensor).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(header + raw_bytes(tensor).cpu().numpy().tobytes()).hexdigest()
 
 
 def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -3,6 +3,16 @@
 from typing import Any
 
 
+def device_statistics(*, to_device: int = 0, to_host: int = 0, used: int = 0) -> dict[str, Any]:
+    """What the engine would say of a device."""
+    return {
+        "name": "emulated",
+        "memory": statistics(used=used)["memory"],
+        "to_device_bytes": {"parameter": to_device, "state": 0},
+        "to_host_bytes": {"parameter": to_host, "state": 0},
+    }
+
+
 def statistics(
     *, read: int = 0, written: int = 0, stalls: dict[str, float] | None = None, used: int = 0
 ) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,12 @@ from support.models import VOCABULARY, state_bytes, tiny_model
 STEPS = 8
 ROWS = 2
 TOKENS = 8
+LONG_ROWS = 4
+LONG_TOKENS = 64  # with the rows enough that a layer's activations are several pages
 BUDGET_SHARE = 0.30
 HOST_SHARE = 0.35
+STAYING_SHARE = 0.75  # of what a forward saves: more than leaves the device
+ACTIVATION_SHARE = 0.35  # of what a forward saves: what one layer and the loss need at once
 PAGE_ELEMENTS = 4096
 
 COLUMNS = {
@@ -69,6 +73,34 @@ class Case:
         return 1 if self.optimizer in ("sgd", "fusedsgd") else 2
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where a paged run keeps what."""
+
+    device: bool = False
+    activations: str = "keep"
+    update_on: str = "auto"
+    trace: bool = False
+    kind: str = "emulated"  # of the device
+
+    @property
+    def name(self) -> str:
+        return f"activations-{self.activations}-update-{self.update_on}"
+
+    @property
+    def place(self) -> str:
+        """Where tensors are."""
+        return self.kind if self.device and self.kind == "cuda" else "cpu"
+
+    @property
+    def rows(self) -> int:
+        return ROWS if self.activations == "keep" else LONG_ROWS
+
+    @property
+    def tokens(self) -> int:
+        return TOKENS if self.activations == "keep" else LONG_TOKENS
+
+
 @dataclass
 class Outcome:
     """What a run leaves behind. Equal outcomes are equal in every bit."""
@@ -77,13 +109,15 @@ class Outcome:
     digests: dict[str, str] = field(default_factory=dict)
 
 
-def make_model(case: Case) -> torch.nn.Module:
+def make_model(case: Case, placement: Placement = Placement()) -> torch.nn.Module:
     dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
     # Frozen weights have no gradient and no moments: a wider model, so that a share of its state is more than what one
     # operation needs at once.
     is_lora = case.tuning == "lora"
-    hidden = 256 if is_lora else 128
+    hidden = 384 if is_lora else 128
     model = tiny_model(case.model, tied=case.head == "tied", dtype=dtype, lora=is_lora, hidden=hidden)
+    if placement.place != "cpu":
+        model.config._attn_implementation = "eager"  # the fake GPU has none of the fused kernels
     if case.checkpointing != "stored":
         if case.tuning == "lora":
             model.enable_input_require_grads()
@@ -104,20 +138,23 @@ def make_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(weights, lr=1e-3, weight_decay=0.01, **choice)
 
 
-def make_rows(case: Case) -> list[dict[str, torch.Tensor]]:
+def make_rows(case: Case, placement: Placement) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    count = STEPS * case.micro_batch_count * ROWS
-    ids = torch.randint(0, VOCABULARY, (count, TOKENS), generator=generator)
+    count = STEPS * case.micro_batch_count * placement.rows
+    ids = torch.randint(0, VOCABULARY, (count, placement.tokens), generator=generator)
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def run_plain_loop(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    rows = make_rows(case)
-    batches = [
-        {name: torch.stack([row[name] for row in rows[start : start + ROWS]]) for name in rows[start]}
-        for start in range(0, len(rows), ROWS)
-    ]
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.precision == "autocast")
+def make_batches(case: Case, placement: Placement) -> list[dict[str, torch.Tensor]]:
+    rows = make_rows(case, placement)
+    starts = range(0, len(rows), placement.rows)
+    parts = [rows[start : start + placement.rows] for start in starts]
+    return [{name: torch.stack([row[name] for row in part]).to(placement.place) for name in part[0]} for part in parts]
+
+
+def run_plain_loop(case: Case, placement: Placement, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    batches = make_batches(case, placement)
+    autocast = torch.autocast(placement.place, dtype=torch.bfloat16, enabled=case.precision == "autocast")
     for step in range(STEPS):
         optimizer.zero_grad()
         for batch in batches[step * case.micro_batch_count :][: case.micro_batch_count]:
@@ -129,13 +166,15 @@ def run_plain_loop(case: Case, model: torch.nn.Module, optimizer: torch.optim.Op
         optimizer.step()
 
 
-def run_trainer(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def run_trainer(
+    case: Case, placement: Placement, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> torch.optim.Optimizer:
     """Train with the stock Trainer; for fused AdamW also its own default optimizer. Returns the optimizer used."""
     checkpointed = case.checkpointing != "stored"
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         max_steps=STEPS,
-        per_device_train_batch_size=ROWS,
+        per_device_train_batch_size=placement.rows,
         gradient_accumulation_steps=case.micro_batch_count,
         gradient_checkpointing=checkpointed,
         gradient_checkpointing_kwargs=checkpoint_arguments(case) if checkpointed else None,
@@ -149,7 +188,7 @@ def run_trainer(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optim
         disable_tqdm=True,
     )
     optimizers = (None, None) if case.optimizer == "fused" else (optimizer, None)
-    trainer = Trainer(model=model, args=arguments, train_dataset=make_rows(case), optimizers=optimizers)
+    trainer = Trainer(model=model, args=arguments, train_dataset=make_rows(case, placement), optimizers=optimizers)
     trainer.train()
     return trainer.optimizer.optimizer
 
@@ -167,48 +206,83 @@ def digest_run(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return digests
 
 
-def train(case: Case, model: torch.nn.Module) -> Outcome:
+def train(case: Case, placement: Placement, model: torch.nn.Module) -> Outcome:
     """Train a model of the case and describe the result."""
     outcome = Outcome()
     hook = model.register_forward_hook(lambda _m, _i, output: outcome.losses.append(output.loss.item().hex()))
     torch.manual_seed(2)
     optimizer = make_optimizer(case, model)
     if case.loop == "trainer":
-        optimizer = run_trainer(case, model, optimizer)
+        optimizer = run_trainer(case, placement, model, optimizer)
     else:
-        run_plain_loop(case, model, optimizer)
+        run_plain_loop(case, placement, model, optimizer)
     hook.remove()
     outcome.digests = digest_run(model, optimizer)
     return outcome
 
 
-def train_plain(case: Case) -> Outcome:
+def train_plain(case: Case, placement: Placement) -> Outcome:
     torch.set_num_threads(1)
-    return train(case, make_model(case))
+    return train(case, placement, make_model(case, placement).to(placement.place))
 
 
-def train_paged(case: Case, scratch: str, on_device: bool = False) -> tuple[Outcome, Any]:
-    """Train under a budget of `BUDGET_SHARE` of the state; return also the engine's report.
+def activation_bytes(case: Case, placement: Placement) -> int:
+    """Bytes of what a forward pass saves, weights included."""
+    model = make_model(case).to(placement.place)
+    saved: dict[int, int] = {}
+    kept = []
 
-    On an emulated device that is the budget of its memory, and `HOST_SHARE` that of the memory below it.
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(**make_batches(case, placement)[0])
+    return sum(saved.values())
+
+
+def budgets(case: Case, placement: Placement, model: torch.nn.Module) -> dict[str, int]:
+    """`BUDGET_SHARE` of the state for compute memory; on a device, `HOST_SHARE` of it for the memory below.
+
+    Activations that are paged have longer rows: a share of them is added, or all where they stay in the memory below.
     """
+    state = state_bytes(model, moments=case.moments)
+    is_long = placement.activations != "keep"
+    layers = activation_bytes(replace(case, checkpointing="stored"), placement) if is_long else 0
+    compute = int(BUDGET_SHARE * state + ACTIVATION_SHARE * layers)
+    if not placement.device:
+        return {"ram": compute}
+    stays = STAYING_SHARE * activation_bytes(case, placement) if placement.activations == "ram" else 0
+    if placement.kind == "cuda":
+        return {"device": 2 * compute, "device_unpaged": compute, "ram": int(HOST_SHARE * state + stays)}
+    return {"device": compute, "ram": int(HOST_SHARE * state + stays)}
+
+
+def train_paged(case: Case, placement: Placement, scratch: str) -> tuple[Outcome, Any]:
+    """Train within the budgets; return also the engine's report."""
     import torch_offload
 
-    model = make_model(case)
-    budget = int(BUDGET_SHARE * state_bytes(model, moments=case.moments))
-    config = torch_offload.Config(min_paged_bytes=0, page_elements=PAGE_ELEMENTS)
-    if on_device:
-        ram = int(HOST_SHARE * state_bytes(model, moments=case.moments))
-        torch_offload.wrap(model, device=budget, ram=ram, ssd=scratch, config=config.replace(device_kind="emulated"))
-    else:
-        torch_offload.wrap(model, ram=budget, ssd=scratch, config=config)
-    outcome = train(case, model)
+    model = make_model(case, placement)
+    config = torch_offload.Config(
+        min_paged_bytes=0,
+        page_elements=PAGE_ELEMENTS,
+        activations=placement.activations,
+        update_on=placement.update_on,
+        trace=placement.trace,
+        device_kind=placement.kind if placement.device else None,
+        ssd=scratch,
+        **budgets(case, placement, model),
+    )
+    torch_offload.wrap(model, config=config)
+    outcome = train(case, placement, model)
     return outcome, torch_offload.report()
 
 
-def train_both(case: Case, scratch: str, on_device: bool = False) -> tuple[Outcome, Outcome, Any]:
+def train_both(case: Case, scratch: str, placement: Placement = Placement()) -> tuple[Outcome, Outcome, Any]:
     """Train plain, then paged, in this process."""
     with contextlib.redirect_stdout(None):
-        plain = train_plain(case)
-        paged, report = train_paged(case, scratch, on_device)
+        plain = train_plain(case, placement)
+        paged, report = train_paged(case, placement, scratch)
     return plain, paged, report

@@ -1,0 +1,224 @@
+"""How fast a model that does not fit a GPU trains on it, beside the largest of its kind that does.
+
+    make gpu-bench
+    python benchmarks/gpu_training.py --json --ssd /mnt/nvme > benchmarks/results/gpu_training.json
+    python benchmarks/gpu_training.py --smoke        (a tiny model: shows that it runs)
+
+A random-init Llama of 6.7 B parameters in bf16, checkpointed, torch_offload.AdamW with masters and moments of 8 bit,
+gradients clipped. Torch and pages together are capped (24 GiB). The model in the GPU has the same layers, as many as
+fit the same cap. Two processes take turns; of every turn the first step does not count. Speed is compared as tokens per
+second times parameters, since a step is matrix products with all of them.
+
+What binds a step is the longest of: the computation, as the model in the GPU does it, and the bytes of each link over
+its rate, which torch_offload.probe measures.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from bare_llama import BareLlama, Shape
+from reporting import at_most, emit, machine, progress, spread
+from worker_process import WorkerProcess
+
+import torch_offload
+from torch_offload import Config
+
+STATE_BYTES = 2 + 2 + 2 + 1 + 1  # of a parameter: weight, gradient, rest of the master, two moments
+TO_DEVICE, TO_HOST, SSD, COMPUTE = "to device", "to host", "ssd", "compute"
+KINDS = ("in_gpu", "paged")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained, in which memory, how often."""
+
+    shape: Shape = field(default_factory=Shape)
+    batch: int = 8
+    sequence: int = 1024
+    device_bytes: int = 24 << 30
+    unpaged_bytes: int = 10 << 30
+    ram_bytes: int = 64 << 30
+    page_elements: int = 2 << 20
+    rounds: int = 5
+    measured_steps: int = 2
+
+    def config(self, ssd: str) -> Config:
+        return Config(
+            device=self.device_bytes,
+            device_kind="cuda",
+            device_unpaged=self.unpaged_bytes,
+            ram=self.ram_bytes,
+            ssd=ssd,
+            page_elements=self.page_elements,
+            update_on="device",
+            activations="ram",
+        )
+
+    @property
+    def fitting_layers(self) -> int:
+        """How many layers train in the GPU, with what torch needs beside them."""
+        state_bytes = self.device_bytes - self.unpaged_bytes
+        per_layer = STATE_BYTES * self.shape.layer_parameters
+        others = STATE_BYTES * (self.shape.parameters - self.shape.layers * self.shape.layer_parameters)
+        return max(1, (state_bytes - others) // per_layer)
+
+
+SMOKE = Plan(
+    Shape(hidden=256, intermediate=512, layers=6, heads=4, vocabulary=512, has_fused_attention=False),
+    batch=2,
+    sequence=16,
+    device_bytes=16 << 20,
+    unpaged_bytes=8 << 20,
+    ram_bytes=16 << 20,
+    page_elements=1 << 14,
+    rounds=2,
+    measured_steps=1,
+)
+
+
+class Training:
+    """A model in training: paged, or in the GPU with as many layers as fit."""
+
+    def __init__(self, plan: Plan, *, is_paged: bool, ssd: str) -> None:
+        torch.manual_seed(0)
+        self.plan = plan
+        self.is_paged = is_paged
+        self.shape = plan.shape if is_paged else replace(plan.shape, layers=plan.fitting_layers)
+        self.model = BareLlama(self.shape).to(torch.bfloat16)
+        if is_paged:
+            torch_offload.wrap(self.model, config=plan.config(ssd))
+        else:
+            self.model.cuda()
+        self.optimizer = torch_offload.AdamW(self.model.parameters(), lr=1e-4, moments="8bit", max_grad_norm=1.0)
+        self.ids = torch.randint(0, self.shape.vocabulary, (plan.batch, plan.sequence)).cuda()
+
+    def step(self) -> None:
+        self.model(self.ids).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def turn(self) -> dict[str, float]:
+        """Take the steps of a turn; seconds and bytes are of one that counts."""
+        self.step()
+        torch.cuda.synchronize()
+        before, start = self.moved_bytes(), time.perf_counter()
+        for _ in range(self.plan.measured_steps):
+            self.step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        moved = {name: total - before[name] for name, total in self.moved_bytes().items()}
+        return {name: value / self.plan.measured_steps for name, value in (("seconds", seconds), *moved.items())}
+
+    def moved_bytes(self) -> dict[str, float]:
+        """Return the bytes on each link so far."""
+        if not self.is_paged:
+            return {}
+        report = torch_offload.report()
+        if report.device is None:
+            raise SystemExit("the engine has no device")
+        return {
+            TO_DEVICE: sum(report.device.to_device_bytes.values()),
+            TO_HOST: sum(report.device.to_host_bytes.values()),
+            SSD: report.ssd_read_bytes + report.ssd_written_bytes,
+        }
+
+    def describe(self) -> dict[str, float]:
+        """Return its size, and what of its budget it took at most."""
+        device = torch_offload.report().device if self.is_paged else None
+        peak = {"peak_over_budget": device.peak_bytes / device.budget_bytes} if device else {}
+        return {"parameters": self.shape.parameters, **peak}
+
+    def serve(self) -> None:
+        """Answer "turn" and "describe" on stdin, each with a JSON line."""
+        print(json.dumps(self.describe()), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(getattr(self, line.strip())()), flush=True)
+
+
+def rates(ssd: str) -> dict[str, float]:
+    """Return the bytes per second of each link."""
+    probe = torch_offload.probe(ssd)
+    if probe.to_device is None or probe.to_host is None:
+        raise SystemExit("the probe found no GPU")
+    return {TO_DEVICE: probe.to_device, TO_HOST: probe.to_host, SSD: probe.ssd_mixed}
+
+
+def start(kind: str, ssd: str, *, is_smoke: bool) -> WorkerProcess:
+    """Start the process of a model, which is built when this returns."""
+    words = [sys.executable, __file__, "--worker", kind, "--ssd", ssd, *(["--smoke"] if is_smoke else [])]
+    return WorkerProcess(kind, words, log_directory=ssd)
+
+
+def measure(plan: Plan, ssd: str, *, is_smoke: bool) -> dict[str, Any]:
+    link = rates(ssd)
+    workers: dict[str, WorkerProcess] = {}
+    try:
+        for kind in KINDS:
+            workers[kind] = start(kind, ssd, is_smoke=is_smoke)
+        sizes = {kind: worker.description["parameters"] for kind, worker in workers.items()}
+        rounds = []
+        for index in range(plan.rounds + 1):
+            turns = {kind: worker.ask("turn") for kind, worker in workers.items()}
+            progress(f"round {index}: {turns}")
+            if index > 0:  # the first one records
+                rounds.append(compared(plan, sizes, turns, link))
+        final = workers["paged"].ask("describe")
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return {
+        "benchmark": "gpu_training",
+        "machine": machine() | {"gpu": torch.cuda.get_device_properties(0).name, "torch": torch.__version__},
+        "parameters": sizes,
+        "rates": link,
+        "speed_over_in_gpu": spread([row["speed_over_in_gpu"] for row in rounds]),
+        "tokens_per_second": spread([row["tokens_per_second"] for row in rounds]),
+        "busy_share": {name: spread([row["busy"][name] for row in rounds]) for name in rounds[0]["busy"]},
+        "share_of_limit": spread([max(row["busy"].values()) for row in rounds]),
+        "rounds": rounds,
+        "bars": [at_most("peak of pages over their budget", final["peak_over_budget"], 1)],
+    }
+
+
+def compared(
+    plan: Plan, sizes: dict[str, float], turns: dict[str, dict[str, float]], link: dict[str, float]
+) -> dict[str, Any]:
+    """Return what a round says."""
+    paged, in_gpu = turns["paged"], turns["in_gpu"]
+    growth = sizes["paged"] / sizes["in_gpu"]
+    busy = {name: paged[name] / rate / paged["seconds"] for name, rate in link.items()}
+    busy[COMPUTE] = in_gpu["seconds"] * growth / paged["seconds"]
+    return {
+        "turns": turns,
+        "tokens_per_second": plan.batch * plan.sequence / paged["seconds"],
+        "speed_over_in_gpu": busy[COMPUTE],
+        "busy": busy,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    parser.add_argument("--smoke", action="store_true", help="small and short")
+    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
+    parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a GPU: make gpu-bench")
+    plan = SMOKE if options.smoke else Plan()
+    if options.worker:
+        Training(plan, is_paged=options.worker == "paged", ssd=options.ssd).serve()
+        return
+    with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
+        result = measure(plan, scratch, is_smoke=options.smoke)
+    emit(result, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

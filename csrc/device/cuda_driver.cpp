@@ -1,0 +1,172 @@
+#include "device/cuda_driver.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+
+#include "base/check.h"
+#include "base/log.h"
+
+namespace torch_offload {
+namespace {
+
+constexpr int kOldestVersion = 12000;  // of the driver's interface: CUDA 12.0
+constexpr const char* kDriverRemedy = "install an NVIDIA driver for CUDA 12.0 or newer, or use device=\"host\"";
+
+/// After these the driver refuses every call.
+constexpr std::array kLosingResults = {
+    CuResult::deinitialized,
+    CuResult::device_unavailable,
+    CuResult::ecc_uncorrectable,
+    CuResult::nvlink_uncorrectable,
+    CuResult::contained,
+    CuResult::illegal_address,
+    CuResult::launch_timeout,
+    CuResult::context_is_destroyed,
+    CuResult::assertion,
+    CuResult::hardware_stack_error,
+    CuResult::illegal_instruction,
+    CuResult::misaligned_address,
+    CuResult::invalid_address_space,
+    CuResult::invalid_pc,
+    CuResult::launch_failed,
+    CuResult::external_device,
+    CuResult::unknown,
+};
+
+bool loses_device(CuResult result) { return std::ranges::find(kLosingResults, result) != std::end(kLosingResults); }
+
+template <typename Function>
+void find_symbol(void* library, const char* symbol, Function*& function) {
+    function = reinterpret_cast<Function*>(dlsym(library, symbol));
+    OFFLOAD_CHECK(function, InvalidArgument, "the CUDA driver has no function ", symbol, ": it is too old; ",
+                  kDriverRemedy);
+}
+
+}  // namespace
+
+// --- The driver ---------------------------------------------------------------------------------------------------
+
+/// Never closed: the driver has threads of its own.
+CudaDriver CudaDriver::load(const char* library_name) {
+    void* const library = dlopen(library_name, RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+        const char* const error = dlerror();
+        throw InvalidArgument(concat("no CUDA driver: ", error ? error : library_name, "; ", kDriverRemedy));
+    }
+    CudaFunctions functions;
+#define OFFLOAD_FIND(symbol, parameters) find_symbol(library, #symbol, functions.symbol);
+    OFFLOAD_CUDA_FUNCTIONS(OFFLOAD_FIND)
+#undef OFFLOAD_FIND
+    return CudaDriver(functions);
+}
+
+CudaDriver::CudaDriver(const CudaFunctions& functions) : functions_(functions) {
+    const CuResult begun = functions_.cuInit(0);
+    OFFLOAD_CHECK(begun == CuResult::success, InvalidArgument, "the CUDA driver does not begin: ", text_of(begun),
+                  "; check nvidia-smi, and that the process may use the device, or use device=\"host\"");
+    int version = 0;
+    const CuResult asked = functions_.cuDriverGetVersion(&version);
+    OFFLOAD_CHECK(asked == CuResult::success, InvalidArgument, "the CUDA driver's version: ", text_of(asked));
+    OFFLOAD_CHECK(version >= kOldestVersion, InvalidArgument, "the CUDA driver is of version ", version / 1000, ".",
+                  version % 1000 / 10, "; ", kDriverRemedy);
+}
+
+std::string CudaDriver::text_of(CuResult result) const {
+    const char* name = nullptr;
+    const char* text = nullptr;
+    const bool is_known = functions_.cuGetErrorName(result, &name) == CuResult::success &&
+                          functions_.cuGetErrorString(result, &text) == CuResult::success && name && text;
+    return is_known ? concat(name, " (", text, ")") : concat("CUDA error ", static_cast<int>(result));
+}
+
+// --- The context --------------------------------------------------------------------------------------------------
+
+CudaContext::CudaContext(const CudaDriver& driver, int ordinal)
+    : driver_(driver), ordinal_(ordinal), name_(concat("cuda:", ordinal)) {
+    int count = 0;
+    const CuResult counted = functions().cuDeviceGetCount(&count);
+    OFFLOAD_CHECK(counted == CuResult::success, InvalidArgument, "counting CUDA devices: ", text_of(counted));
+    OFFLOAD_CHECK(0 <= ordinal && ordinal < count, InvalidArgument, "no device ", name_, ": there are ", count,
+                  "; check CUDA_VISIBLE_DEVICES, or use device=\"host\"");
+    OFFLOAD_CUDA(*this, cuDeviceGet, &device_, ordinal);
+    std::array<char, 256> model{};
+    OFFLOAD_CUDA(*this, cuDeviceGetName, model.data(), static_cast<int>(model.size() - 1), device_);
+    name_ = concat(name_, " ", model.data());
+    int has_virtual_memory = 0;
+    OFFLOAD_CUDA(*this, cuDeviceGetAttribute, &has_virtual_memory, kCuAttributeVirtualMemory, device_);
+    OFFLOAD_CHECK(has_virtual_memory != 0, InvalidArgument, name_,
+                  " cannot map memory at addresses of the program's choice; use device=\"host\"");
+    OFFLOAD_CUDA(*this, cuDevicePrimaryCtxRetain, &context_, device_);
+}
+
+CudaContext::~CudaContext() {
+    const CuResult released = functions().cuDevicePrimaryCtxRelease_v2(device_);
+    if (released != CuResult::success && !is_lost()) {
+        OFFLOAD_LOG(error, name_, ": giving up the context: ", text_of(released));
+    }
+}
+
+CudaContext::Scope::Scope(const CudaContext& context) : context_(context) {
+    if (context.is_lost()) context.raise_lost("a call");
+    OFFLOAD_CUDA(context, cuCtxPushCurrent_v2, context.context_);
+}
+
+CudaContext::Scope::~Scope() {
+    CuContext popped = nullptr;
+    const CuResult result = context_.functions().cuCtxPopCurrent_v2(&popped);
+    if (result == CuResult::success || context_.is_lost()) return;
+    OFFLOAD_LOG(error, context_.name(), ": leaving the context: ", context_.text_of(result));
+}
+
+bool CudaContext::register_host(std::span<std::byte> memory) const {
+    const Scope scope(*this);
+    const CuResult result = functions().cuMemHostRegister_v2(memory.data(), memory.size(), kCuHostRegisterPortable);
+    if (result == CuResult::success) return true;
+    if (loses_device(result)) check(result, "cuMemHostRegister_v2");
+    if (!was_refusal_logged_.exchange(true)) {
+        OFFLOAD_LOG(warning, name_, ": ", memory.size(),
+                    " bytes of host memory cannot be registered: ", text_of(result),
+                    "; copies are slower. Raise the limit of locked memory (ulimit -l)");
+    }
+    return false;
+}
+
+void CudaContext::unregister_host(std::span<std::byte> memory) const {
+    const Scope scope(*this);
+    OFFLOAD_CUDA(*this, cuMemHostUnregister, memory.data());
+}
+
+void CudaContext::check(CuResult result, const char* call) const {
+    if (result == CuResult::success) return;
+    if (loses_device(result)) lose(result, call);
+    if (is_lost()) raise_lost(call);
+    const std::string message = concat(name_, ": ", call, ": ", text_of(result));
+    OFFLOAD_CHECK(result != CuResult::out_of_memory, OutOfTierMemory, message,
+                  "; the device's memory is used by somebody else: lower `device`, or what the framework and other "
+                  "processes take");
+    throw LogicError(message);
+}
+
+void CudaContext::check_stream(CuResult result, const char* call) const {
+    if (result == CuResult::success) return;
+    lose(result, call);
+    raise_lost(call);
+}
+
+/// The first error is the one that says what happened.
+void CudaContext::lose(CuResult by, const char* call) const {
+    CuResult expected = CuResult::success;
+    if (!lost_by_.compare_exchange_strong(expected, by, std::memory_order_acq_rel)) return;
+    OFFLOAD_LOG(error, name_, " is lost: ", call, ": ", text_of(by));
+}
+
+void CudaContext::raise_lost(const char* call) const {
+    throw TierIoError(concat(name_, " is lost, ", call, " cannot be served: ", text_of(lost_by_.load()),
+                             "; the process cannot use the device any more, restart it from the last checkpoint"),
+                      0);
+}
+
+}  // namespace torch_offload

@@ -1,0 +1,87 @@
+#include "device/cuda_event.h"
+
+#include <utility>
+
+#include "base/log.h"
+
+namespace torch_offload {
+
+/// On a lost device everything has passed: nothing runs any more, and wait() says so.
+class CudaEvent final : public Event {
+public:
+    CudaEvent(std::shared_ptr<CudaEventPool> pool, CuEvent event) : pool_(std::move(pool)), event_(event) {}
+    ~CudaEvent() override { pool_->give_back(event_); }
+    CudaEvent(const CudaEvent&) = delete;
+    CudaEvent& operator=(const CudaEvent&) = delete;
+
+    bool has_passed() const noexcept override {
+        const CudaContext& context = pool_->context_;
+        try {
+            const CudaContext::Scope scope(context);
+            const CuResult result = context.functions().cuEventQuery(event_);
+            if (result == CuResult::not_ready) return false;
+            context.check_stream(result, "cuEventQuery");
+        } catch (const std::exception& error) {
+            OFFLOAD_LOG(debug, "an event that will not come has passed: ", error.what());
+        }
+        return true;
+    }
+
+    void wait() const override {
+        const CudaContext& context = pool_->context_;
+        const CudaContext::Scope scope(context);
+        OFFLOAD_CUDA_STREAM(context, cuEventSynchronize, event_);
+    }
+
+private:
+    std::shared_ptr<CudaEventPool> pool_;
+    CuEvent event_;
+};
+
+std::shared_ptr<CudaEventPool> CudaEventPool::make(const CudaContext& context) {
+    return std::shared_ptr<CudaEventPool>(new CudaEventPool(context));
+}
+
+CudaEventPool::~CudaEventPool() {
+    if (context_.is_lost()) return;
+    try {
+        const CudaContext::Scope scope(context_);
+        for (const CuEvent event : idle_) OFFLOAD_CUDA(context_, cuEventDestroy_v2, event);
+    } catch (const std::exception& error) {
+        OFFLOAD_LOG(error, "events are left behind: ", error.what());
+    }
+}
+
+std::shared_ptr<const Event> CudaEventPool::record(CuStream stream) {
+    const CudaContext::Scope scope(context_);
+    const auto event = take();
+    try {
+        OFFLOAD_CUDA(context_, cuEventRecord, event, stream);
+        return std::make_shared<CudaEvent>(shared_from_this(), event);
+    } catch (...) {
+        give_back(event);
+        throw;
+    }
+}
+
+/// Waiting threads sleep: they share the processor with the program.
+CuEvent CudaEventPool::take() {
+    {
+        const std::lock_guard lock(mutex_);
+        if (!idle_.empty()) {
+            const CuEvent event = idle_.back();
+            idle_.pop_back();
+            return event;
+        }
+    }
+    CuEvent event = nullptr;
+    OFFLOAD_CUDA(context_, cuEventCreate, &event, kCuEventDisableTiming | kCuEventBlockingSync);
+    return event;
+}
+
+void CudaEventPool::give_back(CuEvent event) noexcept {
+    const std::lock_guard lock(mutex_);
+    idle_.push_back(event);
+}
+
+}  // namespace torch_offload

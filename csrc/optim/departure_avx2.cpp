@@ -1,0 +1,30 @@
+// The departure of gradients for processors with AVX2. Only what stands below the pragma may use its instructions.
+#include <cstddef>
+#include <cstdint>
+
+#include "base/host_device.h"
+#include "optim/adamw_kernels.h"
+#include "optim/departure.h"
+#include "optim/split_master.h"
+#include "optim/thread_team.h"
+
+#if defined(__clang__) && defined(__x86_64__)
+#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#elif defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#endif
+
+#include "optim/departure_loops.h"
+
+namespace torch_offload {
+
+void departure_avx2(const DepartureArrays& arrays, DepartureSum* sums) noexcept { depart_all(arrays, sums); }
+
+}  // namespace torch_offload
+
+#if defined(__clang__) && defined(__x86_64__)
+#pragma clang attribute pop
+#elif defined(__x86_64__)
+#pragma GCC pop_options
+#endif

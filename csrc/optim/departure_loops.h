@@ -1,0 +1,82 @@
+// The loops of the departure of a gradient, compiled once per instruction set like adamw_loops.h: internal linkage, no
+// standard headers. They have the order of departure.h: vectors run over the sums, which no one reorders.
+// Layer optim, without torch.
+#pragma once
+
+#include "optim/departure.h"
+#include "optim/departure_block.h"
+
+namespace torch_offload {
+namespace {
+
+/// Sums of one chunk, by element modulo kDepartureRow; they stay in the first cache.
+struct RowSums {
+    alignas(64) double squares[kDepartureRow] = {};
+    std::uint32_t nonfinite_count = 0;
+
+    void add(const float* __restrict values, std::size_t count) noexcept {
+        for (std::size_t i = 0; i < count; ++i) squares[i] = with_square(squares[i], values[i]);
+        std::uint32_t found = 0;
+        for (std::size_t i = 0; i < count; ++i) found += is_nonfinite(values[i]);
+        nonfinite_count += found;
+    }
+
+    DepartureSum joined() noexcept {
+        for (std::size_t half = kGroup / 2; half > 0; half /= 2) {
+            for (std::size_t group = 0; group < kDepartureRow; group += kGroup) {
+                for (std::size_t i = group; i < group + half; ++i) squares[i] = squares[i] + squares[i + half];
+            }
+        }
+        for (std::size_t half = kDepartureRow / 2; half >= kGroup; half /= 2) {
+            for (std::size_t i = 0; i < half; i += kGroup) squares[i] = squares[i] + squares[i + half];
+        }
+        return {squares[0], nonfinite_count};
+    }
+};
+
+const float* widened_row(const DepartureArrays& arrays, std::size_t begin, std::size_t count,
+                         float* __restrict room) noexcept {
+    if (arrays.gradient_type == GradientType::f32) return static_cast<const float*>(arrays.gradients) + begin;
+    const std::uint16_t* __restrict from = static_cast<const std::uint16_t*>(arrays.gradients) + begin;
+    for (std::size_t i = 0; i < count; ++i) room[i] = widened(from[i]);
+    return room;
+}
+
+void store_row(const DepartureArrays& arrays, std::size_t begin, std::size_t count, const float* values) noexcept {
+    if (arrays.to_type == GradientType::f32) {
+        float* to = static_cast<float*>(arrays.to) + begin;
+        if (to == values) return;  // it leaves from where it lies
+        for (std::size_t i = 0; i < count; ++i) to[i] = values[i];
+        return;
+    }
+    std::uint16_t* to = static_cast<std::uint16_t*>(arrays.to) + begin;
+    if (arrays.gradient_type == GradientType::bf16) {
+        for (std::size_t i = 0; i < count; ++i) to[i] = static_cast<std::uint16_t>(bits_of(values[i]) >> 16);
+        return;
+    }
+    for (std::size_t i = 0; i < count; ++i)
+        to[i] = static_cast<std::uint16_t>(bits_of(rounded_to_bf16(values[i])) >> 16);
+}
+
+DepartureSum depart_chunk(const DepartureArrays& arrays, std::size_t begin, std::size_t end) noexcept {
+    alignas(64) float room[kDepartureRow];
+    RowSums sums;
+    for (; begin < end; begin += kDepartureRow) {
+        const std::size_t count = end - begin < kDepartureRow ? end - begin : kDepartureRow;
+        const float* values = widened_row(arrays, begin, count, room);
+        sums.add(values, count);
+        if (arrays.to) store_row(arrays, begin, count, values);
+    }
+    return sums.joined();
+}
+
+void depart_all(const DepartureArrays& arrays, DepartureSum* sums) noexcept {
+    for (std::size_t begin = 0; begin < arrays.count; begin += kDepartureChunk) {
+        const std::size_t left = arrays.count - begin;
+        sums[begin / kDepartureChunk] =
+            depart_chunk(arrays, begin, begin + (left < kDepartureChunk ? left : kDepartureChunk));
+    }
+}
+
+}  // namespace
+}  // namespace torch_offload

@@ -1,0 +1,82 @@
+#include "pager/open_uses.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "pager/pager_impl.h"
+
+namespace torch_offload {
+
+void OpenUses::add(OpenUse use) {
+    const std::lock_guard lock(mutex_);
+    uses_.push_back(std::move(use));
+    count_.fetch_add(1, std::memory_order_release);
+}
+
+std::optional<OpenUse> OpenUses::take_passed() {
+    const std::shared_ptr<const Event> event = oldest();
+    if (!event || !event->has_passed()) return std::nullopt;
+    const std::lock_guard lock(mutex_);
+    if (uses_.empty() || uses_.front().event != event) return std::nullopt;  // somebody else took it
+    std::optional<OpenUse> use = std::move(uses_.front());
+    uses_.pop_front();
+    count_.fetch_sub(1, std::memory_order_release);
+    return use;
+}
+
+std::shared_ptr<const Event> OpenUses::oldest() const {
+    if (count_.load(std::memory_order_acquire) == 0) return nullptr;
+    const std::lock_guard lock(mutex_);
+    return uses_.empty() ? nullptr : uses_.front().event;
+}
+
+std::shared_ptr<const Event> OpenUses::last_in_slot(const Page& page) const {
+    if (count_.load(std::memory_order_acquire) == 0) return nullptr;
+    const std::lock_guard lock(mutex_);
+    const auto uses_page = [&](const OpenUse& use) { return std::ranges::count(use.in_slot, &page) != 0; };
+    const auto last = std::find_if(uses_.rbegin(), uses_.rend(), uses_page);
+    return last == uses_.rend() ? nullptr : last->event;
+}
+
+// --- The pager's side ---------------------------------------------------------------------------------------------
+
+std::shared_ptr<const Event> Pager::Impl::mark_use() noexcept {
+    return options.device && is_of_device() ? options.device->mark_use() : nullptr;
+}
+
+void Pager::Impl::end_use(OpenUse use) noexcept {
+    if (use.event) {
+        uses.add(std::move(use));
+    } else {
+        close_use(use);
+    }
+}
+
+void Pager::Impl::close_use(const OpenUse& use) noexcept {
+    for (const HeldPages& held : use.pages) {
+        for (std::size_t i = held.first; i < held.first + held.count; ++i) held.segment->page(i).drop_pin();
+    }
+    if (!use.range.empty()) {
+        const std::lock_guard lock(mutex);
+        arena.give_range(use.range);
+    }
+    announce_progress();
+}
+
+void Pager::Impl::close_passed_uses() noexcept {
+    while (const std::optional<OpenUse> use = uses.take_passed()) close_use(*use);
+}
+
+/// False if nothing is in use. Throws: TierIoError if the device is lost; nothing is in use then.
+bool Pager::Impl::wait_for_oldest_use() {
+    const std::shared_ptr<const Event> event = uses.oldest();
+    if (!event) return false;
+    {
+        const ProgramWait wait(*this, StallCause::memory);
+        event->wait();
+    }
+    close_passed_uses();
+    return true;
+}
+
+}  // namespace torch_offload

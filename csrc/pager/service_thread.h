@@ -1,0 +1,53 @@
+// The pager's own thread: answers faults and applies deferred work. Layer pager.
+#pragma once
+
+#include <semaphore.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "pager/pager.h"
+
+namespace torch_offload {
+
+/// When the service thread applies deferred work.
+enum class UpdateTime : std::uint8_t { at_once, while_program_waits };
+
+/// Answers faults and applies deferred work ahead of need, on a thread that may wait and never takes the GIL.
+/// Threads: push_fault is async-signal-safe; push_update from any.
+class ServiceThread {
+public:
+    explicit ServiceThread(Pager::Impl& pager);
+    ~ServiceThread();
+    void start();
+    void stop();
+    void push_fault(Page& page) noexcept;
+    void push_update(std::weak_ptr<Segment> segment, std::size_t index, UpdateTime time);
+    /// The program waits: updates may run. Async-signal-safe.
+    void wake() noexcept;
+    bool is_current() const noexcept { return std::this_thread::get_id() == thread_id_; }
+
+private:
+    void run();
+    void serve_faults();
+    bool run_one_update(UpdateTime time);
+
+    Pager::Impl& pager_;
+    sem_t work_;
+    std::atomic<Page*> faults_{nullptr};
+    std::mutex updates_mutex_;
+    using Update = std::pair<std::weak_ptr<Segment>, std::size_t>;
+    std::deque<Update> updates_[2];  // by UpdateTime
+    std::atomic<std::size_t> update_count_{0};
+    std::atomic<bool> stopping_{false};
+    std::thread thread_;
+    std::thread::id thread_id_;
+};
+
+}  // namespace torch_offload

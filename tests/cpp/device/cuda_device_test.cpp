@@ -1,0 +1,208 @@
+#include "device/cuda_device.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "base/check.h"
+#include "support/fake_gpu.h"
+#include "support/log_capture.h"
+
+namespace torch_offload::test {
+namespace {
+
+using std::chrono::microseconds;
+
+constexpr std::size_t kBufferBytes = 2 * kSectorBytes;  // of the fake's device
+
+/// Memory of a fake device, and host memory that nobody registered.
+struct Link {
+    explicit Link(const FakeCudaOptions& options = {}, std::size_t size_bytes = 5 * kBufferBytes)
+        : gpu(options), there(gpu.memory.reserve(size_bytes, nullptr)), out(there.size()), back(there.size()) {
+        gpu.memory.commit(there, HugePages::allowed);
+        std::mt19937 random(static_cast<unsigned>(options.seed));
+        for (std::byte& byte : out) byte = static_cast<std::byte>(random());
+        to_device = gpu.device.make_stream(LinkDirection::to_device);
+        to_host = gpu.device.make_stream(LinkDirection::to_host);
+    }
+    ~Link() {
+        to_device.reset();
+        to_host.reset();
+        gpu.memory.release(there);
+    }
+
+    FakeGpu gpu;
+    std::span<std::byte> there;
+    std::vector<std::byte> out;
+    std::vector<std::byte> back;
+    std::unique_ptr<Stream> to_device;
+    std::unique_ptr<Stream> to_host;
+};
+
+// Bytes go there and back, through more buffers than there are, whatever the delays. Method: sizes around a buffer's,
+// seeds.
+TEST(CudaStream, BytesGoThereAndBack) {
+    for (std::uint64_t seed = 0; seed < 8; ++seed) {
+        Link link({.longest_delay = microseconds(seed % 3 * 100), .seed = seed}, 11 * kBufferBytes);
+        for (const std::size_t size :
+             {std::size_t{1}, kBufferBytes - 1, kBufferBytes, kBufferBytes + 1, 11 * kBufferBytes}) {
+            link.back.assign(link.back.size(), std::byte{0});
+            link.to_device->copy(link.there.first(size), std::span(link.out).first(size));
+            link.to_device->record()->wait();
+            link.to_host->copy(std::span(link.back).first(size), link.there.first(size));
+            link.to_host->record()->wait();
+            EXPECT_TRUE(
+                std::equal(link.back.begin(), link.back.begin() + static_cast<std::ptrdiff_t>(size), link.out.begin()))
+                << size << " bytes, seed " << seed;
+        }
+    }
+}
+
+// The host's bytes may change once copy() to the device has returned. Method: overwritten at once, before a slow copy.
+TEST(CudaStream, SourceIsFreeOnceCopyReturns) {
+    Link link({.longest_delay = microseconds(500), .seed = 3});
+    const std::vector<std::byte> expected = link.out;
+    link.to_device->copy(link.there, link.out);
+    link.out.assign(link.out.size(), std::byte{0});
+    link.to_device->record()->wait();
+    EXPECT_TRUE(std::ranges::equal(link.there, expected));
+}
+
+// An event passes with the copies before it, and asking it brings the bytes. Method: polls until it has; what arrived.
+TEST(CudaStream, EventThatHasPassedHasBroughtTheBytes) {
+    Link link({.longest_delay = microseconds(200), .seed = 4});
+    EXPECT_TRUE(link.to_host->record()->has_passed()) << "nothing was before it";
+    std::ranges::copy(link.out, link.there.begin());
+    link.to_host->copy(link.back, link.there);
+    const auto event = link.to_host->record();
+    while (!event->has_passed()) std::this_thread::yield();
+    EXPECT_EQ(link.back, link.out);
+}
+
+// Threads that wait for events of one stream all get what they waited for. Method: one event per copy, a thread each.
+TEST(CudaStream, ManyMayWait) {
+    Link link({.longest_delay = microseconds(200), .seed = 5}, 4 * kBufferBytes);
+    std::ranges::copy(link.out, link.there.begin());
+    std::vector<std::thread> waiters;
+    std::atomic<int> wrong{0};
+    for (std::size_t i = 0; i < 4; ++i) {
+        const std::span<std::byte> part = std::span(link.back).subspan(i * kBufferBytes, kBufferBytes);
+        const std::span<const std::byte> expected = std::span(link.out).subspan(i * kBufferBytes, kBufferBytes);
+        link.to_host->copy(part, link.there.subspan(i * kBufferBytes, kBufferBytes));
+        waiters.emplace_back([&wrong, part, expected, event = link.to_host->record()] {
+            event->wait();
+            wrong += !std::ranges::equal(part, expected);
+        });
+    }
+    for (std::thread& waiter : waiters) waiter.join();
+    EXPECT_EQ(wrong, 0);
+}
+
+// An error in a stream is said by who waits for it, by everything after, and holds nobody up. Method: the second of
+// three copies fails.
+TEST(CudaStream, ErrorIsSaidByWaitAndAfter) {
+    Link link;
+    link.gpu.driver.fail_copy(CuResult::illegal_address, 1);
+    link.gpu.driver.hold();
+    link.to_device->copy(link.there.first(3 * kBufferBytes), std::span(link.out).first(3 * kBufferBytes));
+    const auto event = link.to_device->record();
+    EXPECT_FALSE(event->has_passed());
+    link.gpu.driver.let_go();
+    EXPECT_THROW(event->wait(), TierIoError);
+    EXPECT_THROW(event->wait(), TierIoError);
+    EXPECT_TRUE(event->has_passed()) << "nothing will come";
+    EXPECT_TRUE(link.gpu.context.is_lost());
+    EXPECT_THROW(link.to_host->copy(link.back, link.there), TierIoError);
+    EXPECT_THROW(link.gpu.memory.fill_zero(link.there), TierIoError);
+    EXPECT_THROW(link.gpu.device.check_use(), TierIoError);
+    EXPECT_EQ(link.gpu.device.mark_use(), nullptr) << "nothing runs";
+}
+
+// What a graph would replay over memory that has left is refused before it is captured. Method: the driver says that
+// the stream is captured, then no longer.
+TEST(CudaDevice, CaptureIsRefused) {
+    FakeGpu gpu;
+    EXPECT_NO_THROW(gpu.device.check_use());
+    gpu.driver.set_capturing(true);
+    EXPECT_THROW(gpu.device.check_use(), InvalidArgument);
+    gpu.driver.set_capturing(false);
+    EXPECT_NO_THROW(gpu.device.check_use());
+}
+
+// An error of a call that queues nothing is that call's, and the stream goes on. Method: each call fails once.
+TEST(CudaStream, ErrorOfACallIsThatCalls) {
+    for (const char* const symbol : {"cuMemcpyHtoDAsync_v2", "cuEventCreate", "cuEventRecord",
+                                     "cuStreamCreateWithPriority", "cuCtxGetStreamPriorityRange"}) {
+        Link link;
+        link.gpu.driver.fail(symbol, CuResult::not_permitted);
+        EXPECT_THROW(link.to_device->copy(link.there, link.out), LogicError) << symbol;
+        link.to_device->copy(link.there, link.out);
+        link.to_device->record()->wait();
+        EXPECT_TRUE(std::ranges::equal(link.there, link.out)) << symbol;
+    }
+}
+
+// Copies use registered memory that stays where it is; a system that registers none is said once, and costs speed
+// only. Method: what is registered, the log, the bytes.
+TEST(CudaStream, RegistrationThatIsRefusedIsSaidOnce) {
+    for (const bool may_register : {true, false}) {
+        const LogCapture log(LogLevel::warning);
+        Link link({.may_register = may_register});
+        link.to_device->copy(link.there, link.out);
+        link.to_device->record()->wait();
+        link.to_host->copy(link.back, link.there);
+        link.to_host->record()->wait();
+        EXPECT_EQ(link.back, link.out);
+        EXPECT_EQ(link.gpu.driver.call_count("cuMemHostRegister_v2"), 2u);
+        const std::string lines = log.lines();
+        EXPECT_EQ(lines.find("cannot be registered") == std::string::npos, may_register) << lines;
+        EXPECT_EQ(lines.find("cannot be registered"), lines.rfind("cannot be registered")) << lines;
+    }
+}
+
+// Events are few. Method: many copies and marks.
+TEST(CudaDevice, EventsAreReused) {
+    Link link;
+    for (int i = 0; i < 100; ++i) {
+        link.to_device->copy(link.there, link.out);
+        link.gpu.device.mark_use()->wait();
+    }
+    link.to_device->record()->wait();
+    EXPECT_LE(link.gpu.driver.call_count("cuEventCreate"), 8u);
+}
+
+// A mark passes with the kernels before it. Method: streams that are held.
+TEST(CudaDevice, MarkPassesWithKernels) {
+    FakeGpu gpu;
+    gpu.driver.hold();
+    gpu.driver.launch({}, [] {});
+    const auto mark = gpu.device.mark_use();
+    EXPECT_FALSE(mark->has_passed());
+    gpu.driver.let_go();
+    mark->wait();
+    EXPECT_TRUE(mark->has_passed());
+}
+
+// Where there is no event for a mark, kernels are waited for instead: memory is never let go too early. Method: each
+// call fails once.
+TEST(CudaDevice, MarkWithoutAnEventWaits) {
+    for (const char* const symbol : {"cuEventCreate", "cuEventRecord"}) {
+        FakeGpu gpu({.longest_delay = microseconds(2000), .seed = 1});
+        std::atomic<bool> has_run{false};
+        gpu.driver.fail(symbol, CuResult::out_of_memory);
+        gpu.driver.launch({}, [&] { has_run = true; });
+        EXPECT_EQ(gpu.device.mark_use(), nullptr);
+        EXPECT_TRUE(has_run) << symbol;
+    }
+}
+
+TEST(CudaDevice, HasItsName) {
+    const FakeGpu gpu;
+    EXPECT_EQ(gpu.device.name(), "cuda:0 Fake");
+}
+
+}  // namespace
+}  // namespace torch_offload::test

@@ -1,0 +1,225 @@
+// The pager of a GPU's memory, over the fake driver: what a GPU itself decides is not tested here.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <random>
+#include <vector>
+
+#include "support/device_tiers.h"
+#include "support/fake_gpu.h"
+
+namespace torch_offload::test {
+namespace {
+
+using std::chrono::microseconds;
+
+constexpr std::size_t kDevicePages = 8;
+constexpr std::size_t kHostPages = 24;
+
+struct GpuTiers {
+    explicit GpuTiers(const FakeCudaOptions& options = {})
+        : gpu(options), tiers(gpu.device, kDevicePages, kHostPages, &gpu.memory), top(tiers.top) {}
+
+    FakeGpu gpu;
+    DeviceTiers tiers;
+    Pager& top;
+};
+
+std::shared_ptr<Segment> filled_bytes(Pager& pager, std::size_t size_bytes, std::uint32_t seed) {
+    auto segment = pager.create_segment(size_bytes, 4, SegmentKind::parameter);
+    segment->label = concat("segment ", seed);
+    const PinGuard guard = pin(pager, segment, Access::overwrite);
+    fill(*segment, seed);
+    return segment;
+}
+
+/// Kernels that read and write random segments of odd sizes; every read is compared. How many were wrong.
+int compute_a_little(GpuTiers& tiers, std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    constexpr std::size_t kSegments = 12;
+    std::atomic<int> wrong{0};
+    std::vector<std::shared_ptr<Segment>> segments;
+    std::vector<std::uint32_t> holding(kSegments);
+    for (std::uint32_t i = 0; i < kSegments; ++i) {
+        segments.push_back(filled_bytes(tiers.top, 4 * (1 + random() % (kPageElements * 4)), i));
+        holding[i] = i;
+    }
+    for (int step = 0; step < 40; ++step) {
+        const std::size_t i = random() % kSegments;
+        const bool is_write = random() % 3 == 0;
+        const PinGuard guard = pin(tiers.top, segments[i], is_write ? Access::write : Access::read);
+        Segment* const segment = segments[i].get();
+        tiers.gpu.driver.launch({segment->range()},
+                                [&wrong, segment, value = holding[i]] { wrong += !holds(*segment, value); });
+        if (is_write) {
+            holding[i] = static_cast<std::uint32_t>(random());
+            tiers.gpu.driver.launch({segment->range()}, [segment, value = holding[i]] { fill(*segment, value); });
+        }
+        if (random() % 4 == 0) tiers.top.prefetch(segments[random() % kSegments]);
+    }
+    tiers.gpu.device.mark_use()->wait();
+    return wrong;
+}
+
+// What a GPU has no room for lies on the host and on the SSD, and comes back the same, under kernels that are still
+// running; the budget holds in the driver's own count. Method: seeds, delays in every stream, four times the memory.
+TEST(CudaPager, KernelsFindTheirBytes) {
+    for (std::uint64_t seed = 0; seed < 16; ++seed) {
+        GpuTiers tiers({.longest_delay = microseconds(seed % 4 * 100), .seed = seed});
+        int wrong = -1;
+        ASSERT_NO_THROW(wrong = compute_a_little(tiers, seed)) << "seed " << seed;
+        EXPECT_EQ(wrong, 0) << "seed " << seed;
+        EXPECT_LE(tiers.top.statistics().memory.peak_bytes, kDevicePages * kPageBytes);
+        EXPECT_LE(tiers.gpu.driver.peak_created_bytes(), kDevicePages * kPageBytes);
+        EXPECT_GT(total(tiers.top.statistics().written_bytes), 0u);
+        EXPECT_GT(total(tiers.top.statistics().read_bytes), 0u);
+    }
+}
+
+// Pages that were never written are zeros, though new memory is not. Method: read all of one.
+TEST(CudaPager, NewPagesAreZeros) {
+    GpuTiers tiers;
+    const auto segment = tiers.top.create_segment(3 * kPageBytes - 4, 4, SegmentKind::state);
+    const PinGuard guard = pin(tiers.top, segment, Access::read);
+    EXPECT_TRUE(std::ranges::all_of(segment->range(), [](std::byte byte) { return byte == std::byte{0}; }));
+}
+
+// Nothing is left on the device when the segments end. Method: what the driver has created once the pager is gone is
+// looked at by the fake; here, that ended segments can be replaced for ever.
+TEST(CudaPager, EndedSegmentsLeaveRoom) {
+    GpuTiers tiers;
+    for (std::uint32_t i = 0; i < 20; ++i) {
+        const auto segment = filled_segment(tiers.top, 7, i);
+        EXPECT_EQ(tiers.top.evict(segment), 0u);
+    }
+    EXPECT_EQ(tiers.top.statistics().memory.frame_bytes, 0u);
+    EXPECT_LE(tiers.gpu.driver.peak_created_bytes(), kDevicePages * kPageBytes);
+}
+
+// Ranges for temporaries come from the same memory as pages, and are taken apart for them. Method: one after the other.
+TEST(CudaPager, RangesAndPagesShareTheMemory) {
+    GpuTiers tiers;
+    const auto segment = filled_segment(tiers.top, 7, 1);
+    for (int round = 0; round < 3; ++round) {
+        const auto range = tiers.top.allocate_range(6 * kPageBytes - 100);
+        EXPECT_EQ(range.size() % tiers.gpu.memory.granularity_bytes(), 0u);
+        std::ranges::fill(range, std::byte{0x3C});
+        tiers.top.free_range(range);
+        const PinGuard guard = pin(tiers.top, segment, Access::read);
+        EXPECT_TRUE(holds(*segment, 1));
+    }
+    EXPECT_LE(tiers.gpu.driver.peak_created_bytes(), kDevicePages * kPageBytes);
+}
+
+// Pages that are not made of granules are refused with the size that works. Method: granules of two pages.
+TEST(CudaPager, PagesAreMadeOfGranules) {
+    GpuTiers tiers({.granule_bytes = 2 * kPageBytes});
+    try {
+        static_cast<void>(tiers.top.create_segment(kPageBytes, 4, SegmentKind::parameter));
+        FAIL() << "pages of half a granule";
+    } catch (const InvalidArgument& error) {
+        EXPECT_NE(std::string(error.what()).find("page_elements of 8192 works"), std::string::npos) << error.what();
+    }
+}
+
+// A device whose memory others have is a lack of memory, said to who asked, and nothing is lost. Method: half of what
+// the budget promises.
+TEST(CudaPager, MemoryThatOthersHaveIsSaid) {
+    GpuTiers tiers({.memory_bytes = 4 * kPageBytes});
+    const auto first = filled_segment(tiers.top, 3, 1);
+    EXPECT_THROW(filled_segment(tiers.top, 3, 2), OutOfTierMemory);
+    EXPECT_FALSE(tiers.gpu.context.is_lost());
+    const PinGuard guard = pin(tiers.top, first, Access::read);
+    EXPECT_TRUE(holds(*first, 1));
+}
+
+/// Segments before the last hold their number; the last is evicted, to be zeros again. How often it took.
+int attempts_to_use(Pager& pager, const std::shared_ptr<Segment>& segment, std::uint32_t number) {
+    for (int attempts = 1; attempts < 10; ++attempts) {
+        try {
+            if (number == 6) pager.evict(segment);
+            const PinGuard guard = pin(pager, segment, Access::read);
+            EXPECT_TRUE(number == 6 || holds(*segment, number));
+            return attempts;
+        } catch (const LogicError&) {
+            continue;
+        }
+    }
+    return 10;
+}
+
+// A call of the driver that fails while pages move is raised, and the same access succeeds afterwards. Method: each
+// call that a page's way takes fails once, at several places.
+TEST(CudaPager, FailedMovesLoseNothing) {
+    for (const char* const symbol : {"cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemsetD8Async"}) {
+        GpuTiers tiers;
+        std::vector<std::shared_ptr<Segment>> segments;
+        for (std::uint32_t i = 0; i < 6; ++i) segments.push_back(filled_segment(tiers.top, 3, i));
+        segments.push_back(tiers.top.create_segment(kPageBytes, 4, SegmentKind::state));  // of zeros
+        for (std::uint32_t i = 0; i < 42; ++i) {
+            if (i % 5 == 0) tiers.gpu.driver.fail(symbol, CuResult::not_permitted, i % 3);
+            ASSERT_LT(attempts_to_use(tiers.top, segments[i % 7], i % 7), 10) << symbol;
+        }
+        EXPECT_FALSE(tiers.gpu.context.is_lost());
+    }
+}
+
+// A device that is lost while pages move is said to every access, holds nobody up, and ends quietly. Method: one copy
+// of many fails, in both directions.
+TEST(CudaPager, LostDeviceIsSaidAndHoldsNobodyUp) {
+    for (const std::size_t skip : {0u, 5u, 20u, 41u}) {
+        GpuTiers tiers({.longest_delay = microseconds(50), .seed = skip});
+        std::vector<std::shared_ptr<Segment>> segments;
+        tiers.gpu.driver.fail_copy(CuResult::launch_failed, skip);
+        const auto use_all = [&] {
+            for (std::uint32_t i = 0; i < 8; ++i) segments.push_back(filled_segment(tiers.top, 3, i));
+            for (std::uint32_t i = 0; i < 24; ++i) {
+                const PinGuard guard = pin(tiers.top, segments[i % 8], Access::read);
+                tiers.gpu.driver.launch({segments[i % 8]->range()}, [] {});
+            }
+        };
+        EXPECT_THROW(use_all(), TierIoError) << skip;
+        EXPECT_TRUE(tiers.gpu.context.is_lost());
+        for (const auto& segment : segments) {
+            if (tiers.top.is_resident(*segment)) continue;
+            EXPECT_THROW(static_cast<void>(pin(tiers.top, segment, Access::read)), OffloadError);
+        }
+        EXPECT_THROW(filled_segment(tiers.top, 3, 9), OffloadError);
+    }
+}
+
+// Of a lost device all that is left which had gone below and was not changed since, and nothing older passes for it.
+// Method: segments that were sent away, that came back to be read, that were changed, that never left, without bytes.
+TEST(CudaPager, WhatIsBelowSurvivesTheDevice) {
+    GpuTiers tiers;
+    const auto away = filled_segment(tiers.top, 1, 1);
+    const auto read = filled_segment(tiers.top, 1, 2);
+    const auto changed = filled_segment(tiers.top, 1, 3);
+    const auto untouched = tiers.top.create_segment(kPageBytes, 4, SegmentKind::state);
+    for (const auto& segment : {away, read, changed}) ASSERT_EQ(tiers.top.evict(segment), 0u);
+    static_cast<void>(pin(tiers.top, read, Access::read));
+    static_cast<void>(pin(tiers.top, changed, Access::write));
+    const auto never_left = filled_segment(tiers.top, 1, 4);
+    tiers.gpu.driver.fail_copy(CuResult::launch_failed);
+    EXPECT_THROW(static_cast<void>(pin(tiers.top, away, Access::read)), TierIoError);
+
+    std::vector<std::uint32_t> bytes(kPageElements);
+    const auto salvage = [&](const std::shared_ptr<Segment>& segment) {
+        std::ranges::fill(bytes, 7u);
+        return tiers.top.salvage(*segment, 0, std::as_writable_bytes(std::span(bytes)));
+    };
+    for (const auto& [segment, seed] : {std::pair{away, 1u}, std::pair{read, 2u}}) {
+        ASSERT_TRUE(salvage(segment));
+        for (std::size_t i = 0; i < bytes.size(); ++i) ASSERT_EQ(bytes[i], word_of(seed, i));
+    }
+    ASSERT_TRUE(salvage(untouched));
+    EXPECT_EQ(std::ranges::count(bytes, 0u), std::ssize(bytes));
+    for (const auto& segment : {changed, never_left}) {
+        EXPECT_FALSE(salvage(segment));
+        EXPECT_EQ(std::ranges::count(bytes, 7u), std::ssize(bytes)) << "nothing was copied";
+    }
+}
+
+}  // namespace
+}  // namespace torch_offload::test

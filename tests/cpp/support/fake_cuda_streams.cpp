@@ -1,0 +1,305 @@
+// Streams of the fake driver, events, and its beginning and end.
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <thread>
+#include <utility>
+
+#include "support/fake_cuda.h"
+
+namespace torch_offload::test {
+namespace {
+
+bool overlap(std::span<const std::byte> a, const std::byte* begin, std::size_t size_bytes) {
+    return begin < a.data() + a.size() && a.data() < begin + size_bytes;
+}
+
+}  // namespace
+
+FakeCuda* FakeCuda::current_ = nullptr;
+thread_local int FakeCuda::context_depth_ = 0;
+
+/// What a stream runs, in order. The fake's lock covers `done` and `queued`.
+class FakeCuda::Worker {
+public:
+    Worker(FakeCuda& cuda, std::uint64_t seed) : cuda_(cuda), random_(seed), thread_([this] { run(); }) {}
+    ~Worker() {
+        {
+            const std::lock_guard lock(cuda_.mutex_);
+            is_ending_ = true;
+        }
+        cuda_.changed_.notify_all();
+        thread_.join();
+    }
+    Worker(const Worker&) = delete;
+    Worker& operator=(const Worker&) = delete;
+
+    /// The fake's lock is held.
+    void push(std::function<void()> work) {
+        waiting_.push_back(std::move(work));
+        cuda_.changed_.notify_all();
+    }
+    bool has_begun_all() const { return waiting_.empty(); }
+    bool is_idle() const { return waiting_.empty() && !is_running_; }
+
+private:
+    void run() {
+        Lock lock(cuda_.mutex_);
+        while (true) {
+            cuda_.changed_.wait(lock, [&] { return is_ending_ || (!waiting_.empty() && !cuda_.is_held_); });
+            if (waiting_.empty()) return;
+            const std::function<void()> work = std::move(waiting_.front());
+            waiting_.pop_front();
+            is_running_ = true;
+            lock.unlock();
+            const auto longest = static_cast<std::uint64_t>(cuda_.options_.longest_delay.count());
+            if (longest > 0) std::this_thread::sleep_for(std::chrono::microseconds(random_() % (longest + 1)));
+            work();
+            lock.lock();
+            is_running_ = false;
+            cuda_.changed_.notify_all();
+        }
+    }
+
+    FakeCuda& cuda_;
+    std::mt19937_64 random_;
+    std::deque<std::function<void()>> waiting_;
+    bool is_running_ = false;
+    bool is_ending_ = false;
+    std::thread thread_;
+};
+
+FakeCuda::FakeCuda(const FakeCudaOptions& options) : options_(options) {
+    EXPECT_EQ(current_, nullptr) << "one fake at a time";
+    current_ = this;
+}
+
+FakeCuda::~FakeCuda() {
+    if (compute_stream_) streams_.erase(compute_stream_);
+    report_what_is_left();
+    streams_.clear();
+    for (const auto& [address, size] : reserved_) ::munmap(pointer_to(address), size);
+    for (const auto& [id, granule] : created_) ::close(granule.file);
+    current_ = nullptr;
+}
+
+void FakeCuda::report_what_is_left() {
+    if (lost_by_ != CuResult::success) return;
+    EXPECT_EQ(retained_, 0) << "contexts";
+    EXPECT_EQ(reserved_.size(), 0u) << "ranges of addresses";
+    EXPECT_EQ(mapped_.size(), 0u) << "mappings";
+    EXPECT_EQ(created_.size(), 0u) << "granules of memory";
+    EXPECT_EQ(registered_.size(), 0u) << "registered host memory";
+    EXPECT_EQ(streams_.size(), 0u) << "streams";
+    EXPECT_EQ(events_.size(), 0u) << "events";
+}
+
+// --- What tests ask for -------------------------------------------------------------------------------------------
+
+void FakeCuda::hold() {
+    const std::lock_guard lock(mutex_);
+    is_held_ = true;
+}
+
+void FakeCuda::let_go() {
+    const std::lock_guard lock(mutex_);
+    is_held_ = false;
+    changed_.notify_all();
+}
+
+CuStream FakeCuda::compute_stream() {
+    const std::lock_guard lock(mutex_);
+    if (compute_stream_) return compute_stream_;
+    compute_stream_ = reinterpret_cast<CuStream>(next_id_++);
+    streams_.emplace(compute_stream_, std::make_unique<Worker>(*this, ~options_.seed));
+    return compute_stream_;
+}
+
+void FakeCuda::launch(const std::vector<std::span<std::byte>>& memory, std::function<void()> kernel) {
+    const std::vector<std::span<const std::byte>> used(memory.begin(), memory.end());
+    EXPECT_EQ(enqueue(compute_stream(), used,
+                      [this, used, kernel = std::move(kernel)] {
+                          for (const auto& part : used) EXPECT_TRUE(is_mapped(part)) << "a kernel's memory is gone";
+                          kernel();
+                      }),
+              CuResult::success);
+}
+
+// --- The driver's -------------------------------------------------------------------------------------------------
+
+/// The lock is held.
+void FakeCuda::lose(CuResult result) {
+    lost_by_ = result;
+    changed_.notify_all();
+}
+
+/// Who uses memory too early is told, and waits, so that what follows is not undefined.
+void FakeCuda::wait_for_uses(Lock& lock, std::span<const std::byte> memory, const char* what) {
+    const auto is_used = [&] {
+        return lost_by_ == CuResult::success &&
+               std::ranges::any_of(uses_, [&](const auto& use) { return overlap(memory, use.first, use.second); });
+    };
+    EXPECT_FALSE(is_used()) << what;
+    changed_.wait(lock, [&] { return !is_used(); });
+}
+
+CuResult FakeCuda::enqueue(CuStream stream, const std::vector<std::span<const std::byte>>& memory,
+                           std::function<void()> work) {
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(stream);
+    if (found == streams_.end()) return CuResult::invalid_handle;
+    for (const auto& part : memory) uses_.emplace(part.data(), part.size());
+    found->second->push([this, memory, work = std::move(work)] {
+        bool is_lost = false;
+        {
+            const std::lock_guard inner(mutex_);
+            is_lost = lost_by_ != CuResult::success;
+        }
+        if (!is_lost) work();
+        finish(memory);
+    });
+    return CuResult::success;
+}
+
+void FakeCuda::finish(const std::vector<std::span<const std::byte>>& memory) {
+    const std::lock_guard lock(mutex_);
+    for (const auto& part : memory) {
+        const auto [begin, end] = uses_.equal_range(part.data());
+        uses_.erase(std::find_if(begin, end, [&](const auto& use) { return use.second == part.size(); }));
+    }
+    changed_.notify_all();
+}
+
+void FakeCuda::carry_out_copy(std::span<std::byte> to, std::span<const std::byte> from) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (copies_++ == failing_copy_) {
+            lose(copy_failure_);
+            return;
+        }
+    }
+    std::ranges::copy(from, to.begin());
+}
+
+/// Like the driver's: from and to host memory that is not registered it has happened when the call returns.
+CuResult FakeCuda::copy(CuStream stream, std::span<std::byte> to, std::span<const std::byte> from,
+                        std::span<const std::byte> on_device, bool is_asynchronous) {
+    if (context_depth_ == 0) return CuResult::invalid_context;
+    {
+        const std::lock_guard lock(mutex_);
+        if (!covers(on_device, true)) {
+            ADD_FAILURE() << "a copy where the device has no memory";
+            lose(CuResult::illegal_address);
+            return CuResult::illegal_address;
+        }
+    }
+    const CuResult queued = enqueue(stream, {to, from}, [this, to, from] { carry_out_copy(to, from); });
+    return queued != CuResult::success || is_asynchronous ? queued : wait_for(stream);
+}
+
+CuResult FakeCuda::cuMemcpyHtoDAsync_v2(CuAddress to, const void* from, std::size_t size_bytes, CuStream stream) {
+    const std::span<std::byte> there(pointer_to(to), size_bytes);
+    const std::span<const std::byte> here(static_cast<const std::byte*>(from), size_bytes);
+    return copy(stream, there, here, there, is_registered(here));
+}
+
+CuResult FakeCuda::cuMemcpyDtoHAsync_v2(void* to, CuAddress from, std::size_t size_bytes, CuStream stream) {
+    const std::span<std::byte> here(static_cast<std::byte*>(to), size_bytes);
+    const std::span<const std::byte> there(pointer_to(from), size_bytes);
+    return copy(stream, here, there, there, is_registered(here));
+}
+
+CuResult FakeCuda::cuMemsetD8Async(CuAddress address, unsigned char value, std::size_t count, CuStream stream) {
+    if (context_depth_ == 0) return CuResult::invalid_context;
+    if (!is_mapped({pointer_to(address), count})) return CuResult::invalid_value;
+    return enqueue(stream, {{pointer_to(address), count}},
+                   [address, value, count] { std::memset(pointer_to(address), value, count); });
+}
+
+CuResult FakeCuda::cuStreamCreateWithPriority(CuStream* stream, unsigned flags, int) {
+    EXPECT_EQ(flags, kCuStreamNonBlocking) << "a stream that waits for the framework's";
+    const std::lock_guard lock(mutex_);
+    if (context_depth_ == 0) return CuResult::invalid_context;
+    *stream = reinterpret_cast<CuStream>(next_id_++);
+    streams_.emplace(*stream, std::make_unique<Worker>(*this, options_.seed + next_id_));
+    return CuResult::success;
+}
+
+CuResult FakeCuda::cuStreamDestroy_v2(CuStream stream) {
+    std::unique_ptr<Worker> worker;  // ends without the lock
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(stream);
+    if (found == streams_.end()) return CuResult::invalid_handle;
+    EXPECT_TRUE(found->second->has_begun_all()) << "a stream is destroyed with work in it";
+    worker = std::move(found->second);
+    streams_.erase(found);
+    return CuResult::success;
+}
+
+CuResult FakeCuda::wait_for(CuStream stream) {
+    Lock lock(mutex_);
+    const auto found = streams_.find(stream);
+    if (found == streams_.end()) return CuResult::invalid_handle;
+    const Worker& worker = *found->second;
+    changed_.wait(lock, [&] { return lost_by_ != CuResult::success || worker.is_idle(); });
+    return lost_by_;
+}
+
+CuResult FakeCuda::cuStreamSynchronize(CuStream stream) { return wait_for(stream); }
+
+CuResult FakeCuda::cuStreamIsCapturing(CuStream, int* status) {
+    *status = is_capturing_ ? kCuCaptureNone + 1 : kCuCaptureNone;
+    return CuResult::success;
+}
+
+CuResult FakeCuda::cuEventCreate(CuEvent* event, unsigned flags) {
+    EXPECT_TRUE(flags & kCuEventDisableTiming);
+    const std::lock_guard lock(mutex_);
+    if (context_depth_ == 0) return CuResult::invalid_context;
+    *event = reinterpret_cast<CuEvent>(next_id_++);
+    events_.emplace(*event, EventState{});
+    return CuResult::success;
+}
+
+CuResult FakeCuda::cuEventDestroy_v2(CuEvent event) {
+    const std::lock_guard lock(mutex_);
+    return events_.erase(event) == 1 ? CuResult::success : CuResult::invalid_handle;
+}
+
+CuResult FakeCuda::cuEventRecord(CuEvent event, CuStream stream) {
+    if (context_depth_ == 0) return CuResult::invalid_context;
+    std::uint64_t number = 0;
+    {
+        const std::lock_guard lock(mutex_);
+        const auto found = events_.find(event);
+        if (found == events_.end()) return CuResult::invalid_handle;
+        number = ++found->second.recorded;
+    }
+    return enqueue(stream, {}, [this, event, number] {
+        const std::lock_guard lock(mutex_);
+        if (const auto found = events_.find(event); found != events_.end()) found->second.passed = number;
+        changed_.notify_all();
+    });
+}
+
+CuResult FakeCuda::cuEventQuery(CuEvent event) {
+    const std::lock_guard lock(mutex_);
+    const auto found = events_.find(event);
+    if (found == events_.end()) return CuResult::invalid_handle;
+    return found->second.passed >= found->second.recorded ? CuResult::success : CuResult::not_ready;
+}
+
+CuResult FakeCuda::cuEventSynchronize(CuEvent event) {
+    Lock lock(mutex_);
+    const auto found = events_.find(event);
+    if (found == events_.end()) return CuResult::invalid_handle;
+    const EventState& state = found->second;
+    changed_.wait(lock, [&] { return lost_by_ != CuResult::success || state.passed >= state.recorded; });
+    return lost_by_;
+}
+
+}  // namespace torch_offload::test

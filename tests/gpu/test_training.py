@@ -1,0 +1,71 @@
+"""Whole models in a GPU, paged: bit for bit the run in the GPU, with deterministic kernels."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.gpu_training import REAL, check, train, train_both
+
+import torch_offload
+from torch_offload import ConfigError, OutOfTierMemory
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what makes cuBLAS deterministic
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("activations", ["keep", "ram", "ssd"])
+@pytest.mark.parametrize("optimizer", ["own", "fused", "foreach", "sgd"])
+def test_paged_training_is_bitwise_equal(tmp_path, optimizer, activations):
+    """Losses, weights and states; updates run on the GPU, as in the plain run."""
+    settings = {"activations": activations, "update_on": "device"}
+    check(*train_both(optimizer, REAL, str(tmp_path), settings))
+
+
+def test_updates_on_the_host_train(tmp_path):
+    """Their kernel is another, so the first loss is equal and the others are near."""
+    config = REAL.config(str(tmp_path), update_on="host")
+    plain = [float.fromhex(loss) for loss in train("own", REAL.shape, None)[0]]
+    paged = [float.fromhex(loss) for loss in train("own", REAL.shape, config)[0]]
+    assert paged[0] == plain[0]
+    assert paged == pytest.approx(plain, rel=0.02)
+    assert paged[-1] < paged[0]
+    assert torch_offload.report().device.to_device_bytes["state"] == 0
+
+
+SMALL = {"device": "32MiB", "device_unpaged": "16MiB", "ram": "192MiB", "page_elements": 1 << 19}
+
+
+def test_capture_into_a_graph_is_refused(tmp_path):
+    """With the reason, and the module works afterwards."""
+    module = torch.nn.Linear(1024, 1024)
+    torch_offload.wrap(module, config=REAL.config(str(tmp_path), **SMALL))
+    batch = torch.ones(4, 1024, device="cuda")
+    expected = module(batch)
+    with pytest.raises(ConfigError, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        module(batch)
+    assert torch.equal(module(batch), expected)
+    torch_offload.unwrap(module)
+    assert module.weight.device.type == "cpu"
+
+
+def test_torch_and_pages_keep_to_their_parts(tmp_path):
+    """Torch's allocator stops at the wall, pages at their budget."""
+    layers = [torch.nn.Linear(1024, 1024) for _ in range(5)]
+    torch_offload.wrap(layers[0], config=REAL.config(str(tmp_path), **SMALL))
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    for layer in layers[1:]:
+        torch_offload.wrap(layer)
+    with pytest.raises(OutOfTierMemory), torch_offload.pinned(*layers):
+        pass
+    for layer in layers:
+        torch_offload.unwrap(layer)
+    assert torch.empty(64 << 20, dtype=torch.uint8, device="cuda").numel() > 0

@@ -1,0 +1,115 @@
+"""A GPU that is not there, for a torch without CUDA: its driver is a fake, its kernels are the host's.
+
+Tensors are on `cuda:0` and everything above the driver is what runs on a real one: dispatch, storages, autograd's own
+thread for the device, streams and marks. Kernels have ended when they return, so what this cannot show is a page that
+leaves under one; the tests of the layers below do, on the same fake driver.
+"""
+
+import ctypes
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = ("fake_gpu/kernels.cpp", "fake_gpu/driver.cpp", "support/fake_cuda.cpp", "support/fake_cuda_streams.cpp")
+MEMORY_BYTES = 512 << 20
+
+
+def build() -> Path:
+    """Build the fake, if it is not there yet, and return its library. In a process of its own: building loads it."""
+    words = [sys.executable, "-m", "support.fake_gpu", "build"]
+    done = subprocess.run(words, env=_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Path(done.stdout.splitlines()[-1])
+
+
+def in_gpu_child(library: Path, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 300) -> Any:
+    """Return what `function(*arguments)` returns in a fresh process that has the GPU; importable and picklable.
+
+    Raises:
+        AssertionError: If it raised or died, or did what a real driver forgives or punishes later; with its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        call, answer = Path(folder) / "call", Path(folder) / "answer"
+        call.write_bytes(pickle.dumps((function, arguments)))
+        words = [sys.executable, "-X", "faulthandler", "-m", "support.fake_gpu", str(library), str(call), str(answer)]
+        done = subprocess.run(
+            words, env=_environment(), capture_output=True, text=True, check=False, timeout=timeout_seconds
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return pickle.loads(answer.read_bytes())
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/python"), *filter(None, sys.path)])}
+
+
+class _Slot:
+    """The driver of this process, if it was given one."""
+
+    driver: ctypes.CDLL | None = None
+
+
+def driver() -> ctypes.CDLL:
+    """Return the driver of this process: what tests ask of it are functions named ``fake_gpu_...``."""
+    assert _Slot.driver is not None
+    return _Slot.driver
+
+
+def load(library: Path) -> None:
+    """Give this process the GPU. Before torch is imported, which looks for one once."""
+    assert "torch" not in sys.modules
+    _Slot.driver = ctypes.CDLL(str(library))
+    import torch
+
+    torch.cuda._lazy_init = lambda: None  # type: ignore[assignment] (there is no runtime to begin with)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.synchronize = lambda *_: None  # kernels have ended when they return
+    properties = SimpleNamespace(name="Fake", total_memory=MEMORY_BYTES, major=7, minor=0)  # before grouped products
+    torch.cuda.get_device_properties = lambda _: properties
+    torch.cuda.set_per_process_memory_fraction = lambda *_: None
+
+
+def _answer(library: str, call: str, answer: str) -> None:
+    load(Path(library))
+    function, arguments = pickle.loads(Path(call).read_bytes())
+    result = function(*arguments)
+    assert driver().fake_gpu_failures() == 0, "the fake driver complained, see above"
+    Path(answer).write_bytes(pickle.dumps(result))
+
+
+def _build() -> None:
+    import torch
+    from torch.utils import cpp_extension
+
+    folder = ROOT / "build" / f"fake-gpu-torch-{torch.__version__}"
+    folder.mkdir(parents=True, exist_ok=True)
+    cpp_extension.load(
+        "fake_gpu",
+        [str(ROOT / "tests/cpp" / source) for source in SOURCES],
+        extra_include_paths=[str(ROOT / "csrc"), str(ROOT / "tests/cpp")],
+        extra_cflags=["-std=c++20", "-O1"],
+        extra_ldflags=[
+            "-Wl,-soname,libcuda.so.1",  # found under the driver's name once it is loaded
+            *(f"-Wl,-rpath,{path}" for path in cpp_extension.library_paths()),
+            "-lgtest",
+        ],
+        build_directory=str(folder),
+        is_python_module=False,
+    )
+    sys.stdout.write(f"{folder / 'fake_gpu.so'}\n")
+
+
+if __name__ == "__main__":
+    sys.modules["support.fake_gpu"] = sys.modules["__main__"]  # tests import this very module
+    if sys.argv[1] == "build":
+        _build()
+    else:
+        _answer(*sys.argv[1:])
