@@ -62,7 +62,12 @@ def _write_file(
 
 
 def stream_file(
-    tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None, *, budget_bytes: int
+    tensors: Mapping[str, torch.Tensor],
+    path: Path,
+    metadata: Mapping[str, str] | None,
+    *,
+    budget_bytes: int,
+    alignment_bytes: int = _HEADER_UNIT_BYTES,
 ) -> None:
     """Write a safetensors file with one tensor at a time in memory.
 
@@ -71,11 +76,12 @@ def stream_file(
         path: Appears complete and synced, or not at all.
         metadata: As the library takes it.
         budget_bytes: Of the engine; blocks and reading ahead take a share.
+        alignment_bytes: Where the first tensor begins, a multiple of this. Spaces behind the header see to it.
 
     Raises:
         OSError: As from writing any file. An earlier file at `path` is as it was.
     """
-    header, names = lay_out(tensors, metadata)
+    header, names = lay_out(tensors, metadata, alignment_bytes=alignment_bytes)
     first = ctypes.create_string_buffer(header, len(header))
     size_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -92,7 +98,12 @@ def stream_file(
         partial.unlink(missing_ok=True)
 
 
-def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, list[str]]:
+def lay_out(
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None,
+    *,
+    alignment_bytes: int = _HEADER_UNIT_BYTES,
+) -> tuple[bytes, list[str]]:
     """Return the first bytes of a file, up to the tensors' own, and the order of these.
 
     Order, spelling and metadata are the library's, of tensors of these names and types without elements.
@@ -110,7 +121,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
         header[name] |= {"shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.nbytes]}
         begin += tensor.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _HEADER_UNIT_BYTES)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment_bytes)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, names
 
 

@@ -1,6 +1,7 @@
 // The operators of this package, torch.ops.torch_offload.
 #include <torch/library.h>
 
+#include "autograd/coded_linear.h"
 #include "optim/adamw_operator.h"
 #include "optim/departure_operator.h"
 
@@ -16,6 +17,16 @@ TORCH_LIBRARY(torch_offload, m) {
     m.impl("unpack_moment", c10::DispatchKey::CPU, TORCH_FN(unpacked_moment));
     m.def(kDepartGradientSchema);
     m.impl("depart_gradient", c10::DispatchKey::CPU, TORCH_FN(depart_gradient));
+    m.def(kCodedLinearSchema);
+    m.impl("coded_linear", c10::DispatchKey::CPU, TORCH_FN(coded_linear));
+    m.def(kCodedLinearTransposedSchema);
+    m.impl("coded_linear_transposed", c10::DispatchKey::CPU, TORCH_FN(coded_linear_transposed));
+    m.def(kEncodeTernarySchema);
+    m.impl("encode_ternary", c10::DispatchKey::CPU, TORCH_FN(encode_ternary));
+    m.def(kDecodeTernarySchema);
+    m.impl("decode_ternary", c10::DispatchKey::CPU, TORCH_FN(decode_ternary));
+    m.def(kCodedExtentsSchema);
+    m.impl("coded_extents", c10::DispatchKey::CPU, TORCH_FN(coded_extents));
 #ifdef TORCH_OFFLOAD_CUDA
     m.impl("fused_adamw_", c10::DispatchKey::CUDA, TORCH_FN(fused_adamw_cuda));
     m.impl("depart_gradient", c10::DispatchKey::CUDA, TORCH_FN(depart_gradient_cuda));

@@ -186,4 +186,16 @@ ExtentHeader read_header(std::span<const std::byte> extent) {
     return header;
 }
 
+std::size_t said_extent_bytes(std::span<const std::byte> bytes) {
+    NumberReader numbers(bytes);
+    const auto magic = numbers.take<std::uint64_t>();
+    OFFLOAD_CHECK(magic == kMagic, CorruptPage, "these ", bytes.size(), " bytes do not begin a coded extent");
+    numbers.take<std::uint64_t>();  // checksum
+    numbers.take<std::uint64_t>();  // format and size of the header
+    const auto size_bytes = numbers.take<std::uint64_t>();
+    OFFLOAD_CHECK(size_bytes >= kExtentAlignment && size_bytes % kExtentAlignment == 0 && size_bytes <= bytes.size(),
+                  CorruptPage, "a coded extent says it has ", size_bytes, " bytes of the ", bytes.size(), " here");
+    return size_bytes;
+}
+
 }  // namespace torch_offload

@@ -68,4 +68,8 @@ ExtentBuffer build_extent(ExtentHeader header, const std::vector<std::vector<std
 /// Throws: CorruptPage if anything is not as FORMAT.md says.
 ExtentHeader read_header(std::span<const std::byte> extent);
 
+/// The size that the extent at the front of `bytes` says it has. Nothing else of it is checked.
+/// Throws: CorruptPage unless it begins one that ends inside `bytes`.
+std::size_t said_extent_bytes(std::span<const std::byte> bytes);
+
 }  // namespace torch_offload

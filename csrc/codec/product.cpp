@@ -84,15 +84,19 @@ void multiply_tile_transposed(const CodedMatrix& matrix, const CodedTile& tile, 
     for_decoded_rows(matrix, tile, set, [&](const ProductRows& rows) { kernel(rows, g, part); });
 }
 
+void add_panel(const TokenPanel& part, TokenPanel& z) noexcept {
+    for (std::size_t i = 0; i < z.tokens(); ++i) {
+        for (std::size_t j = 0; j < z.width(); ++j) z.token(i)[j] += part.token(i)[j];
+    }
+}
+
 void multiply_transposed(const CodedMatrix& matrix, const TokenPanel& g, TokenPanel& z, InstructionSet set) {
     TokenPanel part(z.tokens(), z.width());
     check_panels(matrix, z, g);
     for (std::size_t i = 0; i < z.tokens(); ++i) std::fill_n(z.token(i), z.stride(), 0.0F);
     for (const CodedTile& tile : matrix.tiles()) {
         multiply_tile_transposed(matrix, tile, g, part, set);
-        for (std::size_t i = 0; i < z.tokens(); ++i) {
-            for (std::size_t j = 0; j < z.width(); ++j) z.token(i)[j] += part.token(i)[j];
-        }
+        add_panel(part, z);
     }
 }
 

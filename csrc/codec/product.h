@@ -58,6 +58,8 @@ void multiply(const CodedMatrix& matrix, const TokenPanel& x, TokenPanel& y,
 /// Throws, Threads: as multiply_tile; each tile with a part of its own, to be added in order of the tiles.
 void multiply_tile_transposed(const CodedMatrix& matrix, const CodedTile& tile, const TokenPanel& g, TokenPanel& part,
                               InstructionSet set = best_instruction_set());
+/// Adds what a tile adds, each float to its own. Pre: equal tokens and widths.
+void add_panel(const TokenPanel& part, TokenPanel& z) noexcept;
 /// z = T^T g, tile by tile. `z`: tokens of columns() floats.
 void multiply_transposed(const CodedMatrix& matrix, const TokenPanel& g, TokenPanel& z,
                          InstructionSet set = best_instruction_set());

@@ -1,0 +1,216 @@
+#include "autograd/coded_linear.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Formatting.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/string_view.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "autograd/error_bridge.h"
+#include "codec/coded_matrix.h"
+#include "codec/coded_page.h"
+#include "codec/encode.h"
+#include "codec/product.h"
+
+namespace torch_offload {
+namespace {
+
+/// Tokens multiplied by one decoding of a matrix: enough for decoding to be a small part, few enough for their panels
+/// to stay small beside the matrix.
+constexpr std::int64_t kTokensAtOnce = 256;
+
+std::span<const std::byte> bytes_of(const at::Tensor& page) {
+    TORCH_CHECK_TYPE(page.scalar_type() == at::kByte, "a coded page is uint8, got ", page.scalar_type());
+    TORCH_CHECK_VALUE(page.dim() == 1 && page.is_contiguous(), "a coded page has one dimension and no gaps, got sizes ",
+                      page.sizes(), " and strides ", page.strides());
+    return {static_cast<const std::byte*>(page.const_data_ptr()), static_cast<std::size_t>(page.numel())};
+}
+
+CodedMatrix matrix_of(const at::Tensor& page, std::int64_t index) {
+    const std::vector<std::span<const std::byte>> extents = extents_of(bytes_of(page));
+    TORCH_CHECK_INDEX(index >= 0 && static_cast<std::size_t>(index) < extents.size(), "a coded page of ",
+                      extents.size(), " matrices has none of number ", index);
+    return CodedMatrix(extents[static_cast<std::size_t>(index)]);
+}
+
+/// [count] floats.
+at::Tensor scale_of(const char* name, const at::Tensor& scale, std::size_t count) {
+    TORCH_CHECK_VALUE(scale.dim() == 1 && scale.numel() == static_cast<std::int64_t>(count), "coded_linear: ", name,
+                      " must have ", count, " elements like the coded matrix, got sizes ", scale.sizes());
+    return scale.to(at::kFloat).contiguous();
+}
+
+/// Both scales of a weight.
+struct Scales {
+    at::Tensor rows;
+    at::Tensor columns;
+
+    Scales(const CodedMatrix& matrix, const at::Tensor& row_scale, const at::Tensor& column_scale)
+        : rows(scale_of("row_scale", row_scale, matrix.rows())),
+          columns(scale_of("column_scale", column_scale, matrix.columns())) {}
+};
+
+/// The last dimension is `width`, the others are tokens: [tokens, width] floats.
+at::Tensor tokens_of(const char* name, const at::Tensor& tensor, std::size_t width) {
+    const at::ScalarType type = tensor.scalar_type();
+    TORCH_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, "coded_linear: ", name,
+                     " must be float32, bfloat16 or float16, got ", type);
+    TORCH_CHECK_VALUE(tensor.dim() >= 1 && tensor.size(-1) == static_cast<std::int64_t>(width), "coded_linear: ", name,
+                      " must have ", width, " elements in its last dimension, got sizes ", tensor.sizes());
+    return tensor.reshape({-1, static_cast<std::int64_t>(width)}).to(at::kFloat).contiguous();
+}
+
+TokenPanel panel_of(const at::Tensor& tokens, const at::Tensor& scale) {
+    TokenPanel panel(static_cast<std::size_t>(tokens.size(0)), static_cast<std::size_t>(tokens.size(1)));
+    panel.fill(tokens.const_data_ptr<float>(), scale.const_data_ptr<float>());
+    return panel;
+}
+
+/// Copies a panel's tokens, scaled, to `to`: [tokens, width] floats.
+void write_scaled(const TokenPanel& panel, const at::Tensor& scale, float* to) {
+    const float* const factors = scale.const_data_ptr<float>();
+    for (std::size_t token = 0; token < panel.tokens(); ++token) {
+        for (std::size_t i = 0; i < panel.width(); ++i) *to++ = panel.token(token)[i] * factors[i];
+    }
+}
+
+void multiply_in_parallel(const CodedMatrix& matrix, const TokenPanel& x, TokenPanel& y) {
+    const std::span<const CodedTile> tiles = matrix.tiles();
+    at::parallel_for(0, static_cast<std::int64_t>(tiles.size()), 1, [&](std::int64_t first, std::int64_t last) {
+        for (std::int64_t i = first; i < last; ++i) multiply_tile(matrix, tiles[static_cast<std::size_t>(i)], x, y);
+    });
+}
+
+/// As many tiles at a time as there are threads; parts are added in order of the tiles.
+void multiply_transposed_in_parallel(const CodedMatrix& matrix, const TokenPanel& g, TokenPanel& z) {
+    const std::span<const CodedTile> tiles = matrix.tiles();
+    std::vector<TokenPanel> parts;
+    const std::size_t at_once = std::min(tiles.size(), static_cast<std::size_t>(at::get_num_threads()));
+    for (std::size_t i = 0; i < at_once; ++i) parts.emplace_back(z.tokens(), z.width());
+    for (std::size_t begin = 0; begin < tiles.size(); begin += at_once) {
+        const std::size_t count = std::min(at_once, tiles.size() - begin);
+        at::parallel_for(0, static_cast<std::int64_t>(count), 1, [&](std::int64_t first, std::int64_t last) {
+            for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(last); ++i) {
+                multiply_tile_transposed(matrix, tiles[begin + i], g, parts[i]);
+            }
+        });
+        for (std::size_t i = 0; i < count; ++i) add_panel(parts[i], z);
+    }
+}
+
+/// Multiplies tokens of `from` by what `multiply` does to a panel; `width` is that of the result.
+template <typename Multiply>
+at::Tensor multiplied(const at::Tensor& from, const at::Tensor& scale_before, const at::Tensor& scale_after,
+                      std::int64_t width, Multiply multiply) {
+    at::Tensor result = at::empty({from.size(0), width}, from.options());
+    for (std::int64_t first = 0; first < from.size(0); first += kTokensAtOnce) {
+        const std::int64_t count = std::min(kTokensAtOnce, from.size(0) - first);
+        const TokenPanel panel = panel_of(from.narrow(0, first, count), scale_before);
+        TokenPanel product(panel.tokens(), static_cast<std::size_t>(width));
+        multiply(panel, product);
+        write_scaled(product, scale_after, result.mutable_data_ptr<float>() + first * width);
+    }
+    return result;
+}
+
+/// Like `from`, but for its last dimension and with the type of `from`.
+at::Tensor shaped_like(const at::Tensor& from, const at::Tensor& tokens) {
+    std::vector<std::int64_t> sizes = from.sizes().vec();
+    sizes.back() = tokens.size(1);
+    return tokens.to(from.scalar_type()).view(sizes);
+}
+
+CoderChoice choice_named(c10::string_view name) {
+    constexpr std::array<std::pair<c10::string_view, CoderChoice>, 4> kChoices = {
+        {{"tun12", CoderChoice::tun12},
+         {"rans4", CoderChoice::rans4},
+         {"qmoe", CoderChoice::qmoe},
+         {"smallest", CoderChoice::smallest}}};
+    for (const auto& [known, choice] : kChoices) {
+        if (known == name) return choice;
+    }
+    TORCH_CHECK_VALUE(false, "encode_ternary: coder is tun12, rans4, qmoe or smallest, got ", name);
+}
+
+}  // namespace
+
+at::Tensor coded_linear(const at::Tensor& x, const at::Tensor& page, std::int64_t index, const at::Tensor& row_scale,
+                        const at::Tensor& column_scale) {
+    return across_torch([&] {
+        const CodedMatrix matrix = matrix_of(page, index);
+        const Scales scales(matrix, row_scale, column_scale);
+        const at::Tensor from = tokens_of("x", x, matrix.columns());
+        const auto product = [&](const TokenPanel& in, TokenPanel& out) { multiply_in_parallel(matrix, in, out); };
+        return shaped_like(x, multiplied(from, scales.columns, scales.rows, scales.rows.numel(), product));
+    });
+}
+
+at::Tensor coded_linear_transposed(const at::Tensor& g, const at::Tensor& page, std::int64_t index,
+                                   const at::Tensor& row_scale, const at::Tensor& column_scale) {
+    return across_torch([&] {
+        const CodedMatrix matrix = matrix_of(page, index);
+        const Scales scales(matrix, row_scale, column_scale);
+        const at::Tensor from = tokens_of("g", g, matrix.rows());
+        const auto product = [&](const TokenPanel& in, TokenPanel& out) {
+            multiply_transposed_in_parallel(matrix, in, out);
+        };
+        return shaped_like(g, multiplied(from, scales.rows, scales.columns, scales.columns.numel(), product));
+    });
+}
+
+at::Tensor encode_ternary(const at::Tensor& values, at::IntArrayRef classes, c10::string_view coder) {
+    TORCH_CHECK_TYPE(values.scalar_type() == at::kChar, "encode_ternary: values are int8, got ", values.scalar_type());
+    TORCH_CHECK_VALUE(values.dim() == 2, "encode_ternary: values are [rows, columns], got sizes ", values.sizes());
+    EncodeOptions options;
+    options.coder = choice_named(coder);
+    options.thread_count = static_cast<std::size_t>(at::get_num_threads());
+    options.classes.clear();
+    for (const std::int64_t first : classes) options.classes.push_back({static_cast<std::size_t>(first)});
+    const at::Tensor dense = values.contiguous();
+    return across_torch([&] {
+        const ExtentBuffer extent =
+            encode({dense.const_data_ptr<std::int8_t>(), static_cast<std::size_t>(dense.size(0)),
+                    static_cast<std::size_t>(dense.size(1))},
+                   options);
+        at::Tensor page =
+            at::empty({static_cast<std::int64_t>(extent.bytes().size())}, values.options().dtype(at::kByte));
+        std::memcpy(page.mutable_data_ptr(), extent.bytes().data(), extent.bytes().size());
+        return page;
+    });
+}
+
+at::Tensor decode_ternary(const at::Tensor& page, std::int64_t index) {
+    return across_torch([&] {
+        const CodedMatrix matrix = matrix_of(page, index);
+        at::Tensor values =
+            at::empty({static_cast<std::int64_t>(matrix.rows()), static_cast<std::int64_t>(matrix.columns())},
+                      page.options().dtype(at::kChar));
+        matrix.decode(values.mutable_data_ptr<std::int8_t>());
+        return values;
+    });
+}
+
+at::Tensor coded_extents(const at::Tensor& page) {
+    return across_torch([&] {
+        const std::span<const std::byte> bytes = bytes_of(page);
+        const std::vector<std::span<const std::byte>> extents = extents_of(bytes);
+        at::Tensor lines = at::empty({static_cast<std::int64_t>(extents.size()), 6}, page.options().dtype(at::kLong));
+        auto* to = lines.mutable_data_ptr<std::int64_t>();
+        for (const std::span<const std::byte> extent : extents) {
+            const ExtentHeader header = read_header(extent);
+            for (const std::size_t number :
+                 {static_cast<std::size_t>(extent.data() - bytes.data()), header.extent_bytes, header.coded_bytes,
+                  header.rows, header.columns, header.classes.size()}) {
+                *to++ = static_cast<std::int64_t>(number);
+            }
+        }
+        return lines;
+    });
+}
+
+}  // namespace torch_offload

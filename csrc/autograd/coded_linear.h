@@ -1,0 +1,45 @@
+// Linear layers whose weights are coded matrices, as torch operators. Layer autograd: may include torch.
+//
+// A page holds coded extents one behind the other (codec/FORMAT.md); `matrix` counts them from 0. The weight is
+// W = diag(row_scale) T diag(column_scale) and is never in memory: a few rows of T at a time are decoded into the cache
+// and used at once. Sums have one order for any number of tokens and threads (codec/product.h), so a token's result
+// does not depend on those it came with.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+
+namespace torch_offload {
+
+/// y = x W^T, with sums in float32 and the dtype of x. Gradients flow to x alone (coded_linear.py).
+inline constexpr const char* kCodedLinearSchema =
+    "coded_linear(Tensor x, Tensor page, int matrix, Tensor row_scale, Tensor column_scale) -> Tensor";
+/// z = g W, its backward.
+inline constexpr const char* kCodedLinearTransposedSchema =
+    "coded_linear_transposed(Tensor g, Tensor page, int matrix, Tensor row_scale, Tensor column_scale) -> Tensor";
+/// A matrix of -1, 0 and +1, int8 [rows, columns], to its coded extent, uint8. `classes`: the first column of each
+/// class of columns of like odds. `coder`: "tun12", "rans4", "qmoe" or "smallest".
+inline constexpr const char* kEncodeTernarySchema =
+    "encode_ternary(Tensor values, int[] classes=[0], str coder='smallest') -> Tensor";
+/// The matrix again.
+inline constexpr const char* kDecodeTernarySchema = "decode_ternary(Tensor page, int matrix=0) -> Tensor";
+/// One line of int64 for each extent of a page, all checked: offset, size, coded bytes, rows, columns, classes.
+inline constexpr const char* kCodedExtentsSchema = "coded_extents(Tensor page) -> Tensor";
+
+/// Kernels for the CPU.
+/// `x`: float32, bfloat16 or float16 [..., columns]. `g`: the same [..., rows]. `page`: uint8, contiguous, one
+/// dimension. `row_scale`: any of these types, [rows]. `column_scale`: [columns].
+/// Throws: c10::Error for a type or a shape that does not fit; CorruptPage, as Python's PageCorruptError, unless the
+///         extent is, to the byte, what was written.
+/// Threads: any. They share torch's pool, tile by tile.
+at::Tensor coded_linear(const at::Tensor& x, const at::Tensor& page, std::int64_t matrix, const at::Tensor& row_scale,
+                        const at::Tensor& column_scale);
+at::Tensor coded_linear_transposed(const at::Tensor& g, const at::Tensor& page, std::int64_t matrix,
+                                   const at::Tensor& row_scale, const at::Tensor& column_scale);
+at::Tensor encode_ternary(const at::Tensor& values, at::IntArrayRef classes, c10::string_view coder);
+at::Tensor decode_ternary(const at::Tensor& page, std::int64_t matrix);
+at::Tensor coded_extents(const at::Tensor& page);
+
+}  // namespace torch_offload

@@ -1,0 +1,222 @@
+"""Folders of models with coded experts, as ``from_pretrained`` reads and :func:`save` writes them.
+
+Such a folder is an ordinary one of transformers, with a ``quantization_config`` in config.json. Coded pages lie in
+safetensors files of their own, each page on a multiple of 4 KiB, so that it can be read by one direct read.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from torch_offload.coded_experts import CodedExperts, CodedPlane
+from torch_offload.config import parse_size
+from torch_offload.errors import ConfigError
+from torch_offload.moe import CODED, experts_of
+from torch_offload.safetensors_files import stream_file
+
+METHOD = "torch_offload"
+"""``quant_method`` of these folders."""
+
+FORMAT = 1
+"""What this version writes, and the only one it reads."""
+
+PAGE_ALIGNMENT_BYTES = 4096
+
+_PAGE = re.compile(rf"\.{CODED}\.planes\.\d+\.page_\d+$")
+_WRITE_BUFFER_BYTES = 64 << 20
+
+
+@register_quantization_config(METHOD)
+class CodedExpertsConfig(QuantizationConfigMixin):
+    """What config.json says of coded experts."""
+
+    def __init__(
+        self, *, experts: Mapping[str, Any], coded_format: int = FORMAT, quality: str = "all", **other: Any
+    ) -> None:
+        """Check what the file says.
+
+        Args:
+            experts: By the module's name, the bytes of each page: ``{"page_bytes": [[of plane 0], ...]}``.
+            coded_format: Of the folder.
+            quality: See ``CodedExperts.quality``.
+            other: What a later version may add.
+
+        Raises:
+            ConfigError: If the format is not known.
+        """
+        self.quant_method = METHOD  # type: ignore[assignment]  # registered methods are strings
+        if coded_format != FORMAT:
+            raise ConfigError(f"these coded experts have format {coded_format}, this version reads {FORMAT}: update it")
+        self.coded_format = coded_format
+        self.experts = {name: dict(said) for name, said in experts.items()}
+        self.quality = quality
+
+
+@register_quantizer(METHOD)
+class CodedExpertsQuantizer(HfQuantizer):
+    """Lays out coded experts in a model before transformers reads its files."""
+
+    requires_calibration = True
+    quantization_config: CodedExpertsConfig
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        lay_out(model, self.quantization_config, dtype=model.dtype)
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        missing = [name for name, buffer in model.named_buffers() if f".{CODED}." in name and not _is_loaded(buffer)]
+        if missing:
+            raise ConfigError(f"{len(missing)} tensors of coded experts are not in the files, the first {missing[0]}")
+        return model
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        """Nothing is coded while it is loaded."""
+        return False
+
+    def is_serializable(self) -> bool:
+        """Whether ``save_pretrained`` works."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters may be trained over it."""
+        return True
+
+
+def _is_loaded(buffer: Tensor) -> bool:
+    """Whether transformers found it in a file: it marks what it did, and makes up the rest."""
+    return bool(getattr(buffer, "_is_hf_initialized", False))
+
+
+def lay_out(model: nn.Module, said: CodedExpertsConfig, *, dtype: torch.dtype) -> None:
+    """Put coded experts without values in place of a model's experts.
+
+    Raises:
+        ConfigError: If the model has no such modules, or they have other counts; the message names the module.
+    """
+    found = {experts.name: experts for experts in experts_of(model)}
+    for name, sizes in said.experts.items():
+        experts = found.get(_known_name(name, found))
+        if experts is None:
+            raise ConfigError(f"the files have coded experts of {name}, the model has experts in {sorted(found)}")
+        shapes = experts.shapes
+        for page_bytes in sizes["page_bytes"]:
+            if len(page_bytes) != shapes.count:
+                raise ConfigError(f"{name}: the files have {len(page_bytes)} experts, the model {shapes.count}")
+        planes = [CodedPlane(shapes, page_bytes, dtype=dtype, device="meta") for page_bytes in sizes["page_bytes"]]
+        coded = CodedExperts(shapes, planes, label=experts.name)
+        coded.quality = said.quality
+        experts.replace(coded)
+
+
+def _known_name(name: str, found: Mapping[str, Any]) -> str:
+    """The same module's name in a model with or without its head: one ends in the other."""
+    ends = [known for known in found if known.endswith(f".{name}") or name.endswith(f".{known}")]
+    return name if name in found or not ends else ends[0]
+
+
+def config_of(model: nn.Module) -> CodedExpertsConfig:
+    """Describe a model's coded experts.
+
+    Raises:
+        ConfigError: If it has none.
+    """
+    experts: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, CodedExperts):
+            sizes = [[plane.page(expert).numel() for expert in range(module.shapes.count)] for plane in _planes(module)]
+            experts[name.removesuffix(f".{CODED}")] = {"page_bytes": sizes}
+    if not experts:
+        raise ConfigError("the model has no coded experts; torch_offload.compress(model, ...) makes them")
+    return CodedExpertsConfig(experts=experts)
+
+
+def _planes(coded: CodedExperts) -> list[CodedPlane]:
+    return [plane for plane in coded.planes if isinstance(plane, CodedPlane)]
+
+
+def save(
+    model: PreTrainedModel, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", **options: Any
+) -> None:
+    """Write a model with coded experts; ``from_pretrained`` opens the folder once ``torch_offload.moe`` is imported.
+
+    Args:
+        model: Of transformers.
+        folder: Made if it is not there. What a model of the same kind left there is replaced.
+        max_shard_size: Of one file.
+        options: For ``save_pretrained``, which writes everything but coded pages.
+
+    Raises:
+        ConfigError: If the model has no coded experts.
+        OSError: If a file cannot be written.
+    """
+    folder = Path(folder)
+    model.config.quantization_config = config_of(model)
+    state = model.state_dict()
+    pages = {name: state.pop(name) for name in list(state) if _PAGE.search(name)}
+    for stale in folder.glob("experts-*-of-*.safetensors"):
+        stale.unlink()
+    model.save_pretrained(
+        folder, state_dict=state, max_shard_size=max_shard_size, save_original_format=False, **options
+    )
+    weight_map = _write_pages(pages, folder, shard_bytes=parse_size(max_shard_size))
+    total_bytes = sum(tensor.nbytes for tensor in (*state.values(), *pages.values()))
+    _extend_index(folder, weight_map, total_bytes=total_bytes)
+
+
+def _write_pages(pages: Mapping[str, Tensor], folder: Path, *, shard_bytes: int) -> dict[str, str]:
+    """Write pages to aligned files; returns the file of each."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, page in pages.items():
+        if shards[-1] and page.nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = page
+        room -= page.nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"experts-{number:05}-of-{len(shards):05}.safetensors"
+        stream_file(
+            shard,
+            folder / file_name,
+            {"format": "pt"},
+            budget_bytes=_WRITE_BUFFER_BYTES,
+            alignment_bytes=PAGE_ALIGNMENT_BYTES,
+        )
+        weight_map |= dict.fromkeys(shard, file_name)
+    return weight_map
+
+
+def _extend_index(folder: Path, added: Mapping[str, str], *, total_bytes: int) -> None:
+    """Have the folder's index name the added tensors too. One file without an index gets the name of a first part."""
+    index_path = folder / SAFE_WEIGHTS_INDEX_NAME
+    single = folder / SAFE_WEIGHTS_NAME
+    if single.exists():
+        first = single.with_name("model-00001-of-00001.safetensors")
+        os.replace(single, first)
+        weight_map = dict.fromkeys(_names_in(first), first.name)
+        metadata: dict[str, Any] = {}
+    else:
+        index = json.loads(index_path.read_text())
+        weight_map, metadata = index["weight_map"], index["metadata"]
+    metadata["total_size"] = total_bytes
+    text = json.dumps({"metadata": metadata, "weight_map": weight_map | dict(added)}, indent=2, sort_keys=True)
+    index_path.write_text(text + "\n")
+
+
+def _names_in(path: Path) -> list[str]:
+    with safetensors.safe_open(str(path), framework="pt") as file:
+        return list(file.keys())

@@ -1,0 +1,125 @@
+"""Coded ternary matrices as tensors: coding, decoding and linear layers over them.
+
+A coded page is a uint8 tensor that holds the extents of csrc/codec/FORMAT.md, one behind the other. A weight is
+``W = diag(row_scale) @ T @ diag(column_scale)`` with T of -1, 0 and +1 in the page; it is multiplied by without ever
+being expanded. The kernels are operators (``torch.ops.torch_offload``), so a page may be paged by the engine, and
+autograd and ``torch.compile`` know them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_offload import _C as _C  # the operators are defined in it
+
+CODERS = ("smallest", "tun12", "rans4", "qmoe")
+"""``smallest`` codes each tile of rows with TUN12 or RANS4; ``qmoe`` is there to be compared with."""
+
+_FORWARD = "torch_offload::coded_linear"
+_TRANSPOSED = "torch_offload::coded_linear_transposed"
+
+
+@dataclass(frozen=True)
+class CodedExtent:
+    """One matrix of a page. Sizes in bytes; ``coded_bytes`` leaves out what fills the extent to 4 KiB."""
+
+    offset_bytes: int
+    size_bytes: int
+    coded_bytes: int
+    rows: int
+    columns: int
+    classes: int
+
+
+def encode(values: Tensor, *, classes: Sequence[int] = (0,), coder: str = "smallest") -> Tensor:
+    """Code a matrix; the same bytes on every machine and for any number of threads.
+
+    Args:
+        values: int8 [rows, columns] of -1, 0 and +1; at least one of each.
+        classes: First column of each class of columns of like odds, at most 16; the first is 0.
+        coder: One of ``CODERS``.
+
+    Returns:
+        The extent, uint8, a multiple of 4096.
+
+    Raises:
+        ConfigError: If a value is none of the three, or the classes are no cut of the columns.
+    """
+    page: Tensor = torch.ops.torch_offload.encode_ternary(values, list(classes), coder)
+    return page
+
+
+def decode(page: Tensor, matrix: int = 0) -> Tensor:
+    """Return matrix number `matrix` of a page, int8 [rows, columns].
+
+    Raises:
+        PageCorruptError: Unless the extent is, to the byte, what was written.
+    """
+    values: Tensor = torch.ops.torch_offload.decode_ternary(page, matrix)
+    return values
+
+
+def extents(page: Tensor) -> list[CodedExtent]:
+    """Check a page and list its matrices.
+
+    Raises:
+        PageCorruptError: Unless every extent is, to the byte, what was written.
+    """
+    return [CodedExtent(*line) for line in torch.ops.torch_offload.coded_extents(page).tolist()]
+
+
+def coded_linear(x: Tensor, page: Tensor, matrix: int, row_scale: Tensor, column_scale: Tensor) -> Tensor:
+    """Return ``x @ W.T``, summed in float32, with the dtype of x. Gradients flow to x.
+
+    Args:
+        x: float32, bfloat16 or float16, [..., columns].
+        page: The coded page.
+        matrix: Which of its matrices.
+        row_scale: [rows], of any of these types.
+        column_scale: [columns].
+
+    Raises:
+        PageCorruptError: If the page is damaged.
+        ValueError: If shapes do not fit.
+    """
+    product: Tensor = torch.ops.torch_offload.coded_linear(x, page, matrix, row_scale, column_scale)
+    return product
+
+
+def _shape_of_linear(x: Tensor, page: Tensor, matrix: int, row_scale: Tensor, column_scale: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], row_scale.shape[0]))
+
+
+def _shape_of_transposed(g: Tensor, page: Tensor, matrix: int, row_scale: Tensor, column_scale: Tensor) -> Tensor:
+    return g.new_empty((*g.shape[:-1], column_scale.shape[0]))
+
+
+def _save_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, page, matrix, row_scale, column_scale = inputs
+    if any(ctx.needs_input_grad[1:]):
+        raise RuntimeError(
+            "the scales of a coded weight are frozen and get no gradient; train an adapter over it, or detach them"
+        )
+    ctx.save_for_backward(page, row_scale, column_scale)
+    ctx.matrix = matrix
+
+
+def _backward_of_linear(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    page, row_scale, column_scale = ctx.saved_tensors
+    back = torch.ops.torch_offload.coded_linear_transposed(gradient, page, ctx.matrix, row_scale, column_scale)
+    return back, None, None, None, None
+
+
+def _backward_of_transposed(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    page, row_scale, column_scale = ctx.saved_tensors
+    forth = torch.ops.torch_offload.coded_linear(gradient, page, ctx.matrix, row_scale, column_scale)
+    return forth, None, None, None, None
+
+
+torch.library.register_fake(_FORWARD, _shape_of_linear)
+torch.library.register_fake(_TRANSPOSED, _shape_of_transposed)
+torch.library.register_autograd(_FORWARD, _backward_of_linear, setup_context=_save_weight)
+torch.library.register_autograd(_TRANSPOSED, _backward_of_transposed, setup_context=_save_weight)
