@@ -65,7 +65,7 @@ class FusedExperts:
         choose_implementation(self.module.config)
 
     def _parameter(self, name: str) -> Tensor:
-        parameter = self.module._parameters.get(name)
+        parameter: Tensor | None = self.module._parameters.get(name)
         if parameter is None:
             raise ConfigError(
                 f"{self.name} ({type(self.module).__name__}) has no parameter {name}; a quantised or adapted model "
