@@ -51,7 +51,7 @@ class CodedExpertsConfig(QuantizationConfigMixin):
             experts: By the module's name, the bytes of each page: ``{"page_bytes": [[of plane 0], ...]}``.
             coded_format: Of the folder.
             quality: See ``CodedExperts.quality``.
-            _: What a later version may add.
+            **other: What a later version may add.
 
         Raises:
             ConfigError: If the format is not known.
