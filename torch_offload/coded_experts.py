@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_offload import _C
-from torch_offload.coded_linear import coded_linear
+from torch_offload.coded_linear import coded_linear, decode
 from torch_offload.errors import OffloadError, PageCorruptError
 
 QUALITIES = ("base", "all", "arrived")
@@ -72,10 +72,19 @@ class CodedPlane(nn.Module):
 
     def product(self, expert: int, matrix: int, x: Tensor) -> Tensor:
         """Multiply tokens by one matrix of an expert."""
-        rows, columns = (
-            (self.up_row_scale, self.up_column_scale) if matrix == UP else (self.down_row_scale, self.down_column_scale)
-        )
+        rows, columns = self.scales(matrix)
         return coded_linear(x, self.page(expert), matrix, rows[expert], columns[expert])
+
+    def scales(self, matrix: int) -> tuple[Tensor, Tensor]:
+        """Scales of all experts' rows and columns."""
+        if matrix == UP:
+            return self.up_row_scale, self.up_column_scale
+        return self.down_row_scale, self.down_column_scale
+
+    def dense(self, expert: int, matrix: int) -> Tensor:
+        """One matrix of an expert, float32 [rows, columns]."""
+        rows, columns = self.scales(matrix)
+        return rows[expert].float()[:, None] * decode(self.page(expert), matrix) * columns[expert].float()
 
 
 def page_name(expert: int) -> str:
@@ -93,12 +102,48 @@ def scale_widths(shapes: ExpertShapes) -> dict[str, int]:
     }
 
 
+Product = Callable[[int, Tensor], Tensor]
+"""By one matrix of each expert: its number, tokens [tokens, columns] to [tokens, rows]."""
+
+
+class CodedProjection(nn.Module):
+    """All first, or all last matrices of coded experts: what an adapter is put on. Holds no tensors of its own."""
+
+    def __init__(self, coded: "CodedExperts", matrix: int) -> None:
+        """Take the experts that hold the weights, without becoming their owner."""
+        super().__init__()
+        self._coded = (coded,)  # in a tuple, so that it is no submodule
+        self.matrix = matrix
+
+    @property
+    def coded(self) -> "CodedExperts":
+        """The experts."""
+        return self._coded[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) of each matrix."""
+        shapes = self.coded.shapes
+        return shapes.up if self.matrix == UP else shapes.down
+
+    @property
+    def weight(self) -> Tensor:
+        """A tensor with the device and the dtype of what the weights are made of: scales."""
+        return cast(list[CodedPlane], list(self.coded.planes))[0].scales(self.matrix)[0]
+
+    def open(self) -> Product:
+        """Return the product, for the experts of one call."""
+        return lambda expert, x: self.coded.product(expert, self.matrix, x)
+
+
 class CodedExperts(nn.Module):
     """The weights of several experts as sums of coded planes, the coarsest first.
 
     Attributes:
         shapes: Of the experts.
         planes: At least one :class:`CodedPlane`.
+        up: The products by first matrices.
+        down: The products by last matrices.
         quality: One of ``QUALITIES``.
         label: The module's name, for messages.
     """
@@ -110,9 +155,19 @@ class CodedExperts(nn.Module):
         self.planes = nn.ModuleList(planes)
         self.quality = "all"
         self.label = label
+        self.up = CodedProjection(self, UP)
+        self.down = CodedProjection(self, DOWN)
+
+    def dense(self, expert: int, matrix: int) -> Tensor:
+        """One matrix of an expert, float32 [rows, columns]. For what is done once; products do without."""
+        return torch.stack([plane.dense(expert, matrix) for plane in self._planes()]).sum(0)
+
+    def open(self) -> tuple[Product, Product]:
+        """Return the products by first and by last matrices, for the experts of one call."""
+        return self.up.open(), self.down.open()
 
     def product(self, expert: int, matrix: int, x: Tensor) -> Tensor:
-        """Multiply tokens by one matrix of an expert, in the dtype of x.
+        """Multiply tokens by one matrix of an expert, in the dtype of x, without adapters.
 
         Args:
             expert: Its number.

@@ -6,6 +6,7 @@ choice. SwitchTransformers keeps a small module for each expert; its container i
 by name.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,11 +135,12 @@ class CodedSwitchExperts(nn.Module):
         """Take flattened tokens, their choice as one-hot [tokens, 1, experts] (all zero: none), and its weight."""
         chosen = selected_experts.to(torch.int64)
         index = torch.where(chosen.any(-1), chosen.argmax(-1), self.num_experts)
-        return mix(self.coded, hidden_states, index, routing_weights, self._expert, label=self.coded.label)
+        up, down = self.coded.open()
 
-    def _expert(self, expert: int, x: Tensor) -> Tensor:
-        hidden = self.dropout(self.act(self.coded.product(expert, UP, x)))
-        return self.coded.product(expert, DOWN, hidden)
+        def expert_forward(expert: int, x: Tensor) -> Tensor:
+            return down(expert, self.dropout(self.act(up(expert, x))))
+
+        return mix(self.coded, hidden_states, index, routing_weights, expert_forward, label=self.coded.label)
 
 
 def experts_of(model: nn.Module) -> list[ExpertsModule]:
@@ -237,11 +239,13 @@ def coded_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tenso
     if module._is_expert_parallel:
         raise OffloadError(f"{coded.label}: coded experts do not run expert-parallel; load the model without it")
 
+    up, down = coded.open()
+
     def expert_forward(expert: int, x: Tensor) -> Tensor:
         biases = _biases_of(module, expert)
-        hidden = _with_bias(coded.product(expert, UP, x), biases.up)
+        hidden = _with_bias(up(expert, x), biases.up)
         hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
-        said = _with_bias(coded.product(expert, DOWN, hidden), biases.down)
+        said = _with_bias(down(expert, hidden), biases.down)
         return module.post_expert_norm(said) if module.has_post_expert_norm else said
 
     return mix(coded, hidden_states, top_k_index, top_k_weights, expert_forward, label=coded.label)
@@ -252,3 +256,5 @@ def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, coded_experts_forward)
+if importlib.util.find_spec("peft"):
+    importlib.import_module("torch_offload.coded_lora")  # has PEFT know coded experts

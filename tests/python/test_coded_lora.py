@@ -1,0 +1,203 @@
+"""Adapters over coded experts: PEFT's LoRA and DoRA, trained through coded pages, saved in PEFT's format."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from support.moe_models import EXPERTS, dequantise, inputs_of, tiny_moe
+from test_coded_experts import ROUNDED, coded, logits_of
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Trainer, TrainingArguments
+
+import torch_offload
+from torch_offload import ConfigError
+from torch_offload.coded_lora import LoraCodedProjection
+
+TARGETS = ["coded.up", "coded.down"]
+
+
+def adapted(name: str = "mixtral", *, random: bool = True, seed: int = 1, **options: object) -> PeftModel:
+    """A coded model with adapters; with random ones they change what it says."""
+    torch.manual_seed(seed)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "init_lora_weights": not random} | options
+    model = get_peft_model(coded(name), LoraConfig(**settings))
+    if random:
+        for parameter in trainable(model).values():
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def layers_of(model: nn.Module) -> list[LoraCodedProjection]:
+    return [module for module in model.modules() if isinstance(module, LoraCodedProjection)]
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    ids = inputs_of(model)["input_ids"]
+    return model(input_ids=ids, labels=ids).loss
+
+
+def dense_twin(model: PeftModel) -> nn.Module:
+    """The dequantised model, adapters added to its weights: differentiable in them."""
+    twin = tiny_moe("mixtral")
+    dequantise(twin, ROUNDED)
+    for block, base in zip(twin.model.layers, model.base_model.model.model.layers, strict=True):
+        for name, layer in (("gate_up_proj", base.mlp.experts.coded.up), ("down_proj", base.mlp.experts.coded.down)):
+            weight = getattr(block.mlp.experts, name).detach()
+            a, b = layer._split("default")
+            total = weight + layer.scaling["default"] * torch.stack([y @ x for x, y in zip(a, b, strict=True)])
+            if layer.use_dora["default"]:
+                lengths = total.detach().norm(dim=2)
+                total = total * (layer.lora_magnitude_vector["default"].weight / lengths)[:, :, None]
+            del block.mlp.experts._parameters[name]
+            setattr(block.mlp.experts, name, total)
+    return twin
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_values_and_gradients_are_those_of_the_dense_twin(use_dora):
+    """Method: a twin whose weights are the codes' values plus B A; losses and every adapter's gradient to float32's
+    precision, and the adapters matter."""
+    model = adapted(use_dora=use_dora)
+    parameters = trainable(model)
+    assert len(parameters) == 3 * 2 * (3 if use_dora else 2)
+    found = loss_of(model)
+    gradients = torch.autograd.grad(found, list(parameters.values()))
+    expected = loss_of(dense_twin(model))
+    expected_gradients = torch.autograd.grad(expected, list(parameters.values()))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for name, gradient, wanted in zip(parameters, gradients, expected_gradients, strict=True):
+        assert wanted.abs().max() > 0, name
+        torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-6, msg=name)
+    with model.disable_adapter():
+        assert (loss_of(model) - found).abs() > 1e-3
+
+
+def test_one_products_gradients_are_those_of_a_dense_weight():
+    """Method: with respect to both factors and the tokens, against W + B A in memory."""
+    layer = layers_of(adapted())[0]
+    rows, columns = layer.base_layer.shape
+    x = torch.randint(-2, 3, (2, columns)).float().requires_grad_()
+    a = torch.randint(-2, 3, (4, columns)).float().requires_grad_()
+    b = torch.randint(-2, 3, (rows, 4)).float().requires_grad_()
+
+    def adapter(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+        return functional.linear(functional.linear(x, a), b) + layer.base_layer.open()(1, x)
+
+    def dense(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+        return functional.linear(x, layer.base_layer.coded.dense(1, 0) + b @ a)
+
+    found = torch.autograd.grad(adapter(a, b, x).sum(), (a, b, x))
+    expected = torch.autograd.grad(dense(a, b, x).sum(), (a, b, x))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_a_new_adapter_changes_nothing(use_dora):
+    """Method: B is zero at first, and DoRA's magnitudes are the rows' lengths."""
+    plain = logits_of(coded("mixtral"))
+    found = logits_of(adapted(random=False, use_dora=use_dora))
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5 if use_dora else 0)
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_adapters_are_saved_and_loaded_by_peft(use_dora, tmp_path):
+    model = adapted(use_dora=use_dora)
+    expected = logits_of(model)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(saved) == len(trainable(model))
+    assert {tuple(tensor.shape) for name, tensor in saved.items() if "coded.up.lora_A" in name} == {(4 * EXPERTS, 64)}
+    loaded = PeftModel.from_pretrained(coded("mixtral"), tmp_path)
+    assert torch.equal(logits_of(loaded), expected)
+    again = PeftModel.from_pretrained(coded("mixtral"), tmp_path, is_trainable=True)
+    assert len(trainable(again)) == len(trainable(model))
+
+
+def test_several_adapters_and_the_router():
+    """Method: a second adapter is chosen and left; the router is trained by PEFT's own way."""
+    model = adapted(target_parameters=["mlp.gate.weight"])
+    assert any("gate" in name for name in trainable(model))
+    first = logits_of(model)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=TARGETS, target_parameters=["mlp.gate.weight"]))
+    model.set_adapter("second")
+    assert not torch.equal(logits_of(model), first)
+    model.set_adapter("default")
+    assert torch.equal(logits_of(model), first)
+    loss_of(model).backward()
+    assert all(parameter.grad is not None for parameter in trainable(model).values())
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_paged_training_is_bitwise_equal(use_dora, config):
+    """Method: five steps of AdamW with accumulation, resident and in a budget below the coded bytes."""
+    results = []
+    for paged in (False, True):
+        model = adapted(random=False, use_dora=use_dora).train()
+        if paged:
+            torch_offload.wrap(model, config=config.replace(ram="1MiB"))
+        optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
+        losses = []
+        for _ in range(5):
+            loss = loss_of(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append((losses, {name: p.detach().clone() for name, p in trainable(model).items()}))
+    assert torch_offload.report().ssd_read_bytes > 0
+    (plain_losses, plain), (paged_losses, paged_weights) = results
+    assert paged_losses == plain_losses
+    assert plain_losses[-1] < plain_losses[0]
+    for name, weight in plain.items():
+        assert torch.equal(paged_weights[name], weight), name
+
+
+def test_the_stock_trainer_trains_them(tmp_path):
+    model = adapted(random=False, lora_dropout=0.1)
+    base = {name: buffer.clone() for name, buffer in model.named_buffers() if "page_" in name}
+    rows = [{"input_ids": ids, "labels": ids} for ids in inputs_of(model, rows=8)["input_ids"]]
+    settings = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        learning_rate=2e-2,
+        logging_steps=1,
+        report_to=[],
+        gradient_checkpointing=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(model=model, args=settings, train_dataset=rows)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(buffer, base[name]) for name, buffer in model.named_buffers() if name in base)
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_what_coded_weights_cannot_have_is_refused_by_name():
+    for settings, message in (
+        ({"r": 0}, "rank"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"lora_bias": True}, "lora_bias"),
+    ):
+        with pytest.raises((ConfigError, ValueError), match=message):
+            get_peft_model(coded("mixtral"), LoraConfig(**{"r": 4, "target_modules": TARGETS} | settings))
+    with pytest.raises(ConfigError, match="read-only"):
+        adapted().merge_and_unload()
+
+
+def test_copies_keep_their_own_weights():
+    """Method: a deep copy's products use the copy's pages."""
+    model = coded("mixtral")
+    twin = copy.deepcopy(model)
+    assert twin.model.layers[0].mlp.experts.coded.up.coded is twin.model.layers[0].mlp.experts.coded
+    assert torch.equal(logits_of(twin), logits_of(model))
