@@ -47,7 +47,7 @@ class QmoeCoder : public TileCoder {
 public:
     explicit QmoeCoder(std::size_t columns) : columns_(columns) {}
 
-    std::vector<std::byte> encode(const TernaryView& tile) const override;
+    std::vector<std::byte> encode(const TernaryView& tile, InstructionSet set) const override;
     std::unique_ptr<TileReader> open(std::span<const std::byte> bytes, std::size_t rows,
                                      InstructionSet set) const override;
 

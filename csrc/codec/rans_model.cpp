@@ -1,7 +1,6 @@
 #include "codec/rans_model.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 
 namespace torch_offload {
@@ -91,23 +90,14 @@ RansSlots slots_of(const SymbolFrequencies& frequencies) {
     return slots;
 }
 
-std::vector<RansStep> steps_of(const SymbolFrequencies& frequencies) {
-    std::vector<RansStep> steps(256);
+RansIntervals intervals_of(const SymbolFrequencies& frequencies) {
+    RansIntervals intervals(256);
     std::uint32_t first = 0;
     for (std::uint32_t symbol = 0; symbol < kSymbolCount; ++symbol) {
-        const std::uint32_t frequency = frequencies[symbol];
-        if (frequency == 0) continue;
-        RansStep& step = steps[code_of(symbol)];
-        // The high half of state * reciprocal is state / frequency; for a frequency of 1 it is state - 1, made good by
-        // the bias.
-        constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
-        step.reciprocal = frequency == 1 ? kAll : kAll / frequency + 1;
-        step.limit = frequency << 20;
-        step.complement = kFrequencyTotal - frequency;
-        step.bias = first + (frequency == 1 ? kFrequencyTotal - 1 : 0);
-        first += frequency;
+        intervals[code_of(symbol)] = frequencies[symbol] | first << kFrequencyBits;
+        first += frequencies[symbol];
     }
-    return steps;
+    return intervals;
 }
 
 }  // namespace torch_offload

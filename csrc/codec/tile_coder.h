@@ -36,8 +36,8 @@ class TileCoder {
 public:
     virtual ~TileCoder() = default;
 
-    /// The same bytes for the same rows, on every machine.
-    virtual std::vector<std::byte> encode(const TernaryView& tile) const = 0;
+    /// The same bytes for the same rows, on every machine, by every set.
+    virtual std::vector<std::byte> encode(const TernaryView& tile, InstructionSet set) const = 0;
     /// Pre: kTileSlackBytes behind `bytes` may be read.
     /// Throws: CorruptPage if that many rows cannot be in there.
     virtual std::unique_ptr<TileReader> open(std::span<const std::byte> bytes, std::size_t rows,

@@ -60,7 +60,7 @@ public:
     /// `coded` has one entry per class of columns.
     Tun12Coder(std::size_t columns, ColumnClasses classes, const std::vector<TunstallClass>& coded);
 
-    std::vector<std::byte> encode(const TernaryView& tile) const override;
+    std::vector<std::byte> encode(const TernaryView& tile, InstructionSet set) const override;
     std::unique_ptr<TileReader> open(std::span<const std::byte> bytes, std::size_t rows,
                                      InstructionSet set) const override;
 

@@ -164,7 +164,7 @@ Tun12Coder::Tun12Coder(std::size_t columns, ColumnClasses classes, const std::ve
     }
 }
 
-std::vector<std::byte> Tun12Coder::encode(const TernaryView& tile) const {
+std::vector<std::byte> Tun12Coder::encode(const TernaryView& tile, InstructionSet) const {
     std::vector<std::uint16_t> codewords;
     std::vector<std::uint16_t> of_row(tile.columns + 2);
     for (std::size_t i = 0; i < tile.rows; ++i) {

@@ -139,19 +139,28 @@ TEST(SymbolFrequenciesOf, AreTheBestOfTheirSum) {
     }
 }
 
-// Growing a state divides exactly. Method: every frequency, states around multiples and at both ends.
-TEST(RansSteps, DivideExactly) {
-    for (std::uint32_t frequency = 1; frequency < kFrequencyTotal; ++frequency) {
-        SymbolFrequencies frequencies{};
-        frequencies[0] = static_cast<std::uint16_t>(kFrequencyTotal - frequency);
-        frequencies[5] = static_cast<std::uint16_t>(frequency);
-        const RansStep step = steps_of(frequencies)[code_of(5)];
-        ASSERT_EQ(step.limit, frequency << 20);
-        const std::uint32_t multiple = step.limit / frequency / 2 * frequency;
-        for (const std::uint32_t state : {65536U, 65537U, multiple - 1, multiple, multiple + 1, step.limit - 1}) {
-            const std::uint32_t expected = state / frequency * 4096 + state % frequency + frequencies[0];
-            ASSERT_EQ(step.grown(state), expected) << state << " by " << frequency;
-        }
+// Every code that four values have knows its interval, and the intervals lie one behind the other. Method: the slots of
+// a decoder, which were found the other way round.
+TEST(RansIntervals, AreWhatSlotsSay) {
+    SymbolFrequencies frequencies{};
+    for (std::uint32_t symbol = 0; symbol < kSymbolCount; ++symbol) {
+        frequencies[symbol] = symbol % 5 == 3 ? 0 : static_cast<std::uint16_t>(symbol);
+    }
+    frequencies[80] = static_cast<std::uint16_t>(frequencies[80] + kFrequencyTotal -
+                                                 std::accumulate(frequencies.begin(), frequencies.end(), 0U));
+    ASSERT_TRUE(is_valid(frequencies));
+    const RansIntervals intervals = intervals_of(frequencies);
+    const RansSlots slots = slots_of(frequencies);
+    ASSERT_EQ(slots.size(), kFrequencyTotal);
+    for (std::uint32_t slot = 0; slot < kFrequencyTotal; ++slot) {
+        const std::uint32_t interval = intervals[slots[slot] & 255];
+        ASSERT_EQ(interval % kFrequencyTotal, slots[slot] >> 8 & 4095) << slot;
+        ASSERT_EQ((interval >> kFrequencyBits) + (slots[slot] >> 20), slot);
+    }
+    for (std::uint32_t code = 0; code < 256; ++code) {
+        const std::uint32_t symbol = symbol_of(code);
+        const std::uint32_t frequency = symbol == kSymbolCount ? 0 : frequencies[symbol];
+        ASSERT_EQ(intervals[code] % kFrequencyTotal, frequency) << code;
     }
 }
 
