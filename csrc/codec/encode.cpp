@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -10,7 +11,9 @@
 
 #include "base/check.h"
 #include "codec/class_counter.h"
-#include "codec/coded_matrix.h"
+#include "codec/qmoe.h"
+#include "codec/rans4.h"
+#include "codec/tun12.h"
 
 namespace torch_offload {
 namespace {
@@ -106,6 +109,25 @@ std::vector<Coder> coders_of(CoderChoice choice) {
     return {};
 }
 
+/// One per choice, with the tables of the header.
+std::vector<std::unique_ptr<TileEncoder>> encoders_of(const std::vector<Coder>& choices, const ExtentHeader& header) {
+    std::vector<std::unique_ptr<TileEncoder>> encoders;
+    for (const Coder coder : choices) {
+        switch (coder) {
+            case Coder::tun12:
+                encoders.push_back(std::make_unique<Tun12Encoder>(header.columns, header.classes, header.tunstall));
+                break;
+            case Coder::rans4:
+                encoders.push_back(std::make_unique<Rans4Encoder>(header.columns, header.classes, header.frequencies));
+                break;
+            case Coder::qmoe:
+                encoders.push_back(std::make_unique<QmoeCoder>(header.columns));
+                break;
+        }
+    }
+    return encoders;
+}
+
 /// A header that announces only the tables that some tile needs.
 void drop_unused_tables(ExtentHeader& header) {
     const auto uses = [&](Coder coder) {
@@ -133,18 +155,18 @@ ExtentBuffer encode(const TernaryView& matrix, const EncodeOptions& options) {
         if (has_tun12) header.tunstall.push_back({odds, best_limit(odds)});
         if (has_rans4) header.frequencies.push_back(frequencies_of(counts.quads));
     }
-    const ExtentCoders coders(header, choices);
+    const auto encoders = encoders_of(choices, header);
     const std::size_t tile_count = (matrix.rows + header.rows_per_tile - 1) / header.rows_per_tile;
     header.tiles.resize(tile_count);
     std::vector<std::vector<std::byte>> tiles(tile_count);
     run_parallel(tile_count, options.thread_count, [&](std::size_t i) {
         const std::size_t first = i * header.rows_per_tile;
         const TernaryView rows = matrix.rows_from(first, std::min(header.rows_per_tile, matrix.rows - first));
-        for (const Coder coder : choices) {
-            std::vector<std::byte> bytes = coders.of(coder).encode(rows, options.set);
-            if (!tiles[i].empty() && bytes.size() >= tiles[i].size()) continue;
+        for (std::size_t k = 0; k < choices.size(); ++k) {
+            std::vector<std::byte> bytes = encoders[k]->encode(rows, options.set);
+            if (k > 0 && bytes.size() >= tiles[i].size()) continue;
             tiles[i] = std::move(bytes);
-            header.tiles[i].coder = coder;
+            header.tiles[i].coder = choices[k];
         }
     });
     drop_unused_tables(header);

@@ -43,7 +43,7 @@ private:
 
 /// Codes by the longest entry that fits. As QMoE stores it: 16 bits per codeword, a 32-bit offset and two bf16 grid
 /// values per row.
-class QmoeCoder : public TileCoder {
+class QmoeCoder : public TileEncoder, public TileDecoder {
 public:
     explicit QmoeCoder(std::size_t columns) : columns_(columns) {}
 

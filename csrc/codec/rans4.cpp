@@ -12,7 +12,8 @@ namespace {
 /// Reads a row per lane at once.
 class Rans4Reader : public TileReader {
 public:
-    Rans4Reader(const RansColumns& columns, const RansStream& stream, std::size_t rows, Rans4Kernel* kernel) noexcept
+    Rans4Reader(const RansColumns<RansSlots>& columns, const RansStream& stream, std::size_t rows,
+                Rans4Kernel* kernel) noexcept
         : columns_(columns), stream_(stream), rows_left_(rows), kernel_(kernel) {}
 
     std::size_t rows_at_once() const noexcept override { return kRansLanes; }
@@ -32,7 +33,7 @@ public:
     }
 
 private:
-    const RansColumns& columns_;
+    const RansColumns<RansSlots>& columns_;
     RansStream stream_;
     std::size_t rows_left_;
     Rans4Kernel* kernel_;
@@ -40,16 +41,14 @@ private:
 
 }  // namespace
 
-Rans4Coder::Rans4Coder(std::size_t columns, ColumnClasses classes, const std::vector<SymbolFrequencies>& frequencies) {
-    columns_ = {columns, std::move(classes), {}, {}};
-    for (const SymbolFrequencies& one : frequencies) {
-        columns_.slots.push_back(slots_of(one));
-        columns_.intervals.push_back(intervals_of(one));
-    }
+Rans4Decoder::Rans4Decoder(std::size_t columns, ColumnClasses classes,
+                           const std::vector<SymbolFrequencies>& frequencies) {
+    columns_ = {columns, std::move(classes), {}};
+    for (const SymbolFrequencies& one : frequencies) columns_.tables.push_back(slots_of(one));
 }
 
-std::unique_ptr<TileReader> Rans4Coder::open(std::span<const std::byte> bytes, std::size_t rows,
-                                             InstructionSet set) const {
+std::unique_ptr<TileReader> Rans4Decoder::open(std::span<const std::byte> bytes, std::size_t rows,
+                                               InstructionSet set) const {
     const std::size_t lanes = std::min(rows, kRansLanes);
     const std::size_t state_bytes = lanes * sizeof(std::uint32_t);
     OFFLOAD_CHECK(bytes.size() >= state_bytes && bytes.size() % sizeof(std::uint16_t) == 0, CorruptPage,

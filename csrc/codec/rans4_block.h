@@ -45,7 +45,8 @@ struct PaddedRows {
 
 /// Has `take` code kColumnsAtOnce columns at a time, the last ones first.
 template <typename Take>
-inline void for_quads_backwards(const RansColumns& columns, const TernaryView& rows, Take take) noexcept {
+inline void for_quads_backwards(const RansColumns<RansIntervals>& columns, const TernaryView& rows,
+                                Take take) noexcept {
     PaddedRows padded;
     QuadTables tables;
     std::size_t index = columns.classes.size() - 1;
@@ -54,7 +55,7 @@ inline void for_quads_backwards(const RansColumns& columns, const TernaryView& r
         tables.count = end - begin;
         for (std::size_t quad = end; quad-- > begin;) {
             while (index > 0 && quad < columns.end_quad(index - 1)) --index;
-            tables.intervals[quad - begin] = columns.intervals[index].data();
+            tables.intervals[quad - begin] = columns.tables[index].data();
         }
         const std::size_t column = begin * kQuad;
         const bool is_whole = rows.rows == kRansLanes && column + kColumnsAtOnce <= rows.columns;

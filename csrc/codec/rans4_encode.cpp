@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include "base/check.h"
 #include "codec/rans4.h"
@@ -16,7 +17,13 @@ Rans4EncodeKernel* kernel_of(InstructionSet set) noexcept {
 
 }  // namespace
 
-std::vector<std::byte> Rans4Coder::encode(const TernaryView& tile, InstructionSet set) const {
+Rans4Encoder::Rans4Encoder(std::size_t columns, ColumnClasses classes,
+                           const std::vector<SymbolFrequencies>& frequencies) {
+    columns_ = {columns, std::move(classes), {}};
+    for (const SymbolFrequencies& one : frequencies) columns_.tables.push_back(intervals_of(one));
+}
+
+std::vector<std::byte> Rans4Encoder::encode(const TernaryView& tile, InstructionSet set) const {
     Rans4EncodeKernel* const kernel = kernel_of(set);
     const auto room =
         std::make_unique_for_overwrite<std::uint16_t[]>(kRansLanes * columns_.quad_count() + kRansWordSlack);

@@ -109,7 +109,8 @@ inline void encode_symbol(Lanes& lanes, std::size_t vector, __m256i codes, const
 
 }  // namespace
 
-bool rans4_encode_avx2(const RansColumns& columns, RansGrowth& growth, const TernaryView& rows) noexcept {
+bool rans4_encode_avx2(const RansColumns<RansIntervals>& columns, RansGrowth& growth,
+                       const TernaryView& rows) noexcept {
     Lanes lanes;
     lanes.word = growth.word;
     lanes.missing = _mm256_setzero_si256();
@@ -146,7 +147,8 @@ bool rans4_encode_avx2(const RansColumns& columns, RansGrowth& growth, const Ter
 
 namespace torch_offload {
 
-bool rans4_encode_avx2(const RansColumns& columns, RansGrowth& growth, const TernaryView& rows) noexcept {
+bool rans4_encode_avx2(const RansColumns<RansIntervals>& columns, RansGrowth& growth,
+                       const TernaryView& rows) noexcept {
     return rans4_encode_portable(columns, growth, rows);
 }
 

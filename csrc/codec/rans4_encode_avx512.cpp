@@ -81,7 +81,8 @@ inline void encode_symbol(Lanes& lanes, std::size_t vector, __m512i codes, const
 
 }  // namespace
 
-bool rans4_encode_avx512(const RansColumns& columns, RansGrowth& growth, const TernaryView& rows) noexcept {
+bool rans4_encode_avx512(const RansColumns<RansIntervals>& columns, RansGrowth& growth,
+                         const TernaryView& rows) noexcept {
     Lanes lanes;
     lanes.word = growth.word;
     lanes.missing = 0;
@@ -116,7 +117,8 @@ bool rans4_encode_avx512(const RansColumns& columns, RansGrowth& growth, const T
 
 namespace torch_offload {
 
-bool rans4_encode_avx512(const RansColumns& columns, RansGrowth& growth, const TernaryView& rows) noexcept {
+bool rans4_encode_avx512(const RansColumns<RansIntervals>& columns, RansGrowth& growth,
+                         const TernaryView& rows) noexcept {
     return rans4_encode_portable(columns, growth, rows);
 }
 

@@ -6,7 +6,8 @@
 
 namespace torch_offload {
 
-bool rans4_encode_portable(const RansColumns& columns, RansGrowth& growth, const TernaryView& rows) noexcept {
+bool rans4_encode_portable(const RansColumns<RansIntervals>& columns, RansGrowth& growth,
+                           const TernaryView& rows) noexcept {
     RansGrowth now = growth;
     bool has_frequencies = true;
     for_quads_backwards(columns, rows, [&](const RansRows& block, const QuadTables& tables) {

@@ -81,11 +81,12 @@ SymbolFrequencies frequencies_of(const CodeCounts& code_counts) {
 }
 
 RansSlots slots_of(const SymbolFrequencies& frequencies) {
-    RansSlots slots;
-    slots.reserve(kFrequencyTotal);
+    RansSlots slots(kFrequencyTotal);
+    std::uint32_t* next = slots.data();
     for (std::uint32_t symbol = 0; symbol < kSymbolCount; ++symbol) {
         const std::uint32_t frequency = frequencies[symbol];
-        for (std::uint32_t i = 0; i < frequency; ++i) slots.push_back(code_of(symbol) | frequency << 8 | i << 20);
+        const std::uint32_t first = code_of(symbol) | frequency << 8;
+        for (std::uint32_t i = 0; i < frequency; ++i) *next++ = first | i << 20;
     }
     return slots;
 }

@@ -28,11 +28,11 @@ SymbolFrequencies random_frequencies(std::mt19937_64& random) {
     return frequencies;
 }
 
-std::vector<std::byte> encoded(const Rans4Coder& coder, const Matrix& matrix, InstructionSet set) {
+std::vector<std::byte> encoded(const Rans4Encoder& coder, const Matrix& matrix, InstructionSet set) {
     return coder.encode(matrix.view(), set);
 }
 
-void expect_equal_bytes(const Rans4Coder& coder, const Matrix& matrix, const std::string& what) {
+void expect_equal_bytes(const Rans4Encoder& coder, const Matrix& matrix, const std::string& what) {
     const std::vector<std::byte> expected = encoded(coder, matrix, InstructionSet::portable);
     for (const InstructionSet set : available_sets()) {
         ASSERT_TRUE(encoded(coder, matrix, set) == expected) << what << ", instruction set " << static_cast<int>(set);
@@ -53,7 +53,7 @@ TEST(Rans4Encode, HasTheSameBytesByEverySet) {
         }
         std::vector<SymbolFrequencies> frequencies;
         for (std::size_t k = 0; k < classes.size(); ++k) frequencies.push_back(random_frequencies(random));
-        const Rans4Coder coder(columns, classes, frequencies);
+        const Rans4Encoder coder(columns, classes, frequencies);
         const double zero = std::uniform_real_distribution<>(0, 1)(random);
         expect_equal_bytes(coder, random_matrix(rows, columns, zero, random()),
                            std::to_string(i) + ": " + std::to_string(rows) + " x " + std::to_string(columns));
@@ -94,7 +94,7 @@ TEST(Rans4Encode, DividesExactlyByEveryFrequency) {
         SymbolFrequencies frequencies{};
         frequencies[0] = static_cast<std::uint16_t>(kFrequencyTotal - frequency);
         frequencies[1] = static_cast<std::uint16_t>(frequency);
-        const Rans4Coder coder(120, {{0}}, {frequencies});
+        const Rans4Encoder coder(120, {{0}}, {frequencies});
         Matrix matrix = filled_matrix(64, 120, 0);
         std::mt19937 random(frequency);
         for (std::size_t i = 0; i < matrix.values.size(); i += kQuad) matrix.values[i] = random() % 2 ? 1 : 0;
@@ -107,7 +107,7 @@ TEST(Rans4Encode, DividesExactlyByEveryFrequency) {
 TEST(Rans4Encode, RefusesWhatHasNoFrequency) {
     SymbolFrequencies frequencies{};
     frequencies[0] = frequencies[1] = kFrequencyTotal / 2;
-    const Rans4Coder coder(21, {{0}}, {frequencies});
+    const Rans4Encoder coder(21, {{0}}, {frequencies});
     Matrix matrix = filled_matrix(67, 21, 0);
     for (std::size_t i = 0; i < matrix.values.size(); ++i) {
         matrix.values[i] = -1;
