@@ -3,48 +3,49 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <utility>
 
 namespace torch_offload {
 namespace {
 
 constexpr std::align_val_t kPanelAlignment{64};
 
-std::vector<Coder> coders_in(const ExtentHeader& header) {
-    std::vector<Coder> used;
-    for (const CodedTile& tile : header.tiles) {
-        if (std::find(used.begin(), used.end(), tile.coder) == used.end()) used.push_back(tile.coder);
-    }
-    return used;
+bool has(const ExtentHeader& header, Coder coder) {
+    return std::ranges::find(header.tiles, coder, &CodedTile::coder) != header.tiles.end();
+}
+
+ExtentDecoders decoders_alone(const ExtentHeader& header) {
+    CoderTables tables(kMaxClasses);
+    return {header, tables};
 }
 
 }  // namespace
 
-ExtentCoders::ExtentCoders(const ExtentHeader& header, std::span<const Coder> used) {
-    for (const Coder coder : used) {
-        switch (coder) {
-            case Coder::tun12:
-                tun12_ = std::make_unique<Tun12Coder>(header.columns, header.classes, header.tunstall);
-                break;
-            case Coder::rans4:
-                rans4_ = std::make_unique<Rans4Coder>(header.columns, header.classes, header.frequencies);
-                break;
-            case Coder::qmoe:
-                qmoe_ = std::make_unique<QmoeCoder>(header.columns);
-                break;
-        }
+ExtentDecoders::ExtentDecoders(const ExtentHeader& header, CoderTables& tables) {
+    if (has(header, Coder::tun12)) {
+        std::vector<SharedTunstallWords> words;
+        for (const TunstallClass& one : header.tunstall) words.push_back(tables.words_of(one));
+        tun12_ = std::make_unique<Tun12Decoder>(header.columns, header.classes, std::move(words));
     }
+    if (has(header, Coder::rans4)) {
+        rans4_ = std::make_unique<Rans4Decoder>(header.columns, header.classes, header.frequencies);
+    }
+    if (has(header, Coder::qmoe)) qmoe_ = std::make_unique<QmoeCoder>(header.columns);
 }
 
-const TileCoder& ExtentCoders::of(Coder coder) const noexcept {
+const TileDecoder& ExtentDecoders::of(Coder coder) const noexcept {
     if (coder == Coder::tun12) return *tun12_;
-    return coder == Coder::rans4 ? static_cast<const TileCoder&>(*rans4_) : *qmoe_;
+    return coder == Coder::rans4 ? static_cast<const TileDecoder&>(*rans4_) : *qmoe_;
 }
 
 CodedMatrix::CodedMatrix(std::span<const std::byte> extent)
-    : extent_(extent), header_(read_header(extent)), coders_(header_, coders_in(header_)) {}
+    : extent_(extent), header_(read_header(extent)), decoders_(decoders_alone(header_)) {}
+
+CodedMatrix::CodedMatrix(std::span<const std::byte> extent, CoderTables& tables)
+    : extent_(extent), header_(read_header(extent)), decoders_(header_, tables) {}
 
 std::unique_ptr<TileReader> CodedMatrix::read(const CodedTile& tile, InstructionSet set) const {
-    return coders_.of(tile.coder).open(extent_.subspan(tile.offset_bytes, tile.size_bytes), tile.row_count, set);
+    return decoders_.of(tile.coder).open(extent_.subspan(tile.offset_bytes, tile.size_bytes), tile.row_count, set);
 }
 
 void CodedMatrix::decode(std::int8_t* to, InstructionSet set) const {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/instruction_set.h"
+#include "codec/coder_tables.h"
 #include "codec/extent.h"
 #include "codec/qmoe.h"
 #include "codec/rans4.h"
@@ -16,16 +17,16 @@
 
 namespace torch_offload {
 
-/// The coders of one extent, with the tables that its header asks for.
-class ExtentCoders {
+/// The decoders of one extent, with the tables that its header asks for.
+class ExtentDecoders {
 public:
-    explicit ExtentCoders(const ExtentHeader& header, std::span<const Coder> used);
-    /// Pre: `coder` is one of those used.
-    const TileCoder& of(Coder coder) const noexcept;
+    ExtentDecoders(const ExtentHeader& header, CoderTables& tables);
+    /// Pre: a tile has this coder.
+    const TileDecoder& of(Coder coder) const noexcept;
 
 private:
-    std::unique_ptr<Tun12Coder> tun12_;
-    std::unique_ptr<Rans4Coder> rans4_;
+    std::unique_ptr<Tun12Decoder> tun12_;
+    std::unique_ptr<Rans4Decoder> rans4_;
     std::unique_ptr<QmoeCoder> qmoe_;
 };
 
@@ -35,6 +36,8 @@ class CodedMatrix {
 public:
     /// Throws: CorruptPage unless `extent` is, to the byte, what was written.
     explicit CodedMatrix(std::span<const std::byte> extent);
+    /// With tables that are made once for all extents opened with the same `tables`, which need not outlive this.
+    CodedMatrix(std::span<const std::byte> extent, CoderTables& tables);
 
     std::size_t rows() const noexcept { return header_.rows; }
     std::size_t columns() const noexcept { return header_.columns; }
@@ -51,7 +54,7 @@ public:
 private:
     std::span<const std::byte> extent_;
     ExtentHeader header_;
-    ExtentCoders coders_;
+    ExtentDecoders decoders_;
 };
 
 /// Room for the rows that a reader gives at once.

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "base/instruction_set.h"
 #include "codec/column_class.h"
 #include "codec/extent.h"
 #include "codec/ternary.h"
@@ -20,6 +21,8 @@ struct EncodeOptions {
     ColumnClasses classes = {{0}};
     /// Tiles are coded by that many threads, which does not change a bit of the extent.
     std::size_t thread_count = 1;
+    /// Which kernels code, which does not change a bit either.
+    InstructionSet set = best_instruction_set();
 };
 
 /// Codes `matrix`, with the odds and frequencies that its own values have in each class.

@@ -104,7 +104,7 @@ QmoeDictionary::QmoeDictionary()
     }
 }
 
-std::vector<std::byte> QmoeCoder::encode(const TernaryView& tile) const {
+std::vector<std::byte> QmoeCoder::encode(const TernaryView& tile, InstructionSet) const {
     std::vector<std::byte> bytes;
     std::vector<std::uint16_t> codewords;
     for (std::size_t i = 0; i < tile.rows; ++i) {

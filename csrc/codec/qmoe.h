@@ -43,11 +43,11 @@ private:
 
 /// Codes by the longest entry that fits. As QMoE stores it: 16 bits per codeword, a 32-bit offset and two bf16 grid
 /// values per row.
-class QmoeCoder : public TileCoder {
+class QmoeCoder : public TileEncoder, public TileDecoder {
 public:
     explicit QmoeCoder(std::size_t columns) : columns_(columns) {}
 
-    std::vector<std::byte> encode(const TernaryView& tile) const override;
+    std::vector<std::byte> encode(const TernaryView& tile, InstructionSet set) const override;
     std::unique_ptr<TileReader> open(std::span<const std::byte> bytes, std::size_t rows,
                                      InstructionSet set) const override;
 

@@ -1,10 +1,10 @@
 #include "codec/rans4.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "base/check.h"
-#include "codec/little_endian.h"
 
 namespace torch_offload {
 namespace {
@@ -12,7 +12,8 @@ namespace {
 /// Reads a row per lane at once.
 class Rans4Reader : public TileReader {
 public:
-    Rans4Reader(const RansColumns& columns, const RansStream& stream, std::size_t rows, Rans4Kernel* kernel) noexcept
+    Rans4Reader(const RansColumns<RansSlots>& columns, const RansStream& stream, std::size_t rows,
+                Rans4Kernel* kernel) noexcept
         : columns_(columns), stream_(stream), rows_left_(rows), kernel_(kernel) {}
 
     std::size_t rows_at_once() const noexcept override { return kRansLanes; }
@@ -32,98 +33,22 @@ public:
     }
 
 private:
-    const RansColumns& columns_;
+    const RansColumns<RansSlots>& columns_;
     RansStream stream_;
     std::size_t rows_left_;
     Rans4Kernel* kernel_;
 };
 
-/// Symbols of up to 64 rows, by position and lane.
-class CodeBlock {
-public:
-    CodeBlock(const TernaryView& rows, std::size_t quads) : codes_(quads * kRansLanes) {
-        for (std::size_t lane = 0; lane < rows.rows; ++lane) {
-            const std::int8_t* row = rows.row(lane);
-            const std::size_t whole = rows.columns / kQuad;
-            for (std::size_t i = 0; i < whole; ++i) {
-                codes_[i * kRansLanes + lane] = static_cast<std::uint8_t>(
-                    quad_code(load_number<std::uint32_t>(reinterpret_cast<const std::byte*>(row + i * kQuad))));
-            }
-            if (whole < quads) {
-                codes_[whole * kRansLanes + lane] =
-                    static_cast<std::uint8_t>(quad_at(row, whole * kQuad, rows.columns));
-            }
-        }
-    }
-    const std::uint8_t* at(std::size_t quad) const noexcept { return codes_.data() + quad * kRansLanes; }
-
-private:
-    std::vector<std::uint8_t> codes_;  // [quads, kRansLanes]
-};
-
-/// States that grow by symbols and give words away, last symbol first: words go in front of those that are there.
-struct Growing {
-    std::uint32_t states[kRansLanes];
-    std::uint16_t* first_word;
-
-    /// One symbol for each of `lanes` lanes, from the last on. False: one of them has no frequency.
-    bool take(const std::uint8_t* codes, std::size_t lanes, const RansStep* steps) noexcept {
-        bool has_frequency = true;
-        for (std::size_t lane = lanes; lane-- > 0;) {
-            const RansStep& step = steps[codes[lane]];
-            std::uint32_t state = states[lane];
-            has_frequency &= step.limit > 0;
-            const std::uint32_t gives = state >= step.limit ? 1 : 0;
-            first_word[-1] = static_cast<std::uint16_t>(state);
-            first_word -= gives;
-            state >>= 16 * gives;
-            states[lane] = step.grown(state);
-        }
-        return has_frequency;
-    }
-};
-
 }  // namespace
 
-Rans4Coder::Rans4Coder(std::size_t columns, ColumnClasses classes, const std::vector<SymbolFrequencies>& frequencies) {
+Rans4Decoder::Rans4Decoder(std::size_t columns, ColumnClasses classes,
+                           const std::vector<SymbolFrequencies>& frequencies) {
     columns_ = {columns, std::move(classes), {}};
-    for (const SymbolFrequencies& one : frequencies) {
-        columns_.slots.push_back(slots_of(one));
-        steps_.push_back(steps_of(one));
-    }
+    for (const SymbolFrequencies& one : frequencies) columns_.tables.push_back(slots_of(one));
 }
 
-std::vector<std::byte> Rans4Coder::encode(const TernaryView& tile) const {
-    const std::size_t quads = columns_.quad_count();
-    std::vector<std::uint16_t> room(kRansLanes * quads + 1);
-    std::vector<std::vector<std::uint16_t>> words((tile.rows + kRansLanes - 1) / kRansLanes);
-    Growing growing;
-    std::fill_n(growing.states, kRansLanes, kRansFloor);
-    bool has_frequencies = true;
-    for (std::size_t block = words.size(); block-- > 0;) {
-        growing.first_word = room.data() + room.size();
-        const std::size_t lanes = std::min(kRansLanes, tile.rows - block * kRansLanes);
-        const CodeBlock codes(tile.rows_from(block * kRansLanes, lanes), quads);
-        std::size_t quad = quads;
-        for (std::size_t i = columns_.classes.size(); i-- > 0;) {
-            const std::size_t begin = i > 0 ? columns_.end_quad(i - 1) : 0;
-            while (quad > begin) has_frequencies &= growing.take(codes.at(--quad), lanes, steps_[i].data());
-        }
-        words[block].assign(growing.first_word, room.data() + room.size());
-    }
-    OFFLOAD_CHECK(has_frequencies, InvalidArgument, "a tile has four values that its coder has no frequency for");
-    std::vector<std::byte> bytes;
-    const auto append = [&](const auto* first, std::size_t count) {
-        const auto from = std::as_bytes(std::span(first, count));
-        bytes.insert(bytes.end(), from.begin(), from.end());
-    };
-    append(growing.states, std::min(tile.rows, kRansLanes));
-    for (const std::vector<std::uint16_t>& of_block : words) append(of_block.data(), of_block.size());
-    return bytes;
-}
-
-std::unique_ptr<TileReader> Rans4Coder::open(std::span<const std::byte> bytes, std::size_t rows,
-                                             InstructionSet set) const {
+std::unique_ptr<TileReader> Rans4Decoder::open(std::span<const std::byte> bytes, std::size_t rows,
+                                               InstructionSet set) const {
     const std::size_t lanes = std::min(rows, kRansLanes);
     const std::size_t state_bytes = lanes * sizeof(std::uint32_t);
     OFFLOAD_CHECK(bytes.size() >= state_bytes && bytes.size() % sizeof(std::uint16_t) == 0, CorruptPage,

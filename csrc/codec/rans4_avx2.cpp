@@ -96,7 +96,7 @@ inline void store_rows(const __m256i (&quads)[kQuadsAtOnce], std::size_t first_l
 
 }  // namespace
 
-bool rans4_rows_avx2(const RansColumns& columns, RansStream& stream, std::size_t lane_count,
+bool rans4_rows_avx2(const RansColumns<RansSlots>& columns, RansStream& stream, std::size_t lane_count,
                      const TernaryRows& to) noexcept {
     Lanes lanes;
     lanes.word = stream.word;
@@ -117,7 +117,7 @@ bool rans4_rows_avx2(const RansColumns& columns, RansStream& stream, std::size_t
                 continue;
             }
             while (quad + i >= columns.end_quad(index)) ++index;
-            const std::uint32_t* const table = columns.slots[index].data();
+            const std::uint32_t* const table = columns.tables[index].data();
             for (std::size_t v = 0; v < kVectors; ++v) quads[v][i] = decode_symbol(lanes, v, table);
             if (lanes.word > stream.end) return false;
         }
@@ -144,7 +144,7 @@ bool rans4_rows_avx2(const RansColumns& columns, RansStream& stream, std::size_t
 
 namespace torch_offload {
 
-bool rans4_rows_avx2(const RansColumns& columns, RansStream& stream, std::size_t lanes,
+bool rans4_rows_avx2(const RansColumns<RansSlots>& columns, RansStream& stream, std::size_t lanes,
                      const TernaryRows& to) noexcept {
     return rans4_rows_portable(columns, stream, lanes, to);
 }

@@ -15,11 +15,11 @@ constexpr auto kQuadBytes = [] {
 
 }  // namespace
 
-bool rans4_rows_portable(const RansColumns& columns, RansStream& stream, std::size_t lanes,
+bool rans4_rows_portable(const RansColumns<RansSlots>& columns, RansStream& stream, std::size_t lanes,
                          const TernaryRows& to) noexcept {
     std::size_t quad = 0;
     for (std::size_t i = 0; i < columns.classes.size(); ++i) {
-        const std::uint32_t* const slots = columns.slots[i].data();
+        const std::uint32_t* const slots = columns.tables[i].data();
         for (const std::size_t end = columns.end_quad(i); quad < end; ++quad) {
             for (std::size_t lane = 0; lane < lanes; ++lane) {
                 const std::uint32_t slot = slots[stream.states[lane] % kFrequencyTotal];

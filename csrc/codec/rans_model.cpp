@@ -1,7 +1,6 @@
 #include "codec/rans_model.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 
 namespace torch_offload {
@@ -82,32 +81,24 @@ SymbolFrequencies frequencies_of(const CodeCounts& code_counts) {
 }
 
 RansSlots slots_of(const SymbolFrequencies& frequencies) {
-    RansSlots slots;
-    slots.reserve(kFrequencyTotal);
+    RansSlots slots(kFrequencyTotal);
+    std::uint32_t* next = slots.data();
     for (std::uint32_t symbol = 0; symbol < kSymbolCount; ++symbol) {
         const std::uint32_t frequency = frequencies[symbol];
-        for (std::uint32_t i = 0; i < frequency; ++i) slots.push_back(code_of(symbol) | frequency << 8 | i << 20);
+        const std::uint32_t first = code_of(symbol) | frequency << 8;
+        for (std::uint32_t i = 0; i < frequency; ++i) *next++ = first | i << 20;
     }
     return slots;
 }
 
-std::vector<RansStep> steps_of(const SymbolFrequencies& frequencies) {
-    std::vector<RansStep> steps(256);
+RansIntervals intervals_of(const SymbolFrequencies& frequencies) {
+    RansIntervals intervals(256);
     std::uint32_t first = 0;
     for (std::uint32_t symbol = 0; symbol < kSymbolCount; ++symbol) {
-        const std::uint32_t frequency = frequencies[symbol];
-        if (frequency == 0) continue;
-        RansStep& step = steps[code_of(symbol)];
-        // The high half of state * reciprocal is state / frequency; for a frequency of 1 it is state - 1, made good by
-        // the bias.
-        constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
-        step.reciprocal = frequency == 1 ? kAll : kAll / frequency + 1;
-        step.limit = frequency << 20;
-        step.complement = kFrequencyTotal - frequency;
-        step.bias = first + (frequency == 1 ? kFrequencyTotal - 1 : 0);
-        first += frequency;
+        intervals[code_of(symbol)] = frequencies[symbol] | first << kFrequencyBits;
+        first += frequencies[symbol];
     }
-    return steps;
+    return intervals;
 }
 
 }  // namespace torch_offload

@@ -34,19 +34,9 @@ SymbolFrequencies frequencies_of(const CodeCounts& counts);
 using RansSlots = std::vector<std::uint32_t>;  // [kFrequencyTotal]
 RansSlots slots_of(const SymbolFrequencies& frequencies);
 
-/// What encoding does with a code; `limit` is 0 if it has no frequency.
-struct RansStep {
-    std::uint64_t reciprocal = 0;
-    std::uint32_t limit = 0;  // states from here on give away 16 bits first
-    std::uint32_t bias = 0;
-    std::uint32_t complement = 0;  // kFrequencyTotal less the frequency
-
-    /// kFrequencyTotal * floor(state / frequency) + state mod frequency + the symbol's first slot. Pre: state < limit.
-    std::uint32_t grown(std::uint32_t state) const noexcept {
-        const auto quotient = static_cast<std::uint32_t>(static_cast<unsigned __int128>(reciprocal) * state >> 64);
-        return quotient * complement + state + bias;
-    }
-};
-std::vector<RansStep> steps_of(const SymbolFrequencies& frequencies);  // [256]
+/// What encoding does with each code: the frequency of its symbol in bits 0-11 (0 if it has none), the symbol's first
+/// slot in 12-23.
+using RansIntervals = std::vector<std::uint32_t>;  // [256]
+RansIntervals intervals_of(const SymbolFrequencies& frequencies);
 
 }  // namespace torch_offload

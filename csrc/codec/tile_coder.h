@@ -1,4 +1,4 @@
-// The contract that every coder keeps: tiles of rows to bytes and back. Layer codec: includes base only.
+// The contracts that every coder keeps: tiles of rows to bytes and back. Layer codec: includes base only.
 #pragma once
 
 #include <cstddef>
@@ -30,14 +30,22 @@ public:
     virtual void read(std::size_t count, const TernaryRows& to) = 0;
 };
 
-/// Codes tiles: some rows, all columns. What it knows beside a tile's bytes (its tables) is in the extent's header.
-/// Threads: any; a coder does not change.
-class TileCoder {
+/// Codes tiles: some rows, all columns.
+/// Threads: any; an encoder does not change.
+class TileEncoder {
 public:
-    virtual ~TileCoder() = default;
+    virtual ~TileEncoder() = default;
 
-    /// The same bytes for the same rows, on every machine.
-    virtual std::vector<std::byte> encode(const TernaryView& tile) const = 0;
+    /// The same bytes for the same rows, on every machine, by every set.
+    virtual std::vector<std::byte> encode(const TernaryView& tile, InstructionSet set) const = 0;
+};
+
+/// Opens coded tiles. What it knows beside a tile's bytes (its tables) is in the extent's header.
+/// Threads: any; a decoder does not change.
+class TileDecoder {
+public:
+    virtual ~TileDecoder() = default;
+
     /// Pre: kTileSlackBytes behind `bytes` may be read.
     /// Throws: CorruptPage if that many rows cannot be in there.
     virtual std::unique_ptr<TileReader> open(std::span<const std::byte> bytes, std::size_t rows,

@@ -1,6 +1,9 @@
 #include "codec/tun12.h"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
+#include <iterator>
 #include <new>
 #include <utility>
 
@@ -42,18 +45,20 @@ TunstallWords::TunstallWords(const TunstallTree& tree) : word_bytes_(static_cast
     const std::size_t size_bytes = kCodewordCount * word_bytes_;
     words_.reset(static_cast<std::int8_t*>(operator new[](size_bytes, kWordAlignment)));
     std::fill_n(words_.get(), size_bytes, std::int8_t{0});
+    // Children come after their parents: a word is that of the parent and one value more.
     constexpr std::int8_t kValues[] = {0, 1, -1};
-    for (const TunstallTree::Node& leaf : tree.nodes) {
-        if (!leaf.is_leaf()) continue;
-        std::int8_t* const word = words_.get() + leaf.codeword * word_bytes_;
-        word[word_bytes_ - 1] = static_cast<std::int8_t>(leaf.length);
-        const TunstallTree::Node* node = &leaf;
-        while (node->length > 0) {
-            const TunstallTree::Node& parent = tree.nodes[node->parent];
-            const auto number = static_cast<std::uint16_t>(node - tree.nodes.data());
-            const auto value = std::find(parent.children.begin(), parent.children.end(), number);
-            word[parent.length] = kValues[value - parent.children.begin()];
-            node = &parent;
+    std::vector<std::array<std::int8_t, 64>> spelled(tree.nodes.size());
+    for (std::size_t i = 0; i < tree.nodes.size(); ++i) {
+        const TunstallTree::Node& node = tree.nodes[i];
+        if (node.is_leaf()) {
+            std::int8_t* const word = words_.get() + node.codeword * word_bytes_;
+            std::memcpy(word, spelled[i].data(), word_bytes_);
+            word[word_bytes_ - 1] = static_cast<std::int8_t>(node.length);
+            continue;
+        }
+        for (std::size_t value = 0; value < std::size(kValues); ++value) {
+            spelled[node.children[value]] = spelled[i];
+            spelled[node.children[value]][node.length] = kValues[value];
         }
     }
     words_[(kRestCodeword + 1) * word_bytes_ - 1] = static_cast<std::int8_t>(kRestLength);
@@ -61,8 +66,13 @@ TunstallWords::TunstallWords(const TunstallTree& tree) : word_bytes_(static_cast
 
 void TunstallWords::Free::operator()(std::int8_t* words) const noexcept { operator delete[](words, kWordAlignment); }
 
-std::unique_ptr<TileReader> Tun12Coder::open(std::span<const std::byte> bytes, std::size_t rows,
-                                             InstructionSet set) const {
+Tun12Decoder::Tun12Decoder(std::size_t columns, ColumnClasses classes, std::vector<SharedTunstallWords> words)
+    : columns_{columns, std::move(classes), {}}, words_(std::move(words)) {
+    for (const SharedTunstallWords& one : words_) columns_.words.push_back(one.get());
+}
+
+std::unique_ptr<TileReader> Tun12Decoder::open(std::span<const std::byte> bytes, std::size_t rows,
+                                               InstructionSet set) const {
     OFFLOAD_CHECK(bytes.size() % 3 != 1, CorruptPage, "a TUN12 tile of ", bytes.size(),
                   " bytes is no whole number of 12-bit codewords");
     const Tun12Stream stream{bytes.data(), bytes.size() * 8 / kCodewordBits, 0};

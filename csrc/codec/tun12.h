@@ -16,6 +16,8 @@ namespace torch_offload {
 struct TunstallClass {
     TernaryOdds odds;
     WordLimit limit = WordLimit::w31;
+
+    bool operator==(const TunstallClass&) const = default;
 };
 
 /// The words of a dictionary, spelled out: 32 or 64 bytes for each codeword, of which the last one is the length.
@@ -37,11 +39,11 @@ private:
     std::unique_ptr<std::int8_t[], Free> words_;
 };
 
-/// What both directions know of the columns.
+/// What decoding knows of the columns.
 struct TunstallColumns {
     std::size_t column_count = 0;
     ColumnClasses classes;
-    std::vector<TunstallWords> words;  // one per class
+    std::vector<const TunstallWords*> words;  // one per class
 };
 
 /// The inner nodes of all classes' trees, numbered so that a zero leads to the next number until it ends the word.
@@ -55,18 +57,32 @@ struct Tun12Steps {
     void add(const TunstallTree& tree);
 };
 
-class Tun12Coder : public TileCoder {
+class Tun12Encoder : public TileEncoder {
 public:
     /// `coded` has one entry per class of columns.
-    Tun12Coder(std::size_t columns, ColumnClasses classes, const std::vector<TunstallClass>& coded);
+    Tun12Encoder(std::size_t columns, ColumnClasses classes, const std::vector<TunstallClass>& coded);
 
-    std::vector<std::byte> encode(const TernaryView& tile) const override;
+    std::vector<std::byte> encode(const TernaryView& tile, InstructionSet set) const override;
+
+private:
+    std::size_t column_count_;
+    ColumnClasses classes_;
+    Tun12Steps steps_;
+};
+
+using SharedTunstallWords = std::shared_ptr<const TunstallWords>;
+
+class Tun12Decoder : public TileDecoder {
+public:
+    /// `words` has one entry per class of columns.
+    Tun12Decoder(std::size_t columns, ColumnClasses classes, std::vector<SharedTunstallWords> words);
+
     std::unique_ptr<TileReader> open(std::span<const std::byte> bytes, std::size_t rows,
                                      InstructionSet set) const override;
 
 private:
     TunstallColumns columns_;
-    Tun12Steps steps_;
+    std::vector<SharedTunstallWords> words_;  // to which columns_ points
 };
 
 /// Codewords of one tile and how far they have been read.

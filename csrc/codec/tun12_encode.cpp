@@ -27,8 +27,9 @@ std::uint64_t nonzero_mask(const std::int8_t* row, std::size_t column, std::size
 class RowWalk {
 public:
     /// Pre: `to` [columns + 2].
-    RowWalk(const TunstallColumns& columns, const Tun12Steps& steps, std::uint16_t* to) noexcept
-        : columns_(columns),
+    RowWalk(const ColumnClasses& classes, std::size_t column_count, const Tun12Steps& steps, std::uint16_t* to) noexcept
+        : classes_(classes),
+          column_count_(column_count),
           roots_(steps.roots.data()),
           zeros_left_(steps.zeros_left.data()),
           zero_codeword_(steps.zero_codeword.data()),
@@ -36,7 +37,7 @@ public:
           next_codeword_(to),
           node_(roots_[0]),
           root_(roots_[0]),
-          class_end_(end_column(columns.classes, 0, columns.column_count)) {}
+          class_end_(end_column(classes, 0, column_count)) {}
 
     /// Zeros up to `position`, then a value there. Which value ends a word cannot be predicted, so no branch asks.
     void take(std::size_t position, std::int8_t value) noexcept {
@@ -54,7 +55,7 @@ public:
     /// codeword would go.
     std::uint16_t* finish() noexcept {
         if (node_ != root_) end_word_by_zeros();
-        if (column_ < columns_.column_count) *next_codeword_++ = kRestCodeword;
+        if (column_ < column_count_) *next_codeword_++ = kRestCodeword;
         return next_codeword_;
     }
 
@@ -75,12 +76,13 @@ private:
     }
     /// From here on words begin at the root of the class that has this column. Columns only grow.
     void begin_next_class() noexcept {
-        while (class_ + 1 < columns_.classes.size() && columns_.classes[class_ + 1].first_column <= column_) ++class_;
+        while (class_ + 1 < classes_.size() && classes_[class_ + 1].first_column <= column_) ++class_;
         root_ = roots_[class_];
-        class_end_ = end_column(columns_.classes, class_, columns_.column_count);
+        class_end_ = end_column(classes_, class_, column_count_);
     }
 
-    const TunstallColumns& columns_;
+    const ColumnClasses& classes_;
+    std::size_t column_count_;
     const std::uint32_t* roots_;
     const std::uint8_t* zeros_left_;
     const std::uint16_t* zero_codeword_;
@@ -93,12 +95,10 @@ private:
     std::size_t class_ = 0;
 };
 
-/// Codewords of a row, from the front of `to` [columns + 2]. Returns their end.
-std::uint16_t* encode_row(const TunstallColumns& columns, const Tun12Steps& steps, const std::int8_t* row,
-                          std::uint16_t* to) noexcept {
-    RowWalk walk(columns, steps, to);
-    for (std::size_t column = 0; column < columns.column_count; column += kMaskColumns) {
-        for (std::uint64_t mask = nonzero_mask(row, column, columns.column_count); mask != 0; mask &= mask - 1) {
+/// Codewords of a row, which `walk` is at the beginning of. Returns their end.
+std::uint16_t* encode_row(RowWalk walk, const std::int8_t* row, std::size_t columns) noexcept {
+    for (std::size_t column = 0; column < columns; column += kMaskColumns) {
+        for (std::uint64_t mask = nonzero_mask(row, column, columns); mask != 0; mask &= mask - 1) {
             const std::size_t position = column + static_cast<std::size_t>(std::countr_zero(mask));
             walk.take(position, row[position]);
         }
@@ -155,20 +155,17 @@ void Tun12Steps::add(const TunstallTree& tree) {
     }
 }
 
-Tun12Coder::Tun12Coder(std::size_t columns, ColumnClasses classes, const std::vector<TunstallClass>& coded) {
-    columns_ = {columns, std::move(classes), {}};
-    for (const TunstallClass& one : coded) {
-        const TunstallTree tree(one.odds, one.limit);
-        columns_.words.emplace_back(tree);
-        steps_.add(tree);
-    }
+Tun12Encoder::Tun12Encoder(std::size_t columns, ColumnClasses classes, const std::vector<TunstallClass>& coded)
+    : column_count_(columns), classes_(std::move(classes)) {
+    for (const TunstallClass& one : coded) steps_.add(TunstallTree(one.odds, one.limit));
 }
 
-std::vector<std::byte> Tun12Coder::encode(const TernaryView& tile) const {
+std::vector<std::byte> Tun12Encoder::encode(const TernaryView& tile, InstructionSet) const {
     std::vector<std::uint16_t> codewords;
     std::vector<std::uint16_t> of_row(tile.columns + 2);
     for (std::size_t i = 0; i < tile.rows; ++i) {
-        const std::uint16_t* const end = encode_row(columns_, steps_, tile.row(i), of_row.data());
+        const RowWalk walk(classes_, column_count_, steps_, of_row.data());
+        const std::uint16_t* const end = encode_row(walk, tile.row(i), column_count_);
         codewords.insert(codewords.end(), std::as_const(of_row).data(), end);
     }
     return packed(codewords);

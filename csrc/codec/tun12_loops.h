@@ -82,7 +82,7 @@ bool decode_row(const TunstallColumns& columns, Tun12Stream& stream, std::int8_t
         const std::size_t end =
             i + 1 < columns.classes.size() ? columns.classes[i + 1].first_column : columns.column_count;
         if (at.column >= end) continue;
-        const TunstallWords& words = columns.words[i];
+        const TunstallWords& words = *columns.words[i];
         at = words.word_bytes() == 32 ? decode_class<32>(words, stream.bytes, stream.codeword_count, end, at, row)
                                       : decode_class<64>(words, stream.bytes, stream.codeword_count, end, at, row);
         if (at.column < end && !at.is_rest) return false;

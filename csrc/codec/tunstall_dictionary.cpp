@@ -1,6 +1,7 @@
 #include "codec/tunstall_dictionary.h"
 
 #include <algorithm>
+#include <bit>
 #include <queue>
 #include <utility>
 
@@ -10,9 +11,12 @@ namespace {
 constexpr std::uint32_t kOddsTotal = 65536;
 constexpr std::uint64_t kCertain = std::uint64_t{1} << 47;
 
-std::uint16_t rounded_share(std::uint64_t count, std::uint64_t total) noexcept {
-    const double share = static_cast<double>(count) / static_cast<double>(total) * kOddsTotal;
-    return static_cast<std::uint16_t>(std::clamp(share + 0.5, 1.0, kOddsTotal - 2.0));
+/// A share in 65536ths, to the nearest number that has so many significant bits.
+std::uint32_t rounded_share(std::uint64_t count, std::uint64_t total, unsigned significant_bits) noexcept {
+    const auto share = static_cast<std::uint32_t>(static_cast<double>(count) / static_cast<double>(total) * kOddsTotal);
+    const auto width = static_cast<unsigned>(std::bit_width(share));
+    const unsigned dropped = width > significant_bits ? width - significant_bits : 0;
+    return (share + (dropped > 0 ? 1U << (dropped - 1) : 0)) >> dropped << dropped;
 }
 
 /// The most probable leaf is split first; of equal ones that with the lowest number.
@@ -31,11 +35,13 @@ bool is_valid(const TernaryOdds& odds) noexcept {
 
 TernaryOdds odds_of(const TernaryCounts& counts) noexcept {
     if (counts.total == 0) return {};
-    TernaryOdds odds;
-    odds.zero = rounded_share(counts.zeros, counts.total);
-    const std::uint32_t rest = kOddsTotal - odds.zero;
-    odds.plus = std::min<std::uint16_t>(rounded_share(counts.pluses, counts.total), static_cast<uint16_t>(rest - 1));
-    return odds;
+    const std::uint64_t nonzeros = counts.total - counts.zeros;
+    const std::uint64_t fewer = std::min(counts.pluses, nonzeros - counts.pluses);
+    const std::uint32_t nonzero = std::clamp(rounded_share(nonzeros, counts.total, 5), 2U, kOddsTotal - 1);
+    const std::uint32_t share = nonzeros > 0 ? rounded_share(fewer, nonzeros, 4) : kOddsTotal / 2;
+    const std::uint32_t rare = std::max(nonzero * share / kOddsTotal, 1U);
+    const std::uint32_t plus = fewer == counts.pluses ? rare : nonzero - rare;
+    return {static_cast<std::uint16_t>(kOddsTotal - nonzero), static_cast<std::uint16_t>(plus)};
 }
 
 TunstallTree::TunstallTree(const TernaryOdds& odds, WordLimit word_limit) : limit(word_limit) {

@@ -210,14 +210,15 @@ TEST_P(Corruption, OfATilesLengthIsFound) {
     const ExtentBuffer whole = extent(2000);
     const CodedMatrix coded(whole.bytes());
     const CodedTile& tile = coded.tiles()[0];
-    const ExtentCoders coders(coded.header(), std::vector{tile.coder});
+    CoderTables tables;
+    const ExtentDecoders decoders(coded.header(), tables);
     for (std::size_t size = 0; size <= tile.size_bytes + 64; size += size % 500 < 20 ? 1 : 61) {
         if (size == tile.size_bytes) continue;
         std::vector<std::byte> bytes(size + kTileSlackBytes);
         std::memcpy(bytes.data(), whole.bytes().data() + tile.offset_bytes, std::min(size, tile.size_bytes));
         for (const InstructionSet set : available_sets()) {
             const auto read_all = [&] {
-                const auto reader = coders.of(tile.coder).open({bytes.data(), size}, tile.row_count, set);
+                const auto reader = decoders.of(tile.coder).open({bytes.data(), size}, tile.row_count, set);
                 const RowPanel panel(reader->rows_at_once(), coded.columns());
                 for (std::size_t row = 0; row < tile.row_count; row += reader->rows_at_once()) {
                     reader->read(std::min(reader->rows_at_once(), tile.row_count - row), panel.rows());
