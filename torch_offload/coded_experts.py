@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch_offload import _C
 from torch_offload.coded_linear import coded_linear, decode
 from torch_offload.errors import OffloadError, PageCorruptError
+from torch_offload.expert_forecast import ExpertForecast
 
 QUALITIES = ("base", "all", "arrived")
 """Planes that a product uses: the first; all of them; without gradients the first and those that are in memory."""
@@ -155,12 +156,33 @@ class CodedExperts(nn.Module):
         self.planes = nn.ModuleList(planes)
         self.quality = "all"
         self.label = label
+        self._before: tuple[CodedExperts, ...] = ()  # in tuples, so that they are no submodules
+        self._following: tuple[CodedExperts, ...] = ()
+        self._forecast: ExpertForecast | None = None
+        self._chosen: list[int] = []
         self.up = CodedProjection(self, UP)
         self.down = CodedProjection(self, DOWN)
 
     def dense(self, expert: int, matrix: int) -> Tensor:
         """One matrix of an expert, float32 [rows, columns]. For what is done once; products do without."""
         return torch.stack([plane.dense(expert, matrix) for plane in self._planes()]).sum(0)
+
+    def follow(self, before: "CodedExperts") -> None:
+        """Be read ahead from now on by what `before` chooses, the experts of the layer before this one."""
+        before._following = (self,)
+        before._forecast = ExpertForecast(before.shapes.count, self.shapes.count)
+        self._before = (before,)
+
+    def announce(self, chosen: Sequence[int]) -> None:
+        """Begin to read the experts that were chosen, then those that the next layer will probably choose."""
+        self.prefetch(chosen)
+        self._chosen = list(chosen)
+        for before in self._before:
+            if before._forecast is not None and before._chosen:
+                before._forecast.learn(before._chosen, chosen)
+        for following in self._following:
+            if self._forecast is not None:
+                following.prefetch(self._forecast.likely(chosen))
 
     def open(self) -> tuple[Product, Product]:
         """Return the products by first and by last matrices, for the experts of one call."""
@@ -238,7 +260,7 @@ def mix(
     order = torch.argsort(chosen, stable=True)
     counts = torch.bincount(chosen, minlength=coded.shapes.count).tolist() if chosen.numel() else []
     hit = [expert for expert, count in enumerate(counts[: coded.shapes.count]) if count]
-    coded.prefetch(hit)
+    coded.announce(hit)
     token_of = order // index.shape[-1]
     parts = []
     begin = 0

@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_offload.coded_experts import CodedExperts, CodedPlane
 from torch_offload.config import parse_size
 from torch_offload.errors import ConfigError
-from torch_offload.moe import CODED, experts_of
+from torch_offload.moe import CODED, experts_of, read_ahead
 from torch_offload.safetensors_files import stream_file
 
 METHOD = "torch_offload"
@@ -119,6 +119,7 @@ def lay_out(model: nn.Module, said: CodedExpertsConfig, *, dtype: torch.dtype) -
         coded = CodedExperts(shapes, planes, label=experts.name)
         coded.quality = said.quality
         experts.replace(coded)
+    read_ahead(model)
 
 
 def _known_name(name: str, found: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ by name.
 """
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -190,6 +191,14 @@ def code_experts(model: nn.Module, rounded: Callable[[Tensor], Sequence[TernaryM
             shapes = experts.shapes
             terms = [_terms(experts, expert, rounded) for expert in range(shapes.count)]
             experts.replace(coded_experts(shapes, terms, label=experts.name))
+    read_ahead(model)
+
+
+def read_ahead(model: nn.Module) -> None:
+    """Have each module of coded experts read ahead by what the one before it chooses, in the order of the model."""
+    found = [module for module in model.modules() if isinstance(module, CodedExperts)]
+    for before, after in itertools.pairwise(found):
+        after.follow(before)
 
 
 def _terms(

@@ -14,6 +14,7 @@
 #include "autograd/error_bridge.h"
 #include "codec/coded_matrix.h"
 #include "codec/coded_page.h"
+#include "codec/coder_tables.h"
 #include "codec/encode.h"
 #include "codec/product.h"
 
@@ -31,11 +32,17 @@ std::span<const std::byte> bytes_of(const at::Tensor& page) {
     return {static_cast<const std::byte*>(page.const_data_ptr()), static_cast<std::size_t>(page.numel())};
 }
 
+/// The process's own: experts have alike odds, and an operator has no other place for what outlives a call.
+CoderTables& shared_tables() {
+    static CoderTables tables;
+    return tables;
+}
+
 CodedMatrix matrix_of(const at::Tensor& page, std::int64_t index) {
     const std::vector<std::span<const std::byte>> extents = extents_of(bytes_of(page));
     TORCH_CHECK_INDEX(index >= 0 && static_cast<std::size_t>(index) < extents.size(), "a coded page of ",
                       extents.size(), " matrices has none of number ", index);
-    return CodedMatrix(extents[static_cast<std::size_t>(index)]);
+    return CodedMatrix(extents[static_cast<std::size_t>(index)], shared_tables());
 }
 
 /// [count] floats.

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 import torch_offload
 from torch_offload import ConfigError, OffloadError, PageCorruptError, coded_files, coded_linear, moe, ternary
 from torch_offload.coded_experts import CodedExperts
+from torch_offload.expert_forecast import ExpertForecast
 
 ROUNDED = functools.partial(ternary.in_planes, zeros=(0.6, 0.6))
 
@@ -156,6 +158,38 @@ def test_models_that_do_not_fit_generate_the_same(name, sizes, config):
     assert report.prefetches > 0
 
 
+def test_a_forecast_names_what_usually_follows():
+    """Method: expert i is followed by i + 1 and, half of the time or less, by others; nothing is known at first."""
+    forecast = ExpertForecast(4, 5)
+    assert forecast.likely([0, 1]) == []
+    for case in range(40):
+        for expert in range(4):
+            forecast.learn([expert], [expert + 1, case % 4])
+    assert [forecast.likely([expert]) for expert in range(4)] == [[1], [2], [3], [4]]
+    for _ in range(200):
+        forecast.learn([0], [3])
+    assert forecast.likely([0]) == [3]
+
+
+def test_the_next_layer_is_read_ahead(config):
+    """Method: a model that chooses the same experts every time, its pages sent away; when a layer announces its choice
+    pages of the next one arrive without being asked for."""
+    model = coded("mixtral", intermediate_size=512)
+    logits_of(model)
+    logits_of(model)
+    torch_offload.wrap(model, config=config)
+    first, second = coded_modules(model)[:2]
+    torch_offload.evict(second)
+    assert not any(torch_offload.is_resident(page) for page in second.planes[0].buffers() if page.dtype == torch.uint8)
+    first.announce(first._chosen)
+    torch_offload.flush()
+    deadline = time.monotonic() + 30
+    wanted = [second.planes[0].page(expert) for expert in second._chosen]
+    while not all(torch_offload.is_resident(page) for page in wanted):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_planes_that_have_not_arrived_can_be_left_out(config):
     """Method: with the second planes sent away, `arrived` gives what `base` gives; with them back, what `all` gives."""
     model = coded("mixtral")
@@ -172,7 +206,7 @@ def test_planes_that_have_not_arrived_can_be_left_out(config):
         torch_offload.evict(module.planes[1])
         module.planes[1].requires_grad_(False)
     for module in modules:
-        module.prefetch = lambda _: None
+        module.announce = lambda _: None
     assert torch.equal(logits_of(model), results["base"])
     for module in modules:
         for buffer in module.planes[1].buffers():

@@ -1,0 +1,198 @@
+"""Generates and evaluates with a large mixture of experts of made-up weights, on request, as step_worker.py trains.
+
+    python benchmarks/moe_worker.py --kind coded --zeros 0.885 [--budget-bytes N --ssd DIR]
+
+Kinds: `coded`, and `bf16`, the same shapes with dense experts. Weights are made up, since only their count, their sizes
+and what is chosen matter here: coded experts are few random ternary matrices used again and again, each in a page of
+its own; dense ones are a constant. Attention, routers and embeddings are random and the same in both.
+"""
+
+import argparse
+import hashlib
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from machine import CpuSeconds
+from process_memory import forget_peak, peak_resident_bytes
+from step_worker import serve
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import torch_offload
+from torch_offload import coded_linear, moe, ternary
+from torch_offload.coded_experts import CodedExperts, ExpertShapes
+
+TEMPLATES = 3  # different experts
+PROMPT_TOKENS = 8
+EVALUATED_TOKENS = 64
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=("coded", "bf16"), required=True)
+    parser.add_argument("--zeros", type=float, default=0.885, help="share of zeros of the ternary matrices")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--choices", type=int, default=8, help="experts per token")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--expert-width", type=int, default=2816)
+    parser.add_argument("--new-tokens", type=int, default=8, help="generated per step")
+    parser.add_argument("--budget-bytes", type=int, default=0, help="0: nothing is paged")
+    parser.add_argument("--ssd")
+    parser.add_argument("--disk-rate", type=float, default=0.0, help="slow the SSD down to so many bytes per second")
+    return parser.parse_args()
+
+
+def configuration(options: argparse.Namespace, *, expert_width: int) -> Qwen3MoeConfig:
+    """Small attention, many experts."""
+    return Qwen3MoeConfig(
+        vocab_size=4096,
+        hidden_size=options.width,
+        moe_intermediate_size=expert_width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=options.experts,
+        num_experts_per_tok=options.choices,
+        decoder_sparse_step=1,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        eos_token_id=None,
+    )
+
+
+def made_up(rows: int, columns: int, *, zeros: float, generator: torch.Generator) -> ternary.TernaryMatrix:
+    """A random ternary matrix that keeps the size of what it is multiplied by."""
+    values = torch.randint(0, 2, (rows, columns), generator=generator, dtype=torch.int8) * 2 - 1
+    values[torch.rand(rows, columns, generator=generator) < zeros] = 0
+    scale = (columns * (1 - zeros)) ** -0.5
+    return ternary.TernaryMatrix(values, torch.full((rows,), scale), torch.ones(columns))
+
+
+def coded_model(options: argparse.Namespace) -> nn.Module:
+    """Lay the model out with experts of width 1 and put the coded ones in their place."""
+    model = AutoModelForCausalLM.from_config(configuration(options, expert_width=1), dtype=torch.bfloat16)
+    up, down = (2 * options.expert_width, options.width), (options.width, options.expert_width)
+    shapes = ExpertShapes(options.experts, up, down)
+    generator = torch.Generator().manual_seed(7)
+    terms = [
+        tuple([made_up(*shape, zeros=options.zeros, generator=generator)] for shape in (up, down))
+        for _ in range(TEMPLATES)
+    ]
+    few = ternary.coded_experts(ExpertShapes(TEMPLATES, up, down), terms, label="templates")
+    for experts in moe.experts_of(model):
+        experts.replace(repeated(few, shapes, label=experts.name))
+    moe.read_ahead(model)
+    return model
+
+
+def repeated(few: CodedExperts, shapes: ExpertShapes, *, label: str) -> CodedExperts:
+    """As many experts as wanted, copies of a few."""
+    (template,) = few.planes
+    numbers = [expert % TEMPLATES for expert in range(shapes.count)]
+    plane = ternary.CodedPlane(shapes, [template.page(number).numel() for number in numbers], dtype=torch.bfloat16)
+    for expert, number in enumerate(numbers):
+        plane.page(expert).copy_(template.page(number))
+    for name in ("up_row_scale", "up_column_scale", "down_row_scale", "down_column_scale"):
+        getattr(plane, name).copy_(getattr(template, name)[numbers])
+    return CodedExperts(shapes, [plane], label=label)
+
+
+def dense_model(options: argparse.Namespace) -> nn.Module:
+    """The same shapes with dense experts, made within the budget."""
+    torch.nn.init.normal_ = lambda weight, *_, **__: weight  # left as it is, and filled below
+    model = AutoModelForCausalLM.from_config(
+        configuration(options, expert_width=options.expert_width), dtype=torch.bfloat16
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" in name:
+                parameter.fill_(1e-3)
+            elif "norm" not in name:
+                parameter.normal_(std=0.02)
+    return model
+
+
+class MoeWorker:
+    """The model, and what it counts."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.steps = 0
+        torch.manual_seed(0)
+        settings = {"ram": options.budget_bytes, "ssd": options.ssd}
+        if options.disk_rate:
+            settings["config"] = torch_offload.Config(emulated_ssd=options.disk_rate)
+        paged = torch_offload.loading(**settings) if options.budget_bytes else nullcontext()
+        with torch.no_grad(), paged:
+            self.model = (coded_model if options.kind == "coded" else dense_model)(options).eval()
+            if options.budget_bytes:
+                torch_offload.wrap(self.model, **settings)
+
+    def step(self) -> dict[str, Any]:
+        """Generate from a prompt that no other step has, then evaluate a row."""
+        generator = torch.Generator().manual_seed(self.steps)
+        self.steps += 1
+        prompt = torch.randint(0, 4096, (1, PROMPT_TOKENS), generator=generator)
+        row = torch.randint(0, 4096, (1, EVALUATED_TOKENS), generator=generator)
+        forget_peak()
+        tokens, generated = self.timed(lambda: self.generate(prompt))
+        loss, evaluated = self.timed(lambda: self.evaluate(row))
+        said = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+        return (
+            generated
+            | {f"evaluation_{name}": value for name, value in evaluated.items()}
+            | {"tokens": said, "loss": loss.hex(), "peak_resident_bytes": float(peak_resident_bytes())}
+        )
+
+    def timed(self, work: Any) -> tuple[Any, dict[str, Any]]:
+        """Run it; returns its result and what it took."""
+        read_before, before = self.read_bytes(), CpuSeconds.now()
+        with torch.inference_mode():
+            result = work()
+        measured: dict[str, Any] = CpuSeconds.now().since(before)
+        return result, measured | {"read_bytes": self.read_bytes() - read_before}
+
+    def generate(self, prompt: Tensor) -> Tensor:
+        """Continue the prompt greedily."""
+        count = self.options.new_tokens
+        return self.model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+
+    def evaluate(self, row: Tensor) -> float:
+        """Return the loss of a row."""
+        return float(self.model(input_ids=row, labels=row).loss)
+
+    def read_bytes(self) -> int:
+        return torch_offload.report().ssd_read_bytes if self.options.budget_bytes else 0
+
+    def finish(self) -> dict[str, Any]:
+        """Describe the run."""
+        if not self.options.budget_bytes:
+            return {}
+        report = torch_offload.report()
+        return {
+            "peak_bytes": report.host_peak_bytes,
+            "budget_bytes": report.budget_bytes,
+            "misses": report.counters["misses"],
+            "prefetches": report.prefetches,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        options = self.options
+        weights = options.layers * options.experts * 3 * options.width * options.expert_width
+        pages = [buffer for name, buffer in self.model.named_buffers() if ".page_" in name]
+        stored = [page for page in pages if page.dtype == torch.uint8]
+        coded_bytes = sum(extent.coded_bytes for extent in coded_linear.extents(stored[0])) if stored else 0
+        return {
+            "expert_weights": weights,
+            "expert_bytes": sum(page.nbytes for page in stored) or 2 * weights,
+            "page_bytes": stored[0].nbytes if stored else 0,
+            "coded_bytes_of_a_page": coded_bytes,
+            "other_bytes": sum(p.nbytes for name, p in self.model.named_parameters() if "experts" not in name),
+        }
+
+
+if __name__ == "__main__":
+    serve(lambda: MoeWorker(parse_options()))
