@@ -2,7 +2,6 @@
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
-NEWER_TORCH ?= 2.15.0
 JOBS ?= 2
 PYTHON_TESTS ?= tests/python
 # Several at once: their outcome depends neither on time nor on the memory that others take.
@@ -150,9 +149,9 @@ $(VENV)/.extension: $(VENV)/.ready $(NATIVE) $(wildcard $(VENV)/lib/python3*/sit
 	$(VENV)/bin/pip install --quiet --no-build-isolation --no-deps --editable . || { rm -f $@; exit 1; }
 	touch $@
 
-$(NEWER_VENV)/.ready: requirements/test.txt requirements/demo.txt | .system
+$(NEWER_VENV)/.ready: requirements/newer-torch.txt requirements/test.txt requirements/demo.txt | .system
 	test -x $(NEWER_VENV)/bin/python || $(PYTHON) -m venv $(NEWER_VENV)
 	$(NEWER_VENV)/bin/pip show --quiet torch 2> build/pip-show.log || tools/free_space.sh . $(NEWER_NEEDED_MB)
-	$(NEWER_VENV)/bin/pip install --quiet torch==$(NEWER_TORCH) -r requirements/test.txt
+	$(NEWER_VENV)/bin/pip install --quiet -r requirements/newer-torch.txt -r requirements/test.txt
 	$(NEWER_VENV)/bin/pip install --quiet --no-deps -r requirements/demo.txt
 	touch $@

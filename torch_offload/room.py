@@ -15,12 +15,11 @@ SPARE_PAGES = 4
 TENSORS_PER_WEIGHT = 4  # itself, its gradient, two moments
 
 
-def decided(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
-    """Return the configuration with the budget and the directory that were left open.
+def with_device(config: Config) -> Config:
+    """Return the configuration with the kind of device that was left open.
 
     Raises:
-        ConfigError: If the directory cannot be used, or none was given and none can be found.
-        OutOfTierMemory: If the disk cannot hold what of `paged` the budget does not.
+        ConfigError: If there is no such device, or what is said of it does not go together.
     """
     if config.device is not None and config.device_kind is None:
         if not gpu.is_there():
@@ -39,6 +38,17 @@ def decided(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
         raise ConfigError(f"device_kind={config.device_kind!r} needs the bytes of its memory, such as device='1GiB'")
     if config.device is None and config.emulated_link is not None:
         raise ConfigError("emulated_link: there is no device; give its bytes, such as device='1GiB'")
+    return config
+
+
+def decided(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
+    """Return the configuration with the device, the budget and the directory that were left open.
+
+    Raises:
+        ConfigError: If the device or the directory cannot be used, or no directory was given and none can be found.
+        OutOfTierMemory: If the disk cannot hold what of `paged` the budget does not.
+    """
+    config = with_device(config)
     paged = list(paged)
     ram = budget.default_ram_bytes() if config.ram is None else config.ram
     needed_bytes = max(0, sum(tensor.untyped_storage().nbytes() for tensor in paged) - ram)
@@ -69,7 +79,7 @@ def place_of_updates(config: Config, paged: Iterable[torch.Tensor]) -> UpdateOn:
 
 
 def paged_tensors(module: nn.Module, config: Config) -> dict[str, torch.Tensor]:
-    """Return the tensors that will be paged, by name, each storage once."""
+    """Return the tensors that will be paged, by name, each storage once. Pre: the device is decided."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if refusal(tensor, tensor_place(config)) is None and tensor.untyped_storage().nbytes() >= max(

@@ -57,7 +57,7 @@ def wrap(
         raise OffloadError(
             f"this {type(module).__name__} is wrapped already; call torch_offload.unwrap(module) before wrapping again"
         )
-    paged = room.paged_tensors(module, wanted if session is None else session.config)
+    paged = room.paged_tensors(module, room.with_device(wanted) if session is None else session.config)
     settings = room.decided(wanted, paged.values()) if session is None else session.config
     room.check_all(settings, paged)
     session = sessions.open_session(settings if session is None else wanted)

@@ -141,6 +141,20 @@ def test_pinned_modules_stay(scratch, fake_gpu):
     in_gpu_child(fake_gpu, hold_for_bare_addresses, str(scratch))
 
 
+def refuse_a_small_device(scratch: str) -> None:
+    module = nn.Linear(1024, 512).to("cuda")
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with pytest.raises(OutOfTierMemory, match=r"weight .*device"):
+        torch_offload.wrap(module, config=small_config(scratch, device_kind=None))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert not any(torch_offload._C.is_managed(tensor) for tensor in module.parameters())
+
+
+def test_a_device_smaller_than_its_largest_tensor_is_refused(scratch, fake_gpu):
+    """A module that is on the GPU already, the kind of device left open: refused before anything is brought."""
+    in_gpu_child(fake_gpu, refuse_a_small_device, str(scratch))
+
+
 def refuse_capture(scratch: str) -> None:
     module = nn.Linear(128, 128)
     torch_offload.wrap(module, config=small_config(scratch))
