@@ -175,7 +175,7 @@ class MoeWorker:
         return {
             "peak_bytes": report.host_peak_bytes,
             "budget_bytes": report.budget_bytes,
-            "misses": report.counters["misses"],
+            "misses": report.misses,
             "prefetches": report.prefetches,
         }
 
