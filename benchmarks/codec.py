@@ -1,6 +1,6 @@
 """How near coded ternary matrices come to the entropy, and how fast they are coded and multiplied beside bf16.
 
-    python benchmarks/codec.py --json > benchmarks/results/codec.json      (some 3 minutes)
+    python benchmarks/codec.py --json > benchmarks/results/codec.json      (about a minute)
     python benchmarks/codec.py --smoke
 
 Runs codec.cpp, which also makes sure that every matrix comes back as it was. Rates are those of random matrices of
