@@ -33,6 +33,9 @@ RUNS := plain asan tsan
 SANITIZE_plain :=
 SANITIZE_asan := address,undefined
 SANITIZE_tsan := thread
+FUZZERS := header decode product
+# Per fuzzer; inputs that were worth keeping stay in build/fuzz/inputs.
+FUZZ_SECONDS ?= 600
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -101,13 +104,25 @@ format: $(VENV)/.ready ## Format C++ and Python
 	$(VENV)/bin/ruff format $(wildcard $(LINTED))
 
 .PHONY: cpp-test
-cpp-test: $(RUNS:%=cpp-test-%) ## C++ tests, plain and under the sanitizers
+cpp-test: $(RUNS:%=cpp-test-%) ## C++ tests, plain and under the sanitizers; the fuzzers for some seconds
+	@$(MAKE) fuzz FUZZ_SECONDS=5
 
 .PHONY: $(RUNS:%=cpp-test-%)
 $(RUNS:%=cpp-test-%): cpp-test-%: .system
 	cmake -S . -B build/cpp-$* -G Ninja -DOFFLOAD_SANITIZE=$(SANITIZE_$*) > build/cpp-$*.log || { cat build/cpp-$*.log; exit 1; }
 	cmake --build build/cpp-$* -j $(JOBS)
 	ctest --test-dir build/cpp-$* --output-on-failure
+
+.PHONY: fuzz
+fuzz: $(FUZZERS:%=fuzz-%) ## Fuzz what reads coded extents, each fuzzer for FUZZ_SECONDS (600)
+
+.PHONY: $(FUZZERS:%=fuzz-%)
+$(FUZZERS:%=fuzz-%): fuzz-%: .fuzz-build
+	@mkdir -p build/fuzz/inputs/$*
+	@build/fuzz/tests/cpp/fuzz/$*_fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=12288 -print_final_stats=1 \
+		-artifact_prefix=build/fuzz/$*- build/fuzz/inputs/$* build/fuzz/seeds > build/fuzz/$*.log 2>&1 || \
+		{ tail -n 60 build/fuzz/$*.log; exit 1; }
+	@grep -H number_of_executed_units build/fuzz/$*.log
 
 .PHONY: python-test
 python-test: build $(VENV)/.demo ## Python tests on the torch in .venv
@@ -128,6 +143,13 @@ clean: ## Remove what was built; the environments stay
 	@$(GPU_PYTHON) tools/gpu_machine.py > /dev/null
 	FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST="$$($(GPU_PYTHON) tools/gpu_machine.py)" MAX_JOBS="$$(nproc)" \
 		$(GPU_PYTHON) setup.py --quiet build_ext --inplace
+
+.PHONY: .fuzz-build
+.fuzz-build: .system
+	@cmake -S . -B build/fuzz -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DOFFLOAD_FUZZ=ON -DOFFLOAD_SANITIZE=address,undefined \
+		-DOFFLOAD_TEST_LAYERS= > build/fuzz.log || { cat build/fuzz.log; exit 1; }
+	cmake --build build/fuzz -j $(JOBS) --target write_seeds $(FUZZERS:%=%_fuzz)
+	@build/fuzz/tests/cpp/fuzz/write_seeds build/fuzz/seeds
 
 .PHONY: .system
 .system:

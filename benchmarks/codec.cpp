@@ -1,6 +1,6 @@
 // The coders of ternary matrices: bits per weight against the entropy, and weights per second against a bf16 product.
 // Prints one JSON document. Bits count everything: headers, tables, tiles; `extent_bits` also what fills the last
-// 4 KiB. Rates are medians with both ends, all kernels in turn in every round: `g_per_s` by the clock, for which
+// 4 KiB. Rates are those of every round, in which all kernels take turns: `g_per_s` by the clock, for which
 // nothing else should run, `g_per_core_s` by the time that cores worked, to which others on the machine matter less.
 // The bf16 matrix is larger than the last cache; threads share the machine's memory.
 //   cmake --build build --target codec_benchmark && build/benchmarks/codec_benchmark [--smoke] [--rates] [--speeds]
@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <random>
 #include <string>
@@ -29,7 +30,8 @@ namespace torch_offload {
 namespace {
 
 constexpr std::size_t kColumns = 2048;
-constexpr std::size_t kTokens = 8;
+constexpr std::size_t kTokens = 8;  // of the bf16 product with several
+constexpr std::size_t kTokenCounts[] = {1, 2, 4, 8, 16, 32, 64};
 
 double entropy(double zero) {
     const double other = (1 - zero) / 2;
@@ -74,7 +76,7 @@ void print_rate(std::size_t rows, std::size_t columns, double zero, const Choice
     const double bits = bits_each(coded.header().coded_bytes);
     std::printf(
         "    {\"coder\": \"%s\", \"rows\": %zu, \"columns\": %zu, \"p0\": %.3f, \"entropy\": %.4f, "
-        "\"bits\": %.4f, \"of_entropy\": %.4f, \"extent_bits\": %.4f, \"times_below_bf16\": %.2f}%s\n",
+        "\"bits\": %.4f, \"of_entropy\": %.4f, \"extent_bits\": %.4f, \"times_below_bf16\": %.4f}%s\n",
         choice.name, rows, columns, zero, entropy(zero), bits, entropy(zero) / bits,
         bits_each(coded.header().extent_bytes), 16 / bits, separator);
 }
@@ -142,6 +144,35 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) void bf16_rows_of_
 }
 #endif
 
+#if defined(__x86_64__)
+/// Sums of products of registers: what the core can do at most. Takes `count` of them.
+__attribute__((target("avx512f"))) void multiply_add(std::size_t count) {
+    constexpr std::size_t kChains = 16;
+    __m512 sums[kChains];
+    for (__m512& sum : sums) sum = _mm512_set1_ps(1);
+    const __m512 factor = _mm512_set1_ps(0.5F);
+    for (std::size_t i = 0; i < count / (kChains * 16); ++i) {
+#pragma GCC unroll 16
+        for (__m512& sum : sums) {
+            sum = _mm512_fmadd_ps(sum, factor, factor);
+            asm volatile("" : "+v"(sum));  // all of them, in registers
+        }
+    }
+}
+
+/// Loads all of it and does nothing else: what memory gives at most.
+__attribute__((target("avx512f"))) void load_all(const std::uint16_t* from, std::size_t count) {
+    __m512i mixed[4] = {};
+    for (std::size_t i = 0; i + 128 <= count; i += 128) {
+#pragma GCC unroll 4
+        for (std::size_t k = 0; k < 4; ++k) {
+            mixed[k] = _mm512_xor_si512(mixed[k], _mm512_loadu_si512(from + i + 32 * k));
+            asm volatile("" : "+v"(mixed[k]));
+        }
+    }
+}
+#endif
+
 /// Runs `work(0)` to `work(count - 1)` on as many threads.
 void on_threads(std::size_t threads, std::size_t count, const std::function<void(std::size_t)>& work) {
     std::atomic<std::size_t> next{0};
@@ -169,19 +200,19 @@ double process_seconds() {
     return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
 }
 
-void print_spread(const char* name, std::vector<double> rates) {
-    std::ranges::sort(rates);
-    std::printf("\"%s\": {\"median\": %.2f, \"min\": %.2f, \"max\": %.2f}", name, rates[rates.size() / 2],
-                rates.front(), rates.back());
+void print_rounds(const char* name, const std::vector<double>& rates) {
+    std::printf("\"%s\": [", name);
+    for (const double& rate : rates) std::printf("%s%.3f", &rate == &rates.front() ? "" : ", ", rate);
+    std::printf("]");
 }
 
 void print_variants(const std::vector<Variant>& variants) {
     std::printf("  \"speeds\": [\n");
     for (const Variant& variant : variants) {
         std::printf("    {\"kernel\": \"%s\", ", variant.name.c_str());
-        print_spread("g_per_s", variant.rates);
+        print_rounds("g_per_s", variant.rates);
         std::printf(", ");
-        print_spread("g_per_core_s", variant.core_rates);
+        print_rounds("g_per_core_s", variant.core_rates);
         std::printf("}%s\n", &variant == &variants.back() ? "" : ",");
     }
     std::printf("  ]");
@@ -207,17 +238,13 @@ public:
           tun12_(encode(matrix(), {.coder = CoderChoice::tun12})),
           rans4_(encode(matrix(), {.coder = CoderChoice::rans4})),
           weights_(rows * kColumns, 0x3F80),
-          one_(1, kColumns),
           several_(kTokens, kColumns),
-          one_result_(1, rows),
-          several_results_(kTokens, rows),
-          row_gradients_(1, rows) {
+          sums_(rows) {
         std::mt19937 random(3);
-        std::normal_distribution<float> normal;
-        for (TokenPanel* panel : {&one_, &several_, &row_gradients_}) {
-            for (std::size_t t = 0; t < panel->tokens(); ++t) {
-                for (std::size_t i = 0; i < panel->width(); ++i) panel->token(t)[i] = normal(random);
-            }
+        fill(several_, random);
+        for (const std::size_t tokens : kTokenCounts) {
+            Panels& made = panels_.emplace_back(tokens, rows);
+            for (TokenPanel* panel : {&made.x, &made.g}) fill(*panel, random);
         }
         add("additions, each of which waits for the one before", 1, 1, [this] { add_up(values_.size()); });
         for (const std::size_t threads : {1, 2}) add_variants(threads);
@@ -241,6 +268,20 @@ public:
     }
 
 private:
+    /// Of one count of tokens: y = T x, z = T^T g.
+    struct Panels {
+        TokenPanel x, y, g, z;
+        Panels(std::size_t tokens, std::size_t rows)
+            : x(tokens, kColumns), y(tokens, rows), g(tokens, rows), z(tokens, kColumns) {}
+    };
+
+    static void fill(TokenPanel& panel, std::mt19937& random) {
+        std::normal_distribution<float> normal;
+        for (std::size_t t = 0; t < panel.tokens(); ++t) {
+            for (std::size_t i = 0; i < panel.width(); ++i) panel.token(t)[i] = normal(random);
+        }
+    }
+
     TernaryView matrix() const { return {values_.data(), rows_, kColumns}; }
 
     void add(const std::string& name, std::size_t threads, double operations, std::function<void()> run) {
@@ -248,47 +289,70 @@ private:
         variants_.push_back({name + ", " + std::to_string(threads) + " threads", operations, std::move(run)});
     }
 
-    void add_product(const std::string& name, const CodedMatrix& coded, std::size_t threads, InstructionSet set,
-                     const TokenPanel& x, TokenPanel& y) {
+    static std::string of_tokens(const std::string& name, std::size_t tokens) {
+        return name + ", " + std::to_string(tokens) + (tokens == 1 ? " token" : " tokens");
+    }
+
+    void add_products(const std::string& name, const CodedMatrix& coded, std::size_t threads, InstructionSet set,
+                      std::size_t most_tokens) {
         if (!is_available(set)) return;
-        add(name, threads, static_cast<double>(x.tokens()), [this, &coded, threads, set, &x, &y] {
-            on_threads(threads, coded.tiles().size(),
-                       [&](std::size_t i) { multiply_tile(coded, coded.tiles()[i], x, y, set); });
+        for (Panels& panels : panels_) {
+            const std::size_t tokens = panels.x.tokens();
+            if (tokens > most_tokens) continue;
+            add(of_tokens(name, tokens), threads, static_cast<double>(tokens), [&coded, threads, set, &panels] {
+                on_threads(threads, coded.tiles().size(),
+                           [&](std::size_t i) { multiply_tile(coded, coded.tiles()[i], panels.x, panels.y, set); });
+            });
+        }
+    }
+
+    void add_transposed() {
+        for (Panels& panels : panels_) {
+            add(of_tokens("tun12 transposed", panels.g.tokens()), 1, static_cast<double>(panels.g.tokens()),
+                [this, &panels] { multiply_transposed(coded_tun12_, panels.g, panels.z); });
+        }
+    }
+
+#if defined(__x86_64__)
+    /// What bounds the others: the core's arithmetic, and memory in 10^9 bytes.
+    void add_limits(std::size_t threads) {
+        add("multiply-adds in registers", threads, 1, [this, threads] {
+            on_threads(threads, threads, [&](std::size_t) { multiply_add(values_.size() / threads); });
+        });
+        add("bytes from memory", threads, sizeof(std::uint16_t), [this, threads] {
+            const std::size_t part = weights_.size() / threads;
+            on_threads(threads, threads, [&](std::size_t i) { load_all(weights_.data() + i * part, part); });
         });
     }
+#endif
 
     void add_variants(std::size_t threads) {
 #if defined(__x86_64__)
         constexpr std::size_t kChunk = 512;
         if (is_available(InstructionSet::avx512)) {
+            add_limits(threads);
             add("bf16 avx512, 1 token", threads, 1, [this, threads] {
                 on_threads(threads, rows_ / kChunk, [&](std::size_t i) {
-                    bf16_rows_of_one(weights_.data(), i * kChunk, (i + 1) * kChunk, one_.token(0),
-                                     one_result_.token(0));
+                    bf16_rows_of_one(weights_.data(), i * kChunk, (i + 1) * kChunk, several_.token(0), sums_.data());
                 });
             });
             add("bf16 avx512, 8 tokens", threads, kTokens, [this, threads] {
                 on_threads(threads, rows_ / kChunk, [&](std::size_t i) {
-                    bf16_rows(weights_.data(), i * kChunk, (i + 1) * kChunk, several_, one_result_.token(0));
+                    bf16_rows(weights_.data(), i * kChunk, (i + 1) * kChunk, several_, sums_.data());
                 });
             });
         }
 #endif
-        add_product("tun12 avx512, 1 token", coded_tun12_, threads, InstructionSet::avx512, one_, one_result_);
-        add_product("tun12 avx512, 8 tokens", coded_tun12_, threads, InstructionSet::avx512, several_,
-                    several_results_);
-        add_product("tun12 avx2, 1 token", coded_tun12_, threads, InstructionSet::avx2, one_, one_result_);
-        add_product("tun12 avx2, 8 tokens", coded_tun12_, threads, InstructionSet::avx2, several_, several_results_);
-        add_product("rans4 avx512, 1 token", coded_rans4_, threads, InstructionSet::avx512, one_, one_result_);
-        add_product("rans4 avx512, 8 tokens", coded_rans4_, threads, InstructionSet::avx512, several_,
-                    several_results_);
-        add_product("rans4 avx2, 1 token", coded_rans4_, threads, InstructionSet::avx2, one_, one_result_);
-        add_product("tun12 portable, 1 token", coded_tun12_, threads, InstructionSet::portable, one_, one_result_);
+        add_products("tun12 avx512", coded_tun12_, threads, InstructionSet::avx512, 64);
+        add_products("tun12 avx2", coded_tun12_, threads, InstructionSet::avx2, 8);
+        add_products("rans4 avx512", coded_rans4_, threads, InstructionSet::avx512, 8);
+        add_products("rans4 avx2", coded_rans4_, threads, InstructionSet::avx2, 1);
+        add_products("tun12 portable", coded_tun12_, threads, InstructionSet::portable, 1);
         if (threads > 1) return;
-        add("tun12 avx512 transposed, 1 token", 1, 1,
-            [this] { multiply_transposed(coded_tun12_, row_gradients_, column_gradients_); });
+        add_transposed();
         add("tun12 encode", 1, 1, [this] { encode(matrix(), {.coder = CoderChoice::tun12}); });
         add("rans4 encode", 1, 1, [this] { encode(matrix(), {.coder = CoderChoice::rans4}); });
+        add("smallest encode", 1, 1, [this] { encode(matrix(), {.coder = CoderChoice::smallest}); });
     }
 
     std::string only_;
@@ -299,12 +363,9 @@ private:
     CodedMatrix coded_tun12_{tun12_.bytes()};
     CodedMatrix coded_rans4_{rans4_.bytes()};
     std::vector<std::uint16_t> weights_;
-    TokenPanel one_;
     TokenPanel several_;
-    TokenPanel one_result_;
-    TokenPanel several_results_;
-    TokenPanel row_gradients_;
-    TokenPanel column_gradients_{1, kColumns};
+    std::vector<float> sums_;
+    std::deque<Panels> panels_;  // which variants point to
     std::vector<Variant> variants_;
 };
 

@@ -5,21 +5,15 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-BUILD = ROOT / "build" / "benchmarks"
-TARGET = "io_engine_benchmark"
+import cpp_program
+
 BLOCK_BYTES = 2 << 20
 DEPTH = 16
 
 
 def build() -> Path:
     """Build the program where it is out of date; return its path."""
-    configure = ["cmake", "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", "-DOFFLOAD_TEST_LAYERS="]
-    for command in (configure, ["cmake", "--build", str(BUILD), "--target", TARGET]):
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode != 0:
-            raise SystemExit(f"{' '.join(command)}:\n{ended.stdout}{ended.stderr}")
-    return BUILD / "benchmarks" / TARGET
+    return cpp_program.build("io_engine_benchmark")
 
 
 def command_of(program: Path, file: Path, *, file_bytes: int, direction: str, **options: object) -> list[str]:

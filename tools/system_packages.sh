@@ -18,6 +18,16 @@ needs_library liburing liburing-dev
 needs_library libxxhash libxxhash-dev
 needs_library gtest libgtest-dev
 
+fuzz_probe='extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
+echo "$fuzz_probe" | clang++ -x c++ -fsanitize=fuzzer,address - -o /dev/null 2> /dev/null || missing+=(clang)
+
+# The fuzzers' library has a package of its own where clang is split up: libclang-rt-14-dev of Debian 12.
+clang_library() {
+    local version
+    version="$(apt-cache depends clang | sed -n 's/.*Depends: clang-\([0-9]*\)$/\1/p')"
+    apt-cache pkgnames "libclang-rt-$version-dev" | grep -x "libclang-rt-$version-dev" || true
+}
+
 if ! command -v "$python" > /dev/null; then
     missing+=(python3 python3-venv python3-dev)
 else
@@ -38,6 +48,10 @@ if [ "$(id -u)" -eq 0 ] && command -v apt-get > /dev/null; then
     echo "installing system packages: ${missing[*]}"
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -qq
+    if [[ " ${missing[*]} " == *" clang "* ]]; then
+        library="$(clang_library)"
+        missing+=(${library:+"$library"})
+    fi
     apt-get install -y -qq --no-install-recommends "${missing[@]}"
 else
     echo "These system packages are missing (Debian's names). Install them and run make again:" >&2

@@ -51,10 +51,10 @@ std::unique_ptr<TileReader> CodedMatrix::read(const CodedTile& tile, Instruction
 void CodedMatrix::decode(std::int8_t* to, InstructionSet set) const {
     for (const CodedTile& tile : tiles()) {
         const auto reader = read(tile, set);
-        const std::size_t step = std::min(reader->rows_at_once(), tile.row_count);
+        const std::size_t step = std::min<std::size_t>(reader->rows_at_once(), tile.row_count);
         const RowPanel panel(step, columns());
         for (std::size_t row = 0; row < tile.row_count; row += step) {
-            const std::size_t count = std::min(step, tile.row_count - row);
+            const std::size_t count = std::min<std::size_t>(step, tile.row_count - row);
             reader->read(count, panel.rows());
             for (std::size_t i = 0; i < count; ++i) {
                 std::memcpy(to + (tile.first_row + row + i) * columns(), panel.rows().row(i), columns());

@@ -96,11 +96,17 @@ std::vector<SymbolFrequencies> take_frequencies(NumberReader& numbers, std::size
 
 /// The tiles lie one behind the other from the header's end to that of what is coded.
 void take_tiles(NumberReader& numbers, std::size_t header_size, ExtentHeader& header) {
+    const std::size_t tile_count = (header.rows + header.rows_per_tile - 1) / header.rows_per_tile;
+    const std::size_t room = header.coded_bytes / (2 * kTileAlignment);  // in the header and a word of the tile
+    OFFLOAD_CHECK(tile_count <= room, CorruptPage, "a coded extent of ", header.coded_bytes, " bytes cannot have ",
+                  tile_count, " tiles");
+    header.tiles.reserve(tile_count);
     std::size_t offset = header_size;
     for (std::size_t row = 0; row < header.rows; row += header.rows_per_tile) {
         const auto packed = numbers.take<std::uint64_t>();
-        CodedTile tile{static_cast<Coder>(packed & 0xFF), row, std::min(header.rows_per_tile, header.rows - row),
-                       offset, static_cast<std::size_t>(packed >> 8)};
+        CodedTile tile{static_cast<Coder>(packed & 0xFF), static_cast<std::uint32_t>(row),
+                       static_cast<std::uint32_t>(std::min(header.rows_per_tile, header.rows - row)), offset,
+                       static_cast<std::size_t>(packed >> 8)};
         OFFLOAD_CHECK(tile.coder == Coder::qmoe || (tile.coder == Coder::tun12 && !header.tunstall.empty()) ||
                           (tile.coder == Coder::rans4 && !header.frequencies.empty()),
                       CorruptPage, "a tile of a coded extent has the unknown coder ", packed & 0xFF);

@@ -20,14 +20,16 @@ inline constexpr std::size_t kExtentAlignment = 4096;
 inline constexpr std::size_t kMaxRows = std::size_t{1} << 30;
 inline constexpr std::size_t kMaxColumns = std::size_t{1} << 24;
 
-/// Rows [first_row, first_row + row_count) and the bytes they are coded in.
+/// Rows [first_row, first_row + row_count) and the bytes they are coded in. Twice as large as the least that a tile has
+/// in an extent, so that a header takes no more than twice the file, whoever wrote it.
 struct CodedTile {
     Coder coder = Coder::tun12;
-    std::size_t first_row = 0;
-    std::size_t row_count = 0;
+    std::uint32_t first_row = 0;
+    std::uint32_t row_count = 0;
     std::size_t offset_bytes = 0;  // in the extent
     std::size_t size_bytes = 0;
 };
+static_assert(sizeof(CodedTile) <= 32);
 
 /// All that a header says. What a coder is told of each class is there if a tile has that coder.
 struct ExtentHeader {

@@ -36,10 +36,10 @@ void check_panels(const CodedMatrix& matrix, const TokenPanel& by_column, const 
 template <typename Use>
 void for_decoded_rows(const CodedMatrix& matrix, const CodedTile& tile, InstructionSet set, Use use) {
     const auto reader = matrix.read(tile, set);
-    const std::size_t step = std::min(std::max(reader->rows_at_once(), kRowsAtOnce), tile.row_count);
+    const std::size_t step = std::min<std::size_t>(std::max(reader->rows_at_once(), kRowsAtOnce), tile.row_count);
     const RowPanel panel(step, matrix.columns());
     for (std::size_t row = 0; row < tile.row_count; row += step) {
-        const std::size_t count = std::min(step, tile.row_count - row);
+        const std::size_t count = std::min<std::size_t>(step, tile.row_count - row);
         reader->read(count, panel.rows());
         use(ProductRows{panel.rows().values, panel.rows().stride, count, matrix.columns(), tile.first_row + row});
     }

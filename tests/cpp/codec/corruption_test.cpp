@@ -146,6 +146,18 @@ TEST_P(Corruption, OfTheRoomBehindTilesIsFound) {
     }
 }
 
+// More tiles than the bytes have room for are refused before room is made for them. Method: a directory that is long
+// enough, whose tiles are empty.
+TEST(CorruptSizes, OfNothingAreFound) {
+    const ExtentBuffer whole =
+        encode(random_matrix(512, 2, 0.8, 2).view(), {.coder = CoderChoice::qmoe, .rows_per_tile = 1});
+    Changed changed(whole);
+    const std::uint64_t directory_end = kClassesAt + 4 + 4 + 8 * 512;
+    for (std::size_t i = 0; i < 512; ++i) changed.put(kClassesAt + 4 + 8 * i, std::uint64_t{3});
+    changed.put(kHeaderSizeAt, static_cast<std::uint32_t>(directory_end)).put(kCodedSizeAt, directory_end).seal();
+    EXPECT_THROW(CodedMatrix(changed.bytes()), CorruptPage);
+}
+
 // Sizes of tiles may not wrap around. Method: 512 tiles, each larger by 2^55 bytes, which is 2^64 together.
 TEST(CorruptSizes, ThatAddUpToTheRightSumAreFound) {
     const ExtentBuffer whole =
@@ -221,7 +233,7 @@ TEST_P(Corruption, OfATilesLengthIsFound) {
                 const auto reader = decoders.of(tile.coder).open({bytes.data(), size}, tile.row_count, set);
                 const RowPanel panel(reader->rows_at_once(), coded.columns());
                 for (std::size_t row = 0; row < tile.row_count; row += reader->rows_at_once()) {
-                    reader->read(std::min(reader->rows_at_once(), tile.row_count - row), panel.rows());
+                    reader->read(std::min<std::size_t>(reader->rows_at_once(), tile.row_count - row), panel.rows());
                 }
             };
             EXPECT_THROW(read_all(), CorruptPage) << size << " of " << tile.size_bytes << " bytes";

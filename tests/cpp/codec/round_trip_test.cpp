@@ -113,6 +113,28 @@ TEST_P(RoundTrip, OfHardMatrices) {
     }
 }
 
+// Behind a row's last column there are zeros up to the next multiple of 64, which products count on, whatever was there
+// before. Method: rows of several widths read into room full of sevens.
+TEST_P(RoundTrip, LeavesZerosBehindRows) {
+    for (const std::size_t columns : {1, 3, 4, 5, 17, 63, 64, 65, 130}) {
+        const ExtentBuffer extent = encode(random_matrix(65, columns, 0.6, 1).view(), options());
+        const CodedMatrix coded(extent.bytes());
+        const CodedTile& tile = coded.tiles()[0];
+        const std::size_t padded = (columns + 63) / 64 * 64;
+        for (const InstructionSet set : available_sets()) {
+            const auto reader = coded.read(tile, set);
+            const std::size_t stride = padded + kRowSlack;
+            std::vector<std::int8_t> values(reader->rows_at_once() * stride, 7);
+            reader->read(reader->rows_at_once(), {values.data(), stride});
+            for (std::size_t row = 0; row < reader->rows_at_once(); ++row) {
+                const auto* const from = values.data() + row * stride;
+                ASSERT_TRUE(std::all_of(from + columns, from + padded, [](std::int8_t value) { return value == 0; }))
+                    << row << " of " << columns << " columns, instruction set " << static_cast<int>(set);
+            }
+        }
+    }
+}
+
 // The bytes depend on the values only. Method: one to five threads, the same extent each time.
 TEST_P(RoundTrip, HasTheSameBytesForEveryNumberOfThreads) {
     const Matrix matrix = random_matrix(700, 333, 0.9, 3);
