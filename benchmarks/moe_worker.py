@@ -4,11 +4,12 @@
 
 Kinds: `coded`, and `bf16`, the same shapes with dense experts. Weights are made up, since only their count, their sizes
 and what is chosen matter here: coded experts are few random ternary matrices used again and again, each in a page of
-its own; dense ones are a constant. Attention, routers and embeddings are random and the same in both.
+its own; dense ones are a constant, one tensor for each. Attention, routers and embeddings are random, the same in both.
 """
 
 import argparse
 import hashlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,14 +18,16 @@ from machine import CpuSeconds
 from process_memory import forget_peak, peak_resident_bytes
 from step_worker import serve
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import torch_offload
 from torch_offload import coded_linear, moe, ternary
-from torch_offload.coded_experts import CodedExperts, ExpertShapes
+from torch_offload.coded_experts import UP, CodedExperts, ExpertShapes, page_name
 
 TEMPLATES = 3  # different experts
 PROMPT_TOKENS = 8
+VOCABULARY = 512
 EVALUATED_TOKENS = 64
 
 
@@ -40,14 +43,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=8, help="generated per step")
     parser.add_argument("--budget-bytes", type=int, default=0, help="0: nothing is paged")
     parser.add_argument("--ssd")
-    parser.add_argument("--disk-rate", type=float, default=0.0, help="slow the SSD down to so many bytes per second")
+    parser.add_argument("--page-elements", type=int, default=1 << 20)
+    parser.add_argument("--disk-rate", type=int, default=0, help="slow the SSD down to so many bytes per second")
     return parser.parse_args()
 
 
 def configuration(options: argparse.Namespace, *, expert_width: int) -> Qwen3MoeConfig:
     """Small attention, many experts."""
     return Qwen3MoeConfig(
-        vocab_size=4096,
+        vocab_size=VOCABULARY,
         hidden_size=options.width,
         moe_intermediate_size=expert_width,
         num_hidden_layers=options.layers,
@@ -71,19 +75,28 @@ def made_up(rows: int, columns: int, *, zeros: float, generator: torch.Generator
     return ternary.TernaryMatrix(values, torch.full((rows,), scale), torch.ones(columns))
 
 
-def coded_model(options: argparse.Namespace) -> nn.Module:
-    """Lay the model out with experts of width 1 and put the coded ones in their place."""
-    model = AutoModelForCausalLM.from_config(configuration(options, expert_width=1), dtype=torch.bfloat16)
-    up, down = (2 * options.expert_width, options.width), (options.width, options.expert_width)
-    shapes = ExpertShapes(options.experts, up, down)
+def shapes_of(options: argparse.Namespace, count: int) -> ExpertShapes:
+    """So many experts: gate and up as one, then down."""
+    return ExpertShapes(count, (2 * options.expert_width, options.width), (options.width, options.expert_width))
+
+
+def templates(options: argparse.Namespace) -> CodedExperts:
+    """A few coded experts."""
+    shapes = shapes_of(options, TEMPLATES)
     generator = torch.Generator().manual_seed(7)
     terms = [
-        tuple([made_up(*shape, zeros=options.zeros, generator=generator)] for shape in (up, down))
+        tuple([made_up(*shape, zeros=options.zeros, generator=generator)] for shape in (shapes.up, shapes.down))
         for _ in range(TEMPLATES)
     ]
-    few = ternary.coded_experts(ExpertShapes(TEMPLATES, up, down), terms, label="templates")
+    return ternary.coded_experts(shapes, terms, label="templates")
+
+
+def model_of(options: argparse.Namespace, make: Callable[[ExpertShapes, str], CodedExperts]) -> nn.Module:
+    """Lay the model out with experts of width 1 and put those that `make` makes in their place."""
+    model = AutoModelForCausalLM.from_config(configuration(options, expert_width=1), dtype=torch.bfloat16)
+    shapes = shapes_of(options, options.experts)
     for experts in moe.experts_of(model):
-        experts.replace(repeated(few, shapes, label=experts.name))
+        experts.replace(make(shapes, experts.name))
     moe.read_ahead(model)
     return model
 
@@ -100,19 +113,20 @@ def repeated(few: CodedExperts, shapes: ExpertShapes, *, label: str) -> CodedExp
     return CodedExperts(shapes, [plane], label=label)
 
 
-def dense_model(options: argparse.Namespace) -> nn.Module:
-    """The same shapes with dense experts, made within the budget."""
-    torch.nn.init.normal_ = lambda weight, *_, **__: weight  # left as it is, and filled below
-    model = AutoModelForCausalLM.from_config(
-        configuration(options, expert_width=options.expert_width), dtype=torch.bfloat16
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "experts" in name:
-                parameter.fill_(1e-3)
-            elif "norm" not in name:
-                parameter.normal_(std=0.02)
-    return model
+class DensePlane(ternary.CodedPlane):
+    """Dense bf16 experts where coded ones would be: each a tensor of its own, read by the same code."""
+
+    def __init__(self, shapes: ExpertShapes) -> None:
+        super().__init__(shapes, [0] * shapes.count, dtype=torch.bfloat16)
+        self.shapes = shapes
+        for expert in range(shapes.count):
+            weights = torch.full((shapes.weights_each,), 1e-3, dtype=torch.bfloat16)
+            self.register_buffer(page_name(expert), weights)
+
+    def product(self, expert: int, matrix: int, x: Tensor) -> Tensor:
+        up, down = self.shapes.up, self.shapes.down
+        begin, shape = (0, up) if matrix == UP else (up[0] * up[1], down)
+        return functional.linear(x, self.page(expert)[begin : begin + shape[0] * shape[1]].view(shape))
 
 
 class MoeWorker:
@@ -122,12 +136,18 @@ class MoeWorker:
         self.options = options
         self.steps = 0
         torch.manual_seed(0)
-        settings = {"ram": options.budget_bytes, "ssd": options.ssd}
-        if options.disk_rate:
-            settings["config"] = torch_offload.Config(emulated_ssd=options.disk_rate)
+        config = torch_offload.Config(page_elements=options.page_elements, emulated_ssd=options.disk_rate or None)
+        settings = {"ram": options.budget_bytes, "ssd": options.ssd, "config": config}
+        few = templates(options) if options.kind == "coded" else None  # they do not count against the budget
         paged = torch_offload.loading(**settings) if options.budget_bytes else nullcontext()
         with torch.no_grad(), paged:
-            self.model = (coded_model if options.kind == "coded" else dense_model)(options).eval()
+
+            def make(shapes: ExpertShapes, label: str) -> CodedExperts:
+                if few is not None:
+                    return repeated(few, shapes, label=label)
+                return CodedExperts(shapes, [DensePlane(shapes)], label=label)
+
+            self.model = model_of(options, make).eval()
             if options.budget_bytes:
                 torch_offload.wrap(self.model, **settings)
 
@@ -135,8 +155,8 @@ class MoeWorker:
         """Generate from a prompt that no other step has, then evaluate a row."""
         generator = torch.Generator().manual_seed(self.steps)
         self.steps += 1
-        prompt = torch.randint(0, 4096, (1, PROMPT_TOKENS), generator=generator)
-        row = torch.randint(0, 4096, (1, EVALUATED_TOKENS), generator=generator)
+        prompt = torch.randint(0, VOCABULARY, (1, PROMPT_TOKENS), generator=generator)
+        row = torch.randint(0, VOCABULARY, (1, EVALUATED_TOKENS), generator=generator)
         forget_peak()
         tokens, generated = self.timed(lambda: self.generate(prompt))
         loss, evaluated = self.timed(lambda: self.evaluate(row))

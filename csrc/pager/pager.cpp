@@ -197,7 +197,16 @@ void Pager::Impl::forget(Segment& segment) {
 
 // --- Hints and waits ----------------------------------------------------------------------------------------------
 
-void Pager::prefetch(const std::shared_ptr<Segment>& segment) { impl_->read_ahead(segment, 0, UpdateTime::at_once); }
+void Pager::prefetch(const std::shared_ptr<Segment>& segment) {
+    segment->last_use.store(impl_->clock.fetch_add(1, std::memory_order_relaxed), std::memory_order_relaxed);
+    {
+        const std::lock_guard lock(impl_->mutex);
+        if (segment->eviction_rank) impl_->rank(*segment);  // what is wanted soon is not what should go
+        if (impl_->hints.size() == kMostHints) impl_->hints.pop_front();
+        impl_->hints.push_back({segment, segment->last_use.load(std::memory_order_relaxed)});
+    }
+    impl_->read_hinted();
+}
 
 void Pager::prefetch_page(const std::shared_ptr<Segment>& segment, std::size_t index) {
     const PageWord word = segment->page(index).load();

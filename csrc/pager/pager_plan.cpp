@@ -15,6 +15,7 @@ constexpr std::size_t kMaxSpareBytes = 16 * kMiB;
 constexpr std::size_t kMaxSpareBytesWhileLoading = 64 * kMiB;
 constexpr std::size_t kMaxAhead = 256;  // segments
 constexpr std::size_t kFewestReads = 2;
+constexpr std::size_t kShareOfWanted = 8;  // of the budget that reads of wanted segments on their way may take
 constexpr std::int64_t kKickEveryNs = 1'000'000;
 
 // A read begins so long before it has to: what the disk may stall, and what a computation may be faster than before.
@@ -23,6 +24,11 @@ constexpr std::int64_t kMarginNs = 100'000'000;
 // Room for other memory is made so long before it is taken, besides what its bytes take to leave: what some writes
 // need.
 constexpr std::int64_t kRoomAheadNs = 30'000'000;
+
+/// Compares without becoming an owner.
+bool is_same(const std::weak_ptr<Segment>& one, const std::shared_ptr<Segment>& other) noexcept {
+    return !one.owner_before(other) && !other.owner_before(one);
+}
 
 std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
@@ -152,6 +158,7 @@ void Pager::Impl::look_ahead() {
 
 void Pager::Impl::read_what_is_due() {
     const Transient transient(*this);
+    read_hinted();
     Outlook outlook = upcoming_segments();
     find_slack(outlook.segments);
     const auto relaxed = std::find_if(outlook.segments.begin(), outlook.segments.end(),
@@ -161,6 +168,41 @@ void Pager::Impl::read_what_is_due() {
     for (auto next = outlook.segments.begin(); next != relaxed; ++next) {
         if (!read_ahead(next->segment, next->use, UpdateTime::while_program_waits)) return;
     }
+}
+
+/// The oldest hint that still holds, not taken out of the queue; nullptr: there is none.
+std::shared_ptr<Segment> Pager::Impl::next_hinted() {
+    std::vector<std::shared_ptr<Segment>> passed;  // outlives the lock: the end of the last owner takes it
+    const std::lock_guard lock(mutex);
+    while (!hints.empty()) {
+        std::shared_ptr<Segment> segment = hints.front().segment.lock();
+        if (segment && segment->last_use.load(std::memory_order_relaxed) == hints.front().last_use) return segment;
+        hints.pop_front();
+        passed.push_back(std::move(segment));
+    }
+    return nullptr;
+}
+
+/// Reads what callers have hinted at, in their order, until memory or the queue is short. Goes on at the next look
+/// ahead.
+void Pager::Impl::read_hinted() {
+    while (const std::shared_ptr<Segment> segment = next_hinted()) {
+        if (!read_wanted(segment)) return;
+        const std::lock_guard lock(mutex);
+        if (!hints.empty() && is_same(hints.front().segment, segment)) hints.pop_front();
+    }
+}
+
+/// As read_ahead(), for who knows that it is next: more reads at once.
+bool Pager::Impl::read_wanted(const std::shared_ptr<Segment>& segment) {
+    if (segment->has_pending()) return read_ahead(segment, 0, UpdateTime::at_once);
+    for (std::size_t i = 0; i < segment->page_count(); ++i) {
+        if (!segment->page(i).load().is_absent() || is_above(*segment, i)) continue;
+        const std::size_t in_budget = options.budget_bytes / kShareOfWanted / segment->frame_bytes(i);
+        const std::size_t most = std::clamp(in_budget, kFewestReads, std::max(kFewestReads, store->capacity() / 2));
+        if (store->reads_in_flight() >= most || !start_reading(segment, i, 0)) return false;
+    }
+    return true;
 }
 
 bool Pager::Impl::is_above(const Segment& segment, std::size_t index) {
@@ -200,6 +242,11 @@ bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, UsePositio
 
 bool Pager::Impl::read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use) {
     if (store->reads_in_flight() >= most_reads_ahead(segment->page_bytes())) return false;
+    return start_reading(segment, index, use);
+}
+
+/// False if memory is short.
+bool Pager::Impl::start_reading(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use) {
     Page& page = segment->page(index);
     const std::optional<Frame> frame = try_acquire_frame(segment->frame_bytes(index), use + 1);
     if (!frame) return false;

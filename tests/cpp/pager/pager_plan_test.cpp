@@ -109,6 +109,31 @@ TEST_F(PagerDeadlines, ReadsComeShortlyBeforeTheirUse) {
     EXPECT_EQ(pager_.statistics().misses, 0u);
 }
 
+// Hints are kept until their turn comes, in their order, and are worthless after a use. Method: forty segments at once,
+// far more than the disk is given; all arrive, the first before the last. Then one that is used before its turn.
+TEST(PagerPlan, HintsWaitForTheirTurn) {
+    auto made = std::make_unique<GatedEngine>();
+    GatedEngine& disk = *made;
+    Pager pager(options_with(256), std::move(made));
+    std::vector<std::shared_ptr<Segment>> wanted;
+    for (std::uint32_t seed = 0; seed < 40; ++seed) wanted.push_back(filled_segment(pager, 1, seed));
+    for (const auto& segment : wanted) ASSERT_EQ(pager.evict(segment), 0u);
+    disk.shut();
+    for (const auto& segment : wanted) pager.prefetch(segment);
+    ASSERT_TRUE(comes_true([&] { return disk.order().find('r') != std::string::npos; }));
+    EXPECT_FALSE(pager.is_resident(*wanted.back()));
+    pager.touch(wanted[37]);
+    disk.open();
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+        if (i != 37) {
+            EXPECT_TRUE(comes_true([&] { return pager.is_resident(*wanted[i]); })) << i;
+        }
+    }
+    EXPECT_FALSE(pager.is_resident(*wanted[37]));
+    EXPECT_EQ(pager.statistics().prefetches, 39u);
+    EXPECT_EQ(pager.statistics().misses, 0u);
+}
+
 // Deferred work that nobody waits for does not fight the program for the cores, and runs once the program waits.
 // Method: work due now, while the program computes; then a read that the disk holds back.
 TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaits) {
