@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import torch_offload
-from torch_offload import coded_linear, moe, ternary
+from torch_offload import coded_linear, expert_modules, ternary
 from torch_offload.coded_experts import UP, CodedExperts, ExpertShapes, page_name
 
 TEMPLATES = 3  # different experts
@@ -95,9 +95,9 @@ def model_of(options: argparse.Namespace, make: Callable[[ExpertShapes, str], Co
     """Lay the model out with experts of width 1 and put those that `make` makes in their place."""
     model = AutoModelForCausalLM.from_config(configuration(options, expert_width=1), dtype=torch.bfloat16)
     shapes = shapes_of(options, options.experts)
-    for experts in moe.experts_of(model):
+    for experts in expert_modules.experts_of(model):
         experts.replace(make(shapes, experts.name))
-    moe.read_ahead(model)
+    expert_modules.read_ahead(model)
     return model
 
 

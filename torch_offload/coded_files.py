@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_offload.coded_experts import CodedExperts, CodedPlane
 from torch_offload.config import parse_size
 from torch_offload.errors import ConfigError
-from torch_offload.moe import CODED, experts_of, read_ahead
+from torch_offload.expert_modules import CODED, experts_of, read_ahead
 from torch_offload.safetensors_files import stream_file
 
 METHOD = "torch_offload"

@@ -198,13 +198,7 @@ void Pager::Impl::forget(Segment& segment) {
 // --- Hints and waits ----------------------------------------------------------------------------------------------
 
 void Pager::prefetch(const std::shared_ptr<Segment>& segment) {
-    segment->last_use.store(impl_->clock.fetch_add(1, std::memory_order_relaxed), std::memory_order_relaxed);
-    {
-        const std::lock_guard lock(impl_->mutex);
-        if (segment->eviction_rank) impl_->rank(*segment);  // what is wanted soon is not what should go
-        if (impl_->hints.size() == kMostHints) impl_->hints.pop_front();
-        impl_->hints.push_back({segment, segment->last_use.load(std::memory_order_relaxed)});
-    }
+    impl_->hint_at(segment);
     impl_->read_hinted();
 }
 

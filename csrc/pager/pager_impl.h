@@ -19,9 +19,6 @@
 
 namespace torch_offload {
 
-/// Hints that wait for memory or the disk; when there are more, the oldest is forgotten.
-inline constexpr std::size_t kMostHints = 512;
-
 /// Whether a call may wait for memory to become free.
 enum class Patience { wait, give_up };
 
@@ -150,11 +147,7 @@ struct Pager::Impl final : StoreClient {
     std::size_t most_reads_ahead(std::size_t page_bytes) const noexcept;
     void keep_room(std::size_t room_bytes, UsePosition keep_before);
     void read_what_is_due();
-    /// A segment that a caller of prefetch() wants, and its last use then: a later one makes the hint worthless.
-    struct Hint {
-        std::weak_ptr<Segment> segment;
-        std::uint64_t last_use = 0;
-    };
+    void hint_at(const std::shared_ptr<Segment>& segment);
     void read_hinted();
     bool read_wanted(const std::shared_ptr<Segment>& segment);
     bool start_reading(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use);
@@ -191,7 +184,8 @@ struct Pager::Impl final : StoreClient {
     EvictionQueue evictable;         // every segment that has pages in memory, and some that have none any more
     std::unordered_map<Segment*, std::weak_ptr<Segment>> segments;
     std::vector<std::weak_ptr<Segment>> roles;  // by TraceId
-    std::deque<Hint> hints;                     // not yet served, oldest first
+    /// What callers of prefetch() want, oldest first, and its last use then: a later one makes the hint worthless.
+    std::deque<std::pair<std::weak_ptr<Segment>, std::uint64_t>> hints;
     std::unordered_map<const Page*, std::exception_ptr> page_errors;
     std::exception_ptr kept_error;  // of a write or a fault, raised by the next pin
     std::size_t unregister_wanted_bytes = 0;

@@ -15,6 +15,7 @@ constexpr std::size_t kMaxSpareBytes = 16 * kMiB;
 constexpr std::size_t kMaxSpareBytesWhileLoading = 64 * kMiB;
 constexpr std::size_t kMaxAhead = 256;  // segments
 constexpr std::size_t kFewestReads = 2;
+constexpr std::size_t kMostHints = 512;    // that wait; if there are more, the oldest is forgotten
 constexpr std::size_t kShareOfWanted = 8;  // of the budget that reads of wanted segments on their way may take
 constexpr std::int64_t kKickEveryNs = 1'000'000;
 
@@ -170,13 +171,23 @@ void Pager::Impl::read_what_is_due() {
     }
 }
 
+/// What is wanted soon is not what should go.
+void Pager::Impl::hint_at(const std::shared_ptr<Segment>& segment) {
+    const std::uint64_t now = clock.fetch_add(1, std::memory_order_relaxed);
+    segment->last_use.store(now, std::memory_order_relaxed);
+    const std::lock_guard lock(mutex);
+    if (segment->eviction_rank) rank(*segment);
+    if (hints.size() == kMostHints) hints.pop_front();
+    hints.emplace_back(segment, now);
+}
+
 /// The oldest hint that still holds, not taken out of the queue; nullptr: there is none.
 std::shared_ptr<Segment> Pager::Impl::next_hinted() {
     std::vector<std::shared_ptr<Segment>> passed;  // outlives the lock: the end of the last owner takes it
     const std::lock_guard lock(mutex);
     while (!hints.empty()) {
-        std::shared_ptr<Segment> segment = hints.front().segment.lock();
-        if (segment && segment->last_use.load(std::memory_order_relaxed) == hints.front().last_use) return segment;
+        std::shared_ptr<Segment> segment = hints.front().first.lock();
+        if (segment && segment->last_use.load(std::memory_order_relaxed) == hints.front().second) return segment;
         hints.pop_front();
         passed.push_back(std::move(segment));
     }
@@ -189,7 +200,7 @@ void Pager::Impl::read_hinted() {
     while (const std::shared_ptr<Segment> segment = next_hinted()) {
         if (!read_wanted(segment)) return;
         const std::lock_guard lock(mutex);
-        if (!hints.empty() && is_same(hints.front().segment, segment)) hints.pop_front();
+        if (!hints.empty() && is_same(hints.front().first, segment)) hints.pop_front();
     }
 }
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from torch_offload.coded_experts import DOWN, UP
-from torch_offload.moe import FusedExperts, SwitchExperts, experts_of
+from torch_offload.expert_modules import FusedExperts, SwitchExperts, experts_of
 from torch_offload.ternary import TernaryMatrix
 
 VOCABULARY = 256
