@@ -21,6 +21,7 @@ from torch_offload.byte_shares import RateCurve, bytes_in, least_pages, share_pa
 from torch_offload.calibration import DEFAULT_SEQUENCE, Sample
 from torch_offload.coded_experts import DOWN, UP, CodedExperts, ExpertShapes, scale_widths
 from torch_offload.coded_files import PAGE_ALIGNMENT_BYTES
+from torch_offload.configured_model import loaded_model
 from torch_offload.errors import ConfigError
 from torch_offload.expert_moments import ExpertMoments
 from torch_offload.finished_blocks import FOLDER, FinishedBlocks, fingerprint_of
@@ -78,6 +79,10 @@ class Compression:
         """Per weight, everything counted."""
         return self.coded_bytes * 8 / sum(module.weights for module in self.modules)
 
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return asdict(self) | {"coded_bytes": self.coded_bytes, "bits": self.bits}
+
 
 def compress(
     model: nn.Module,
@@ -130,6 +135,36 @@ def compress(
         coded_files.save(model, folder)  # type: ignore[arg-type]  # a model with experts is one of transformers
         finished.remove()
     return Compression(results, budget.target_bytes)
+
+
+def compress_folder(
+    path: Path, *, bits: float, calibration: Path, out: Path, rows: int, sequence: int = DEFAULT_SEQUENCE
+) -> Compression:
+    """Compress a saved model with its tokenizer into another folder.
+
+    Args:
+        path: Of the model.
+        bits: See :func:`compress`.
+        calibration: A file of texts, see ``calibration.texts_in``.
+        out: Of what is written.
+        rows: The most rows of tokens that are used, the first ones of the file.
+        sequence: Tokens of a row.
+
+    Raises:
+        ConfigError: As :func:`compress`, and if a file is missing or cannot be read.
+    """
+    texts = calibrations.texts_in(calibration)
+    model = loaded_model(path)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} has no tokenizer that transformers can load: {error}") from None
+    batches = calibrations.batches_of(texts, model, tokenizer=tokenizer, sequence=sequence)[:rows]
+    done = compress(model, bits=bits, calibration=batches, out=out)
+    tokenizer.save_pretrained(str(out))
+    return done
 
 
 def _by_block(found: Sequence[ExpertsModule], model: nn.Module) -> dict[str, list[ExpertsModule]]:
