@@ -28,11 +28,16 @@ from torch_offload.step_plan import Plan  # noqa: E402
 from torch_offload.wrap import evict, flush, is_resident, pinned, prefetch, report, unwrap, wrap  # noqa: E402
 
 if TYPE_CHECKING:
+    from torch_offload.compression import compress as compress
     from torch_offload.trainer_callback import ReportCallback as ReportCallback
 else:
 
     def __getattr__(name: str) -> Any:
         """Import what needs transformers only when it is asked for."""
+        if name == "compress":
+            from torch_offload.compression import compress
+
+            return compress
         if name == "ReportCallback":
             from torch_offload.trainer_callback import ReportCallback
 
@@ -54,6 +59,7 @@ __all__ = [
     "Report",
     "TierIOError",
     "__version__",
+    "compress",
     "evict",
     "flush",
     "is_resident",

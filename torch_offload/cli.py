@@ -363,6 +363,83 @@ def report(
             console.print(line)
 
 
+@app.command()
+def compress(
+    *,
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A HuggingFace model's directory, with its tokenizer.")
+    ],
+    calibration: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help='Texts of the kind the model is meant for: .jsonl with "text", or a text.'),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory for the coded model; an ended run goes on there.")
+    ],
+    bits: Annotated[
+        float, typer.Option(min=0.05, max=8.0, metavar="COUNT", help="Bits per weight of experts, everything counted.")
+    ] = 0.8,
+    rows: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Rows of tokens to use, from the beginning.")] = 256,
+    sequence: Annotated[int, typer.Option(min=2, metavar="COUNT", help="Tokens of a row.")] = 512,
+    as_json: AsJson = False,
+) -> None:
+    """Code the experts of a mixture-of-experts model to so many bits per weight. Everything else stays as it is."""
+    with _plain_errors():
+        with _needs_transformers():
+            from torch_offload.compression import compress_folder
+        done = compress_folder(model, bits=bits, calibration=calibration, out=out, rows=rows, sequence=sequence)
+    if as_json:
+        _print_json(done.to_dict())
+    else:
+        typer.echo(f"{out} written: experts of {done.coded_bytes} bytes, {done.bits:.3f} bits per weight")
+
+
+@app.command()
+def inspect(
+    *,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that compress has written.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show what a directory's coded experts take, by module: bits per weight, planes, zeros, coders, bytes."""
+    with _plain_errors():
+        with _needs_transformers():
+            from torch_offload import coded_folder
+        content = coded_folder.inspect(folder)
+    if as_json:
+        _print_json(content.to_dict())
+    else:
+        _console().print(content)
+
+
+@app.command()
+def verify(
+    *,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that compress has written.")],
+    as_json: AsJson = False,
+) -> None:
+    """Read every coded page of a directory and hold it against checksum and model. Exit status 1 if damaged."""
+    with _plain_errors():
+        with _needs_transformers():
+            from torch_offload import coded_folder
+        found = coded_folder.verify(folder)
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        for problem in found.problems:
+            typer.echo(problem)
+        state = f"{len(found.problems)} problems" if found.problems else "all of it is what was written"
+        typer.echo(f"{found.pages} pages, {found.read_bytes} bytes read: {state}")
+    raise typer.Exit(1 if found.problems else 0)
+
+
+@contextmanager
+def _needs_transformers() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"coded experts need transformers: pip install transformers ({error})") from None
+
+
 def _print_json(content: dict[str, Any]) -> None:
     typer.echo(json.dumps(content, indent=1))
 

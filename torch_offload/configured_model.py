@@ -47,6 +47,46 @@ def model_from(path: Path, *, dtype: str, uses_checkpointing: bool) -> nn.Module
     return model  # type: ignore[no-any-return]
 
 
+def empty_model(path: Path) -> nn.Module:
+    """Return the model that a saved folder's configuration names, on the meta device.
+
+    Raises:
+        ConfigError: If transformers knows no such model.
+    """
+    import transformers
+
+    try:
+        configuration = transformers.AutoConfig.from_pretrained(str(path))
+        named = getattr(transformers, (configuration.architectures or [""])[0], transformers.AutoModelForCausalLM)
+        with torch.device("meta"):
+            build = named._from_config if hasattr(named, "_from_config") else named.from_config
+            model: nn.Module = build(configuration)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise ConfigError(f"{path} describes no model that transformers knows: {error}") from None
+    return model
+
+
+def loaded_model(path: Path) -> nn.Module:
+    """Return a saved model with its weights, in the type they are stored in.
+
+    Raises:
+        ConfigError: If there is none at `path`, or transformers is missing.
+    """
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"there is no model at {path}; give the folder of a saved model")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    except ImportError as error:
+        raise ConfigError(f"loading a model needs transformers: pip install transformers ({error})") from None
+    try:
+        is_encoder_decoder = AutoConfig.from_pretrained(str(path)).is_encoder_decoder
+        auto = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
+        model: nn.Module = auto.from_pretrained(str(path), dtype="auto")
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{path} holds no model that transformers can load: {error}") from None
+    return model
+
+
 def batch_of(rows: int, tokens: int) -> dict[str, Tensor]:
     """Return what a language model is trained on: so many rows of so many tokens.
 

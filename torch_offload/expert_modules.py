@@ -65,6 +65,15 @@ class FusedExperts:
         self.module._is_hf_initialized = True
         choose_implementation(self.module.config)
 
+    def observe(self, observer: nn.Module) -> None:
+        """Have products with the weights made by `observer`, called as coded experts are, until :meth:`forget`."""
+        self.module.add_module(CODED, observer)
+        choose_implementation(self.module.config)
+
+    def forget(self) -> None:
+        """Let the observer go."""
+        del self.module._modules[CODED]
+
     def _parameter(self, name: str) -> Tensor:
         parameter: Tensor | None = self.module._parameters.get(name)
         if parameter is None:
@@ -112,6 +121,15 @@ class SwitchExperts:
         self.parent.experts = self.module
         self.parent._is_hf_initialized = True
 
+    def observe(self, observer: nn.Module) -> None:
+        """Have products with the weights made by `observer`, called as coded experts are, until :meth:`forget`."""
+        first = self._expert(0)
+        self.parent.experts = CodedSwitchExperts(observer, act=first.act, dropout=first.dropout)
+
+    def forget(self) -> None:
+        """Let the observer go."""
+        self.parent.experts = self.module
+
     def _expert(self, expert: int) -> Any:
         return self.module[f"expert_{expert}"]
 
@@ -122,8 +140,8 @@ ExpertsModule = FusedExperts | SwitchExperts
 class CodedSwitchExperts(nn.Module):
     """SwitchTransformers' experts, coded: called as the container is that it stands for."""
 
-    def __init__(self, coded: CodedExperts, *, act: nn.Module, dropout: nn.Module) -> None:
-        """Take what the dense experts had beside weights."""
+    def __init__(self, coded: Any, *, act: nn.Module, dropout: nn.Module) -> None:
+        """Take coded experts, or what stands for them, and what the dense ones had beside weights."""
         super().__init__()
         self.num_experts = coded.shapes.count
         self.coded = coded
@@ -138,7 +156,8 @@ class CodedSwitchExperts(nn.Module):
         up, down = self.coded.open()
 
         def expert_forward(expert: int, x: Tensor) -> Tensor:
-            return down(expert, self.dropout(self.act(up(expert, x))))
+            said: Tensor = down(expert, self.dropout(self.act(up(expert, x))))
+            return said
 
         return mix(self.coded, hidden_states, index, routing_weights, expert_forward, label=self.coded.label)
 

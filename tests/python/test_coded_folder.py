@@ -1,0 +1,254 @@
+"""The commands on coded models: what compress writes, inspect and verify say; what is damaged is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.moe_models import EXPERTS, VOCABULARY, tiny_moe
+from test_cli import run_main
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import torch_offload
+from torch_offload import ConfigError, coded_folder
+from torch_offload.coded_experts import CodedExperts
+from torch_offload.moe import experts_of
+
+MODULE = "model.layers.1.mlp.experts"
+PAGE = f"{MODULE}.coded.planes.1.page_2"
+SCALE = f"{MODULE}.coded.planes.0.down_row_scale"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A coded model of two planes."""
+    folder = tmp_path_factory.mktemp("coded")
+    model = tiny_moe("mixtral", hidden_size=192, intermediate_size=256, num_hidden_layers=2)
+    torch.manual_seed(1)
+    torch_offload.compress(model, bits=1.9, calibration=[torch.randint(1, VOCABULARY, (4, 32))], out=folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole, tmp_path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def experts_file(folder: Path) -> Path:
+    return next(folder.glob("experts-*.safetensors"))
+
+
+def change_tensors(path: Path, change) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_inspect_says_what_is_there(whole):
+    """Method: against the loaded model's buffers and decoded values."""
+    content = coded_folder.inspect(whole)
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    coded = {name: module for name, module in model.named_modules() if isinstance(module, CodedExperts)}
+    assert [module.name for module in content.modules] == [name.removesuffix(".coded") for name in coded]
+    for said, module in zip(content.modules, coded.values(), strict=True):
+        pages = [plane.page(expert) for plane in module.planes for expert in range(EXPERTS)]
+        scales = sum(buffer.numel() * 2 for name, buffer in module.named_buffers() if name.endswith("_scale"))
+        values = torch.cat([torch_offload.coded_linear.decode(page, at).reshape(-1) for page in pages for at in (0, 1)])
+        assert said.coded_bytes == sum(page.numel() for page in pages) + scales
+        assert said.zeros == pytest.approx(float((values == 0).float().mean()))
+        assert (said.experts, said.planes) == (EXPERTS, 2)
+        assert said.weights * 2 == values.numel() == said.bf16_bytes
+        assert set(said.tiles) <= {"TUN12", "RANS4"}
+        assert sum(said.tiles.values()) >= 2 * len(pages)
+    assert content.total.bits == pytest.approx(1.9, rel=0.06)  # names and the fill of the file are not counted here
+    assert content.total.coded_bytes == sum(module.coded_bytes for module in content.modules)
+
+
+def test_inspect_as_a_command(whole, monkeypatch, capsys):
+    assert run_main(monkeypatch, "inspect", str(whole)) == 0
+    text = capsys.readouterr().out
+    assert MODULE in text
+    assert "bits/weight" in text
+    assert run_main(monkeypatch, "inspect", str(whole), "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [module["name"] for module in said["modules"]][1] == MODULE
+    assert said["total"]["planes"] == 2
+
+
+def test_verify_finds_nothing_in_a_good_folder(whole, monkeypatch, capsys):
+    assert run_main(monkeypatch, "verify", str(whole)) == 0
+    assert f"{2 * 2 * EXPERTS} pages" in capsys.readouterr().out
+
+
+def damage_page(folder: Path) -> str:
+    change_tensors(experts_file(folder), lambda tensors: tensors[PAGE][300].bitwise_xor_(4))
+    return f"expert 2 of {MODULE}, plane 1: "
+
+
+def drop_page(folder: Path) -> str:
+    change_tensors(experts_file(folder), lambda tensors: tensors.pop(PAGE))
+    return f"expert 2 of {MODULE}, plane 1: "
+
+
+def swap_matrices(folder: Path) -> str:
+    def swap(tensors: dict[str, Tensor]) -> None:
+        first = torch_offload.coded_linear.extents(tensors[PAGE])[0].size_bytes
+        tensors[PAGE] = torch.cat([tensors[PAGE][first:], tensors[PAGE][:first]])
+
+    change_tensors(experts_file(folder), swap)
+    return "matrices of [(192, 256), (512, 192)], the model has [(512, 192), (192, 256)]"
+
+
+def cut_file(folder: Path) -> str:
+    path = experts_file(folder)
+    path.write_bytes(path.read_bytes()[:-4096])
+    return path.name
+
+
+def delete_file(folder: Path) -> str:
+    path = experts_file(folder)
+    path.unlink()
+    return path.name
+
+
+def spoil_scale(folder: Path) -> str:
+    change_tensors(folder / "model-00001-of-00001.safetensors", lambda tensors: tensors[SCALE].fill_(float("nan")))
+    return f"{SCALE}: not all of it is finite"
+
+
+def drop_dense_tensor(folder: Path) -> str:
+    change_tensors(folder / "model-00001-of-00001.safetensors", lambda tensors: tensors.pop("lm_head.weight"))
+    return "lm_head.weight is missing"
+
+
+def claim_other_size(folder: Path) -> str:
+    path = folder / "config.json"
+    said = json.loads(path.read_text())
+    said["quantization_config"]["experts"][MODULE]["page_bytes"][1][2] += 4096
+    path.write_text(json.dumps(said))
+    return f"expert 2 of {MODULE}, plane 1: "
+
+
+def change_model(folder: Path) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_local_experts": EXPERTS + 1}))
+    return f"{MODULE}: [{EXPERTS}] experts in the files, {EXPERTS + 1} in the model"
+
+
+DAMAGES = [
+    damage_page,
+    drop_page,
+    swap_matrices,
+    cut_file,
+    delete_file,
+    spoil_scale,
+    drop_dense_tensor,
+    claim_other_size,
+    change_model,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_verify_names_what_is_damaged(folder, damage, monkeypatch, capsys):
+    """Method: exit status 1, a line with the place; as JSON the same."""
+    named = damage(folder)
+    assert run_main(monkeypatch, "verify", str(folder)) == 1
+    assert named in capsys.readouterr().out
+    assert run_main(monkeypatch, "verify", str(folder), "--json") == 1
+    assert any(named in problem for problem in json.loads(capsys.readouterr().out)["problems"])
+
+
+def test_verify_names_only_what_is_damaged(folder):
+    damage_page(folder)
+    assert len(coded_folder.verify(folder).problems) == 1
+
+
+@pytest.mark.parametrize("damage", [damage_page, cut_file, delete_file])
+def test_inspect_ends_with_one_line(folder, damage, monkeypatch, capsys):
+    damage(folder)
+    assert run_main(monkeypatch, "inspect", str(folder)) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("torch-offload: model.layers.")
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_folders_of_something_else_are_named(command, tmp_path, monkeypatch, capsys):
+    """Method: nothing, a plain model, a broken configuration."""
+    assert run_main(monkeypatch, command, str(tmp_path / "gone")) == 2
+    assert "give a folder that compress has written" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert run_main(monkeypatch, command, str(tmp_path)) == 2
+    assert "has no coded experts" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"quantization')
+    assert run_main(monkeypatch, command, str(tmp_path)) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A plain model with a tokenizer of letters, and texts."""
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_moe("mixtral", hidden_size=192, intermediate_size=256, num_hidden_layers=1).save_pretrained(folder)
+    letters = {chr(code): code for code in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+    lines = [json.dumps({"text": "the quick brown fox jumps over the lazy dog " * 3}) for _ in range(8)]
+    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_compress_as_a_command(saved, tmp_path, monkeypatch, capsys):
+    """Method: the folder is good, opens with its tokenizer, and runs."""
+    arguments = ("--bits", "1.1", "--calibration", str(saved / "text.jsonl"), "--sequence", "64", "--rows", "12")
+    assert run_main(monkeypatch, "compress", str(saved), *arguments, "--out", str(tmp_path), "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert 0.97 * 1.1 < said["bits"] <= 1.1
+    assert sum(said["modules"][0]["tokens"]) == 2 * 12 * 64
+    assert coded_folder.verify(tmp_path).problems == []
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert experts_of(model)[0].is_coded
+    ids = PreTrainedTokenizerFast.from_pretrained(tmp_path)("the lazy fox", return_tensors="pt")["input_ids"]
+    assert model(input_ids=ids).logits.isfinite().all()
+    with safe_open(str(experts_file(tmp_path)), framework="pt") as file:
+        assert len(list(file.keys())) == EXPERTS
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model": "{saved}/gone"}, "there is no model at"),
+        ({"--calibration": "{saved}/gone.jsonl"}, "there is no calibration text at"),
+        ({"--calibration": "{saved}/bad.jsonl"}, 'bad.jsonl:2: no object with a "text"'),
+        ({"--bits": "0.2"}, "0.2 bits per weight are out of reach"),
+        ({"--bits": "many"}, "'--bits'"),
+    ],
+)
+def test_mistakes_of_compress_are_named(saved, tmp_path, monkeypatch, capsys, changes, expected):
+    (saved / "bad.jsonl").write_text('{"text": "a"}\n{"words": "b"}\n')
+    given = {
+        "model": "{saved}",
+        "--bits": "1.1",
+        "--calibration": "{saved}/text.jsonl",
+        "--out": str(tmp_path),
+    } | changes
+    model, *options = given.items()
+    arguments = [part.format(saved=saved) for option in options for part in option]
+    assert run_main(monkeypatch, "compress", model[1].format(saved=saved), *arguments) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_future_format_is_refused(folder):
+    path = folder / "config.json"
+    said = json.loads(path.read_text())
+    said["quantization_config"]["coded_format"] = 2
+    path.write_text(json.dumps(said))
+    with pytest.raises(ConfigError, match="format 2, this version reads 1"):
+        coded_folder.verify(folder)

@@ -1,0 +1,79 @@
+"""Texts and tokens as batches that a model is run on while it is compressed."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_offload.errors import ConfigError
+
+DEFAULT_SEQUENCE = 512
+
+_LEAST_ROW = 2
+
+Sample = str | Tensor | Mapping[str, Tensor]
+"""A text, token ids [tokens] or [rows, tokens], or all that the model is called with."""
+
+
+def batches_of(
+    samples: Iterable[Sample], model: nn.Module, *, tokenizer: Callable[..., Any] | None, sequence: int
+) -> list[Mapping[str, Tensor]]:
+    """Turn samples into batches. Texts are joined and cut into rows of `sequence` tokens.
+
+    Raises:
+        ConfigError: If there is a text and no tokenizer, or nothing at all.
+    """
+    batches: list[Mapping[str, Tensor]] = []
+    stream: list[int] = []
+    for sample in samples:
+        if isinstance(sample, str):
+            if tokenizer is None:
+                raise ConfigError("calibration has texts; give the tokenizer that turns them into tokens")
+            stream.extend(tokenizer(sample)["input_ids"])
+        elif isinstance(sample, Tensor):
+            batches.append(_called_with(sample.reshape(-1, sample.shape[-1]), model))
+        else:
+            batches.append(dict(sample))
+    for begin in range(0, len(stream), sequence):
+        row = stream[begin : begin + sequence]
+        if len(row) >= _LEAST_ROW:
+            batches.append(_called_with(torch.tensor([row]), model))
+    if not batches:
+        raise ConfigError("calibration has no tokens; give some texts of the kind that the model is meant for")
+    return batches
+
+
+def _called_with(ids: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """An encoder-decoder model gets the same tokens on both sides."""
+    is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return {"input_ids": ids, "decoder_input_ids": ids} if is_encoder_decoder else {"input_ids": ids}
+
+
+def texts_in(path: Path) -> list[str]:
+    """Read texts: a .jsonl file has one object with ``text`` on each line, any other file is one text.
+
+    Raises:
+        ConfigError: If the file cannot be read as that; the message names the line.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no calibration text at {path}; give a .jsonl or a text file")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text: {error}") from None
+    if path.suffix != ".jsonl":
+        return [content]
+    return [_text_of(line, f"{path}:{number}") for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+
+
+def _text_of(line: str, place: str) -> str:
+    try:
+        said = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: no JSON: {error}") from None
+    if not isinstance(said, dict) or not isinstance(said.get("text"), str):
+        raise ConfigError(f'{place}: no object with a "text"')
+    return str(said["text"])

@@ -1,0 +1,331 @@
+"""A folder with coded experts as it lies on the disk: what is in it, and whether all of it is what was written."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from torch_offload.coded_experts import page_name, scale_widths
+from torch_offload.coded_files import METHOD, CodedExpertsConfig
+from torch_offload.coded_linear import decode, extents
+from torch_offload.config import format_size
+from torch_offload.configured_model import empty_model
+from torch_offload.errors import ConfigError, OffloadError
+from torch_offload.expert_modules import CODED, experts_of
+
+_BF16_BYTES = 2
+_CODERS = {1: "TUN12", 2: "RANS4", 3: "QMoE"}
+
+
+@dataclass(frozen=True)
+class ModuleContent:
+    """The experts of one module, or of all.
+
+    Attributes:
+        name: The module's.
+        experts: How many.
+        planes: Of each; the most of any module.
+        weights: Of all experts.
+        zeros: Part of all coded values that is zero.
+        tiles: How many tiles each coder has.
+        coded_bytes: Pages and scales.
+    """
+
+    name: str
+    experts: int
+    planes: int
+    weights: int
+    zeros: float
+    tiles: dict[str, int]
+    coded_bytes: int
+
+    @property
+    def bits(self) -> float:
+        """Per weight."""
+        return self.coded_bytes * 8 / max(self.weights, 1)
+
+    @property
+    def bf16_bytes(self) -> int:
+        """What the weights take without coding."""
+        return self.weights * _BF16_BYTES
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return asdict(self) | {"bits": self.bits, "bf16_bytes": self.bf16_bytes}
+
+
+@dataclass(frozen=True)
+class FolderContent:
+    """The coded experts of a folder, by module."""
+
+    path: Path
+    modules: list[ModuleContent]
+
+    @property
+    def total(self) -> ModuleContent:
+        """Of all modules."""
+        weights = sum(module.weights for module in self.modules)
+        values = sum(module.weights * module.planes for module in self.modules)
+        zeros = sum(module.zeros * module.weights * module.planes for module in self.modules)
+        tiles: Counter[str] = Counter()
+        for module in self.modules:
+            tiles.update(module.tiles)
+        return ModuleContent(
+            "all",
+            sum(module.experts for module in self.modules),
+            max((module.planes for module in self.modules), default=0),
+            weights,
+            zeros / max(values, 1),
+            dict(tiles),
+            sum(module.coded_bytes for module in self.modules),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        modules = [module.to_dict() for module in self.modules]
+        return {"folder": str(self.path), "modules": modules, "total": self.total.to_dict()}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield a table with a line for each module and one for all."""
+        table = Table(box=box.SQUARE, title=f"coded experts in {self.path}", title_justify="left")
+        for heading in ("module", "experts", "planes", "bits/weight", "zeros", "coders", "bytes", "bf16"):
+            table.add_column(heading, justify="left" if heading in ("module", "coders") else "right")
+        for module in self.modules:
+            table.add_row(*_cells(module))
+        table.add_section()
+        table.add_row(*_cells(self.total))
+        yield table
+
+
+def _cells(module: ModuleContent) -> tuple[str, ...]:
+    tiles = sum(module.tiles.values())
+    coders = ", ".join(f"{name} {count / tiles:.0%}" for name, count in sorted(module.tiles.items()))
+    return (
+        module.name,
+        str(module.experts),
+        str(module.planes),
+        f"{module.bits:.3f}",
+        f"{module.zeros:.1%}",
+        coders,
+        format_size(module.coded_bytes),
+        f"{format_size(module.bf16_bytes)} ({module.bf16_bytes / max(module.coded_bytes, 1):.1f}x)",
+    )
+
+
+class CodedFolder:
+    """The files of a folder, opened as they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the configuration and the index.
+
+        Raises:
+            ConfigError: If the folder has no coded experts, or these files are damaged.
+        """
+        self.path = path
+        self.config = _coded_config(path)
+        index = _json_of(path / SAFE_WEIGHTS_INDEX_NAME)
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"{path / SAFE_WEIGHTS_INDEX_NAME} has no weight_map")
+        self.weight_map: dict[str, str] = weight_map
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            OffloadError: If it cannot be read; the message says why.
+        """
+        file_name = self.weight_map.get(name)
+        if file_name is None:
+            raise OffloadError("not in the index")
+        try:
+            with safetensors.safe_open(str(self.path / file_name), framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise OffloadError(f"{file_name}: {error}") from error
+        return tensor
+
+    def pages(self, module: str) -> Iterator[tuple[int, int, int, str]]:
+        """List a module's pages: plane, expert, bytes as configured, name."""
+        for plane, sizes in enumerate(self.config.experts[module]["page_bytes"]):
+            for expert, size_bytes in enumerate(sizes):
+                yield plane, expert, size_bytes, f"{_plane_name(module, plane)}.{page_name(expert)}"
+
+
+def _plane_name(module: str, plane: int) -> str:
+    return f"{module}.{CODED}.planes.{plane}"
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}; give a folder that compress has written")
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is damaged: {error}") from None
+    if not isinstance(said, dict):
+        raise ConfigError(f"{path} is damaged: no JSON object")
+    return said
+
+
+def _coded_config(path: Path) -> CodedExpertsConfig:
+    said = _json_of(path / "config.json").get("quantization_config")
+    if not isinstance(said, dict) or said.get("quant_method") != METHOD:
+        raise ConfigError(f"{path} has no coded experts; give a folder that compress has written")
+    try:
+        return CodedExpertsConfig(**{name: value for name, value in said.items() if name != "quant_method"})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path / 'config.json'}: {error}") from None
+
+
+def inspect(path: Path) -> FolderContent:
+    """Say what a folder's coded experts are like. Every page is read and decoded.
+
+    Raises:
+        ConfigError: If it has none.
+        OffloadError: If something cannot be read; the message names it. See :func:`verify` for all that is damaged.
+    """
+    folder = CodedFolder(path)
+    return FolderContent(path, [_content_of(folder, module) for module in folder.config.experts])
+
+
+def _content_of(folder: CodedFolder, module: str) -> ModuleContent:
+    coded_bytes = zeros = values = weights = 0
+    tiles: Counter[str] = Counter()
+    experts, planes = set(), set()
+    for plane, expert, _, name in folder.pages(module):
+        try:
+            page = folder.tensor(name)
+            matrices = extents(page)
+            zeros += sum(int((decode(page, number) == 0).sum()) for number in range(len(matrices)))
+        except OffloadError as error:
+            raise OffloadError(f"{name}: {error}") from error
+        experts.add(expert)
+        planes.add(plane)
+        coded_bytes += page.numel()
+        size = sum(matrix.rows * matrix.columns for matrix in matrices)
+        values += size
+        weights += size if plane == 0 else 0
+        for matrix in matrices:
+            tiles.update(_coders_in(page[matrix.offset_bytes :]))
+    for name in folder.weight_map:
+        if name.startswith(f"{module}.{CODED}.") and name.endswith("_scale"):
+            coded_bytes += folder.tensor(name).nbytes
+    return ModuleContent(module, len(experts), len(planes), weights, zeros / max(values, 1), dict(tiles), coded_bytes)
+
+
+def _coders_in(extent: Tensor) -> list[str]:
+    """Return the coder of each tile of a checked extent. csrc/codec/FORMAT.md says where they are."""
+
+    def number(offset: int, count: int) -> int:
+        return int.from_bytes(bytes(extent[offset : offset + count].tolist()), "little")
+
+    rows, tile_rows, classes, tables = number(40, 4), number(48, 4), number(52, 2), number(54, 1)
+    begin = 56 + classes * (4 + (6 if tables & 1 else 0) + (162 if tables & 2 else 0))
+    return [_CODERS.get(number(begin + 8 * tile, 1), "unknown") for tile in range(-(-rows // tile_rows))]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was read, and what of it is wrong, one line each."""
+
+    path: Path
+    pages: int
+    read_bytes: int
+    problems: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return {
+            "folder": str(self.path),
+            "pages": self.pages,
+            "read_bytes": self.read_bytes,
+            "problems": self.problems,
+        }
+
+
+def verify(path: Path) -> Verification:
+    """Read every page, check its checksum, decode it, and hold shapes against the configuration.
+
+    Raises:
+        ConfigError: If the folder has no coded experts, or its configuration describes no model with experts.
+    """
+    folder = CodedFolder(path)
+    found = {experts.name: experts.shapes for experts in experts_of(empty_model(path))}
+    problems = [f"{name}: the model has no such experts" for name in folder.config.experts if name not in found]
+    problems += _other_problems(folder)
+    pages = read_bytes = 0
+    for module in folder.config.experts:
+        shapes = found.get(module)
+        for plane, expert, size_bytes, name in folder.pages(module):
+            pages += 1
+            try:
+                page = folder.tensor(name)
+                read_bytes += page.nbytes
+                wanted = None if shapes is None else [shapes.up, shapes.down]
+                problem = _problem_of(page, size_bytes, wanted)
+            except OffloadError as error:
+                problem = str(error)
+            if problem:
+                problems.append(f"expert {expert} of {module}, plane {plane}: {problem}")
+        if shapes is not None:
+            planes = folder.config.experts[module]["page_bytes"]
+            counts = {len(sizes) for sizes in planes}
+            if counts != {shapes.count}:
+                problems.append(f"{module}: {sorted(counts)} experts in the files, {shapes.count} in the model")
+            problems += _scale_problems(folder, module, len(planes), scale_widths(shapes), shapes.count)
+    return Verification(path, pages, read_bytes, problems)
+
+
+def _problem_of(page: Tensor, size_bytes: int, wanted: list[tuple[int, int]] | None) -> str | None:
+    if page.nbytes != size_bytes:
+        return f"{page.nbytes} bytes, {size_bytes} in the configuration"
+    matrices = extents(page)
+    shapes = [(matrix.rows, matrix.columns) for matrix in matrices]
+    if wanted is not None and shapes != wanted:
+        return f"matrices of {shapes}, the model has {wanted}"
+    for number in range(len(matrices)):
+        decode(page, number)
+    return None
+
+
+def _scale_problems(
+    folder: CodedFolder, module: str, planes: int, widths: dict[str, int], experts: int
+) -> Iterator[str]:
+    for plane in range(planes):
+        for scale, width in widths.items():
+            name = f"{_plane_name(module, plane)}.{scale}"
+            try:
+                tensor = folder.tensor(name)
+            except OffloadError as error:
+                yield f"{name}: {error}"
+                continue
+            if tuple(tensor.shape) != (experts, width):
+                yield f"{name}: shape {tuple(tensor.shape)}, the model has {(experts, width)}"
+            elif not tensor.isfinite().all():
+                yield f"{name}: not all of it is finite"
+
+
+def _other_problems(folder: CodedFolder) -> Iterator[str]:
+    """Files of all other tensors: that they open and hold what the index says. They have no checksums."""
+    by_file: dict[str, set[str]] = {}
+    for name, file_name in folder.weight_map.items():
+        if f".{CODED}." not in name:
+            by_file.setdefault(file_name, set()).add(name)
+    for file_name, names in by_file.items():
+        try:
+            with safetensors.safe_open(str(folder.path / file_name), framework="pt") as file:
+                missing = names - set(file.keys())
+        except (OSError, safetensors.SafetensorError) as error:
+            yield f"{file_name}: {error}"
+            continue
+        yield from (f"{file_name}: {name} is missing" for name in sorted(missing))

@@ -1,0 +1,399 @@
+"""Compressing a model's experts: layer by layer to a total of bytes, with what each layer is given as it will run."""
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from torch_offload import calibration as calibrations
+from torch_offload import coded_files, gptq
+from torch_offload.block_walk import BlockWalk, block_of
+from torch_offload.byte_shares import RateCurve, bytes_in, least_pages, share_pages
+from torch_offload.calibration import DEFAULT_SEQUENCE, Sample
+from torch_offload.coded_experts import DOWN, UP, CodedExperts, ExpertShapes, scale_widths
+from torch_offload.coded_files import PAGE_ALIGNMENT_BYTES
+from torch_offload.configured_model import loaded_model
+from torch_offload.errors import ConfigError
+from torch_offload.expert_modules import ExpertsModule, read_ahead
+from torch_offload.expert_moments import ExpertMoments
+from torch_offload.finished_blocks import FOLDER, FinishedBlocks, fingerprint_of
+from torch_offload.gptq import Rounding
+from torch_offload.moe import experts_of
+from torch_offload.rounding import Problem
+from torch_offload.ternary import SCALE_DTYPE, check_finite, coded_experts
+
+LOG = logging.getLogger(__name__)
+
+_AT_ONCE_ELEMENTS = 1 << 25
+"""Weights that are rounded together."""
+
+_CURVE_ROWS = 96
+
+_NAME_BYTES = 110
+"""What a page's entry in the header of its file takes beside its name, at most."""
+
+
+@dataclass(frozen=True)
+class ModuleResult:
+    """What became of the experts of one module.
+
+    Attributes:
+        name: The module's.
+        weights: Of all its experts.
+        coded_bytes: Pages, scales and what names them in the file.
+        planes: Of each expert.
+        tokens: That each expert was given while the model ran on the calibration.
+        errors: Part of each expert's output energy that is lost, of the first matrix and of the last.
+    """
+
+    name: str
+    weights: int
+    coded_bytes: int
+    planes: int
+    tokens: list[int]
+    errors: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What :func:`compress` did."""
+
+    modules: list[ModuleResult]
+    target_bytes: int
+
+    @property
+    def coded_bytes(self) -> int:
+        """Of all modules."""
+        return sum(module.coded_bytes for module in self.modules)
+
+    @property
+    def bits(self) -> float:
+        """Per weight, everything counted."""
+        return self.coded_bytes * 8 / sum(module.weights for module in self.modules)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return asdict(self) | {"coded_bytes": self.coded_bytes, "bits": self.bits}
+
+
+def compress(
+    model: nn.Module,
+    *,
+    bits: float = 0.8,
+    calibration: Iterable[Sample],
+    tokenizer: Callable[..., Any] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    sequence: int = DEFAULT_SEQUENCE,
+    damping: float = 0.01,
+    sweeps: int = 2,
+) -> Compression:
+    """Code all experts of a model in place, one block after the other; all else stays as it is.
+
+    The texts are run through the model; each block sees what the coded ones before it say. Memory: the model, the
+    hidden states of all texts, and the second moments of one block's experts.
+
+    Args:
+        model: Of transformers, in memory.
+        bits: Per weight of the experts, everything counted: pages with headers, tables and fill, scales, names.
+        calibration: Texts, token ids, or what the model is called with; some hundred thousand tokens of the kind that
+            the model is meant for.
+        tokenizer: Turns texts into tokens.
+        out: A folder for the model, which ``from_pretrained`` opens. Finished blocks are kept there meanwhile, and the
+            same call goes on with them if it was ended.
+        sequence: Tokens of a row that texts are cut into.
+        damping: See ``gptq.quantise``.
+        sweeps: See ``gptq.quantise``.
+
+    Raises:
+        ConfigError: If a layout is not known, a weight is not finite, the rate is out of reach, or `out` holds the
+            beginning of another compression. The message names the module.
+        OSError: If `out` cannot be written.
+    """
+    batches = calibrations.batches_of(calibration, model, tokenizer=tokenizer, sequence=sequence)
+    found = [experts for experts in experts_of(model) if not experts.is_coded]
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no experts that are not coded")
+    settings = {"bits": bits, "damping": damping, "sweeps": sweeps, "version": 1}
+    budget = ByteBudget(found, bits=bits)
+    folder = None if out is None else Path(out)
+    finished = FinishedBlocks(
+        None if folder is None else folder / FOLDER,
+        "" if folder is None else fingerprint_of(model, batches, settings),
+    )
+    run = _Compressor(model, budget, finished, damping=damping, sweeps=sweeps)
+    with _evaluating(model), torch.no_grad():
+        results = run.run(_by_block(found, model), BlockWalk(model, batches))
+    read_ahead(model)
+    if folder is not None:
+        coded_files.save(model, folder)  # type: ignore[arg-type]  # a model with experts is one of transformers
+        finished.remove()
+    return Compression(results, budget.target_bytes)
+
+
+def compress_folder(
+    path: Path, *, bits: float, calibration: Path, out: Path, rows: int, sequence: int = DEFAULT_SEQUENCE
+) -> Compression:
+    """Compress a saved model with its tokenizer into another folder.
+
+    Args:
+        path: Of the model.
+        bits: See :func:`compress`.
+        calibration: A file of texts, see ``calibration.texts_in``.
+        out: Of what is written.
+        rows: The most rows of tokens that are used, the first ones of the file.
+        sequence: Tokens of a row.
+
+    Raises:
+        ConfigError: As :func:`compress`, and if a file is missing or cannot be read.
+    """
+    texts = calibrations.texts_in(calibration)
+    model = loaded_model(path)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} has no tokenizer that transformers can load: {error}") from None
+    batches = calibrations.batches_of(texts, model, tokenizer=tokenizer, sequence=sequence)[:rows]
+    done = compress(model, bits=bits, calibration=batches, out=out)
+    tokenizer.save_pretrained(str(out))
+    return done
+
+
+def _by_block(found: Sequence[ExpertsModule], model: nn.Module) -> dict[str, list[ExpertsModule]]:
+    blocks: dict[str, list[ExpertsModule]] = {}
+    for experts in found:
+        blocks.setdefault(block_of(experts.name, model), []).append(experts)
+    return blocks
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class ByteBudget:
+    """Bytes for all modules: each has its share, and what it leaves goes to those behind it."""
+
+    def __init__(self, modules: Sequence[ExpertsModule], *, bits: float) -> None:
+        """Set the target.
+
+        Raises:
+            ConfigError: If it is out of reach for a module; the message says what is not.
+        """
+        self.planes = gptq.planes_for(bits)
+        self._weights = {experts.name: _weights(experts.shapes) for experts in modules}
+        self.target_bytes = int(bits * sum(self._weights.values()) / 8)
+        self._spent_bytes = 0
+        self._allowed_bytes = 0.0
+        for experts in modules:
+            shapes = experts.shapes
+            least = self.overhead_bytes(experts.name, shapes) + PAGE_ALIGNMENT_BYTES * least_pages(
+                _matrix_weights(shapes), self.planes
+            )
+            if least * 8 > bits * self._weights[experts.name]:
+                raise ConfigError(
+                    f"{experts.name}: {bits:g} bits per weight are out of reach, "
+                    f"{math.ceil(least * 800 / self._weights[experts.name]) / 100:g} is the least for experts of "
+                    f"{shapes.weights_each} weights in {self.planes} planes"
+                )
+
+    def overhead_bytes(self, name: str, shapes: ExpertShapes) -> int:
+        """Return what a module takes beside pages: scales, and the names of pages."""
+        scales = sum(scale_widths(shapes).values()) * SCALE_DTYPE.itemsize
+        return shapes.count * self.planes * (scales + len(name) + _NAME_BYTES) + PAGE_ALIGNMENT_BYTES
+
+    def pages(self, name: str, shapes: ExpertShapes) -> int:
+        """Return how many pages a module may have now."""
+        self._allowed_bytes += self.target_bytes * self._weights[name] / sum(self._weights.values())
+        left = self._allowed_bytes - self._spent_bytes - self.overhead_bytes(name, shapes)
+        return int(left // PAGE_ALIGNMENT_BYTES)
+
+    def spend(self, size_bytes: int) -> None:
+        """Count what a module took."""
+        self._spent_bytes += size_bytes
+
+
+def _weights(shapes: ExpertShapes) -> int:
+    return shapes.count * shapes.weights_each
+
+
+def _matrix_weights(shapes: ExpertShapes) -> list[int]:
+    """Weights of all matrices: the first ones of all experts, then the last ones."""
+    return [math.prod(shape) for shape in (shapes.up, shapes.down) for _ in range(shapes.count)]
+
+
+class _Compressor:
+    """Codes blocks one after the other."""
+
+    def __init__(
+        self, model: nn.Module, budget: ByteBudget, finished: FinishedBlocks, *, damping: float, sweeps: int
+    ) -> None:
+        self._model = model
+        self._budget = budget
+        self._finished = finished
+        self._damping = damping
+        self._sweeps = sweeps
+
+    def run(self, blocks: Mapping[str, list[ExpertsModule]], walk: BlockWalk) -> list[ModuleResult]:
+        results: list[ModuleResult] = []
+        with _progress() as progress:
+            task = progress.add_task("coding experts", total=len(blocks), block="")
+            for block, modules in blocks.items():
+                progress.update(task, block=block)
+                results += self._block(block, modules, walk)
+                walk.go_past(block)
+                progress.advance(task)
+        return results
+
+    def _block(self, block: str, modules: Sequence[ExpertsModule], walk: BlockWalk) -> list[ModuleResult]:
+        """Code one block's experts, or take what was kept of it."""
+        shapes = {experts.name: experts.shapes for experts in modules}
+        pages = {name: self._budget.pages(name, shape) for name, shape in shapes.items()}
+        kept = self._finished.take(block, shapes)
+        if kept is not None:
+            coded, results = kept[0], [ModuleResult(**said) for said in kept[1]]
+        else:
+            moments = _observe(modules, lambda: walk.run(block))
+            coded, results = {}, []
+            for experts in modules:
+                coded[experts.name], result = self._module(experts, moments[experts.name], pages[experts.name])
+                results.append(result)
+            self._finished.keep(block, coded, [asdict(result) for result in results])
+        for experts in modules:
+            experts.replace(coded[experts.name])
+        for result in results:
+            self._budget.spend(result.coded_bytes)
+        return results
+
+    def _module(self, experts: ExpertsModule, moments: ExpertMoments, pages: int) -> tuple[CodedExperts, ModuleResult]:
+        shapes, planes = experts.shapes, self._budget.planes
+        for expert in range(shapes.count):
+            _check_finite(experts, expert)
+        energies = moments.energies().tolist()
+        curves = [
+            curve
+            for matrix in (UP, DOWN)
+            for curve in _curves(experts, moments, matrix, energies, damping=self._damping)
+        ]
+        given = share_pages(curves, pages=pages, planes=planes)
+        up, down = (
+            self._matrices(experts, moments, matrix, given[matrix * shapes.count : (matrix + 1) * shapes.count])
+            for matrix in (UP, DOWN)
+        )
+        coded = coded_experts(
+            shapes, [(first.terms, last.terms) for first, last in zip(up, down, strict=True)], label=experts.name
+        )
+        page_bytes = sum(page.numel() for name, page in coded.named_buffers() if ".page_" in name)
+        result = ModuleResult(
+            name=experts.name,
+            weights=_weights(shapes),
+            coded_bytes=page_bytes + self._budget.overhead_bytes(experts.name, shapes),
+            planes=planes,
+            tokens=[int(count) for count in moments.tokens.tolist()],
+            errors=[(first.error, last.error) for first, last in zip(up, down, strict=True)],
+        )
+        LOG.info("%s: %.3f bits per weight", experts.name, result.coded_bytes * 8 / result.weights)
+        return coded, result
+
+    def _matrices(
+        self, experts: ExpertsModule, moments: ExpertMoments, matrix: int, pages: Sequence[Sequence[int]]
+    ) -> list[Rounding]:
+        """Round one matrix of all experts, with these pages for each plane."""
+        means = moments.means(matrix)
+        rounded: list[Rounding] = []
+        for part in _parts(experts, matrix):
+            limits = [[bytes_in(count) for count in pages[expert]] for expert in part]
+            rounded += gptq.quantise_all(
+                _stacked(experts, part, matrix),
+                means[part],
+                limits_bytes=limits,
+                damping=self._damping,
+                sweeps=self._sweeps,
+            )
+        return rounded
+
+
+def _observe(modules: Sequence[ExpertsModule], run: Callable[[], None]) -> dict[str, ExpertMoments]:
+    """Run something and return what the modules' experts were given."""
+    moments = {experts.name: ExpertMoments(experts) for experts in modules}
+    try:
+        for experts in modules:
+            experts.observe(moments[experts.name])
+        run()
+    finally:
+        for experts in modules:
+            experts.forget()
+    return moments
+
+
+def _curves(
+    experts: ExpertsModule,
+    moments: ExpertMoments,
+    matrix: int,
+    energies: Sequence[float],
+    *,
+    damping: float,
+) -> list[RateCurve]:
+    """Return what one matrix of each expert loses at some rates."""
+    means = moments.means(matrix)
+    curves: list[RateCurve] = []
+    for part in _parts(experts, matrix):
+        weights = _stacked(experts, part, matrix)
+        problem = Problem.make(weights, means[part], damping=damping)
+        entropies, errors = gptq.curve(problem.take(torch.arange(len(part)), most_rows=_CURVE_ROWS))
+        curves += [
+            RateCurve.make(
+                entropies[:, at].tolist(), errors[:, at].tolist(), energy=energies[expert], weights=weights[0].numel()
+            )
+            for at, expert in enumerate(part)
+        ]
+    return curves
+
+
+def _parts(experts: ExpertsModule, matrix: int) -> list[list[int]]:
+    """Experts that are rounded together, by number."""
+    shapes = experts.shapes
+    size = max(1, _AT_ONCE_ELEMENTS // math.prod(shapes.up if matrix == UP else shapes.down))
+    return [list(range(begin, min(begin + size, shapes.count))) for begin in range(0, shapes.count, size)]
+
+
+def _stacked(experts: ExpertsModule, part: Sequence[int], matrix: int) -> Tensor:
+    return torch.stack([experts.weight(expert, matrix).detach().to("cpu", torch.float32) for expert in part])
+
+
+def _check_finite(experts: ExpertsModule, expert: int) -> None:
+    for matrix in (UP, DOWN):
+        try:
+            check_finite(experts.weight(expert, matrix))
+        except ConfigError as error:
+            raise ConfigError(f"expert {expert} of {experts.name}: {error}") from error
+
+
+def _progress() -> Progress:
+    """Return a bar on stderr; nothing is written where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed} of {task.total} layers"),
+        TextColumn("{task.fields[block]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, disable=not console.is_terminal)

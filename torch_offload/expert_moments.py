@@ -1,0 +1,68 @@
+"""What the experts of a module are given: the second moments of their inputs, gathered while the model runs."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torch_offload.coded_experts import DOWN, UP, Product
+from torch_offload.expert_modules import ExpertsModule
+
+_TOKENS_OF_THE_REST = 1.0
+"""An expert's own tokens count as they are; those of the whole layer as so many for each of its columns."""
+
+
+class ExpertMoments(nn.Module):
+    """Stands for coded experts while a model runs: multiplies by the weights as they are and keeps ``sum x x^T``.
+
+    Memory: two square matrices in float32 for each expert.
+    """
+
+    def __init__(self, experts: ExpertsModule) -> None:
+        """Begin with nothing seen."""
+        super().__init__()
+        self.shapes = experts.shapes
+        self.label = experts.name
+        self._experts = [experts]  # in a list: not a part of this module
+        columns = (self.shapes.up[1], self.shapes.down[1])
+        self._sums = [torch.zeros(self.shapes.count, width, width) for width in columns]
+        self.tokens = torch.zeros(self.shapes.count)
+
+    def _product(self, matrix: int, expert: int, x: Tensor) -> Tensor:
+        """Multiply tokens [tokens, columns] by one matrix of an expert."""
+        exact = x.detach().to("cpu", torch.float32)
+        self._sums[matrix][expert].addmm_(exact.T, exact)
+        if matrix == UP:
+            self.tokens[expert] += len(x)
+        return nn.functional.linear(x, self._experts[0].weight(expert, matrix))
+
+    def open(self) -> tuple[Product, Product]:
+        """Return the products by first and by last matrices."""
+        return functools.partial(self._product, UP), functools.partial(self._product, DOWN)
+
+    def announce(self, chosen: Sequence[int]) -> None:
+        """Nothing has to be read."""
+
+    def means(self, matrix: int) -> Tensor:
+        """Return second moments [experts, columns, columns], those of experts that saw few tokens near the layer's.
+
+        Pre: matrix is ``UP`` or ``DOWN``. Without any token they are all zero.
+        """
+        sums = self._sums[matrix]
+        pooled = sums.sum(0) / self.tokens.sum().clamp(min=1)
+        borrowed = _TOKENS_OF_THE_REST * sums.shape[-1]
+        return (sums + borrowed * pooled) / (self.tokens + borrowed)[:, None, None]
+
+    def energies(self) -> Tensor:
+        """Return how much each expert adds to the layer's output, [experts]: the sum over its tokens of its square.
+
+        Experts without tokens get a tenth of a mean expert's tokens, for texts that were not among these.
+        """
+        means = self.means(DOWN)
+        each = [
+            (weight @ means[expert] * weight).sum()
+            for expert in range(self.shapes.count)
+            for weight in [self._experts[0].weight(expert, DOWN).detach().to("cpu", torch.float32)]
+        ]
+        return torch.stack(each).clamp(min=0) * (self.tokens + 0.1 * self.tokens.mean() + 1e-6)
