@@ -5,10 +5,12 @@ TORCH ?= 2.13.0
 JOBS ?= 2
 PYTHON_TESTS ?= tests/python
 # Several at once: their outcome depends neither on time nor on the memory that others take.
-AT_ONCE := $(patsubst %,tests/python/test_%.py,identity device gpu activations adamw adamw_paged deferred huggingface \
-	loading operator_sweep plan raw_access recompute saving scripts wrap)
+AT_ONCE := $(patsubst %,tests/python/test_%.py,identity device gpu activations adamw adamw_paged coded_experts \
+	coded_folder coded_linear coded_lora compress deferred gptq huggingface loading operator_sweep plan raw_access \
+	recompute saving scripts wrap)
 # What these test does not depend on the version of torch.
-SAME_ON_ANY_TORCH := $(patsubst %,tests/python/test_%.py,benchmarks budget crash doctor gpu live_line memory_limit)
+SAME_ON_ANY_TORCH := $(patsubst %,tests/python/test_%.py,benchmarks budget cli coded_folder compress config crash \
+	device doctor gpu gptq launcher live_line memory_limit replay report striping)
 GPU_PYTHON ?= $(PYTHON)
 
 VENV := .venv
@@ -67,7 +69,7 @@ test-versions: $(NEWER_VENV)/.ready ## Build with CUDA for a newer torch (2.15) 
 	torch_offload; print('torch', torch.__version__, 'with', torch_offload.__file__); \
 	_C = torch_offload._C; print('CUDA', _C.cuda_architectures); exit(None if _C.built_with_cuda else 'built without CUDA')"
 	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -m pytest \
-		-n $(JOBS) $(filter-out %_device.py %_gpu.py,$(AT_ONCE))
+		-n $(JOBS) $(filter-out $(SAME_ON_ANY_TORCH),$(AT_ONCE))
 	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -m pytest \
 		$(AT_ONCE:%=--ignore %) $(SAME_ON_ANY_TORCH:%=--ignore %) tests/python
 

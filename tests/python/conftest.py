@@ -24,6 +24,15 @@ def _no_engine_left() -> Iterator[None]:
     assert "numpy" not in vars(torch.Tensor)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For many small operators: beside another worker their threads would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
     """A directory on a real disk."""

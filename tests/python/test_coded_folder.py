@@ -19,6 +19,8 @@ from torch_offload import ConfigError, coded_folder
 from torch_offload.coded_experts import CodedExperts
 from torch_offload.moe import experts_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODULE = "model.layers.1.mlp.experts"
 PAGE = f"{MODULE}.coded.planes.1.page_2"
 SCALE = f"{MODULE}.coded.planes.0.down_row_scale"

@@ -20,6 +20,8 @@ from torch_offload.coded_experts import DOWN, UP, CodedExperts
 from torch_offload.expert_moments import ExpertMoments
 from torch_offload.moe import experts_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2}
 SIZES_OF = {
     "switch": {"d_model": 192, "d_ff": 512},

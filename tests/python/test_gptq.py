@@ -9,6 +9,8 @@ from torch import Tensor
 
 from torch_offload import ConfigError, coded_linear, gptq, ternary
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROWS, COLUMNS = 128, 192
 
 
