@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.moe_models import EXPERTS, VOCABULARY, tiny_moe
@@ -93,6 +94,21 @@ def damage_page(folder: Path) -> str:
     return f"expert 2 of {MODULE}, plane 1: "
 
 
+def forge_page(folder: Path) -> str:
+    """Another content with a checksum that is right."""
+
+    def forge(tensors: dict[str, Tensor]) -> None:
+        page = tensors[PAGE]
+        first = torch_offload.coded_linear.extents(page)[0]
+        page[first.coded_bytes // 2 : first.coded_bytes] = 0xFF
+        checksum = xxhash.xxh3_64_intdigest(bytes(page[16 : first.size_bytes].tolist()))
+        page[8:16] = torch.tensor(list(checksum.to_bytes(8, "little")), dtype=torch.uint8)
+        assert torch_offload.coded_linear.extents(page)[0] == first
+
+    change_tensors(experts_file(folder), forge)
+    return f"expert 2 of {MODULE}, plane 1: "
+
+
 def drop_page(folder: Path) -> str:
     change_tensors(experts_file(folder), lambda tensors: tensors.pop(PAGE))
     return f"expert 2 of {MODULE}, plane 1: "
@@ -145,6 +161,7 @@ def change_model(folder: Path) -> str:
 
 DAMAGES = [
     damage_page,
+    forge_page,
     drop_page,
     swap_matrices,
     cut_file,

@@ -186,6 +186,9 @@ def test_experts_without_tokens_and_without_weights():
             layer.mlp.experts.down_proj[1] = 0
         for layer in model.model.layers:
             layer.mlp.gate.register_forward_hook(_never_two)
+    moments = observed(model)[LAYERS.format(0)]
+    of_the_layer = moments._sums[UP].sum(0) / moments.tokens.sum()
+    torch.testing.assert_close(moments.means(UP)[2], of_the_layer, rtol=1e-5, atol=1e-6)
     done = torch_offload.compress(model, bits=1.2, calibration=tokens())
     assert all(module.tokens[2] == 0 for module in done.modules)
     coded = model.model.layers[0].mlp.experts.coded
