@@ -109,3 +109,13 @@ def test_codec_gives_back_what_it_coded():
     assert all(row["of_entropy"] > 0.7 for row in result["rates"])
     assert {"tun12 encode, 1 threads", "rans4 encode, 1 threads"} <= set(result["speeds"])
     assert all(speed["g_per_core_s"]["min"] > 0 for speed in result["speeds"].values())
+
+
+def test_moe_says_the_same_from_a_tenth_of_its_memory(scratch):
+    """Paged experts gave the tokens and losses of resident ones, within the budget, from bytes that were read."""
+    result = smoke("moe", scratch)
+    bars = {bar["name"]: bar["holds"] for bar in result["bars"]}
+    timed = "reads over the disk's rate where they bind"
+    assert len(bars) == 8
+    assert all(holds for name, holds in bars.items() if name != timed)
+    assert result["final"]["paged"]["prefetches"] > 0
