@@ -148,6 +148,7 @@ clean: ## Remove what was built; the environments stay
 
 .PHONY: .fuzz-build
 .fuzz-build: .system
+	@tools/system_packages.sh $(PYTHON) fuzz
 	@cmake -S . -B build/fuzz -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DOFFLOAD_FUZZ=ON -DOFFLOAD_SANITIZE=address,undefined \
 		-DOFFLOAD_TEST_LAYERS= > build/fuzz.log || { cat build/fuzz.log; exit 1; }
 	cmake --build build/fuzz -j $(JOBS) --target write_seeds $(FUZZERS:%=%_fuzz)

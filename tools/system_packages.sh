@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes sure that what the build needs from the system is there. Asks the system first, so that a second run needs no
 # network; installs with apt-get only what is missing and only as root; otherwise names it.
+# system_packages.sh [PYTHON [fuzz]]: with `fuzz`, also what the fuzzers are built with.
 set -euo pipefail
 
 python="${1:-python3}"
@@ -19,7 +20,7 @@ needs_library libxxhash libxxhash-dev
 needs_library gtest libgtest-dev
 
 fuzz_probe='extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
-echo "$fuzz_probe" | clang++ -x c++ -fsanitize=fuzzer,address - -o /dev/null 2> /dev/null || missing+=(clang)
+[ "${2:-}" != fuzz ] || echo "$fuzz_probe" | clang++ -x c++ -fsanitize=fuzzer,address - -o /dev/null 2> /dev/null || missing+=(clang)
 
 # The fuzzers' library has a package of its own where clang is split up: libclang-rt-14-dev of Debian 12.
 clang_library() {
