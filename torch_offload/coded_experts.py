@@ -254,7 +254,8 @@ def mix(
         label: The module's name, for messages.
 
     Raises:
-        OffloadError: If a choice is negative.
+        RuntimeError: If a choice is negative.
+        OffloadError: If experts do not return the width that they were given.
     """
     chosen = index.reshape(-1)
     order = torch.argsort(chosen, stable=True)
