@@ -8,9 +8,11 @@ PYTHON_TESTS ?= tests/python
 AT_ONCE := $(patsubst %,tests/python/test_%.py,identity device gpu activations adamw adamw_paged coded_experts \
 	coded_folder coded_linear coded_lora compress deferred gptq huggingface loading operator_sweep plan raw_access \
 	recompute saving scripts wrap)
+# Threads of several processes that share the cores give them up while they wait for each other.
+SHARING := OMP_WAIT_POLICY=passive
 # What these test does not depend on the version of torch.
 SAME_ON_ANY_TORCH := $(patsubst %,tests/python/test_%.py,benchmarks budget cli coded_folder compress config crash \
-	device doctor gpu gptq launcher live_line memory_limit replay report striping)
+	device doctor gpu gptq launcher live_line memory_limit replay report scripts striping)
 GPU_PYTHON ?= $(PYTHON)
 
 VENV := .venv
@@ -68,8 +70,8 @@ test-versions: $(NEWER_VENV)/.ready ## Build with CUDA for a newer torch (2.15) 
 	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -c "import torch, \
 	torch_offload; print('torch', torch.__version__, 'with', torch_offload.__file__); \
 	_C = torch_offload._C; print('CUDA', _C.cuda_architectures); exit(None if _C.built_with_cuda else 'built without CUDA')"
-	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -m pytest \
-		-n $(JOBS) $(filter-out $(SAME_ON_ANY_TORCH),$(AT_ONCE))
+	cd $(NEWER_TREE) && $(SHARING) PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -m \
+		pytest -n $(JOBS) $(filter-out $(SAME_ON_ANY_TORCH),$(AT_ONCE))
 	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -m pytest \
 		$(AT_ONCE:%=--ignore %) $(SAME_ON_ANY_TORCH:%=--ignore %) tests/python
 
@@ -128,7 +130,7 @@ $(FUZZERS:%=fuzz-%): fuzz-%: .fuzz-build
 
 .PHONY: python-test
 python-test: build $(VENV)/.demo ## Python tests on the torch in .venv
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(AT_ONCE)
+	$(SHARING) $(VENV)/bin/python -m pytest -n $(JOBS) $(AT_ONCE)
 	$(VENV)/bin/python -m pytest $(AT_ONCE:%=--ignore %) $(PYTHON_TESTS)
 
 .PHONY: clean
