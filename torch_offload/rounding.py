@@ -2,7 +2,7 @@
 
 Columns are rounded one after the other and what is left over is moved to those that follow (GPTQ); each has a step of
 its own, and a dead zone that weighs error against bits. Sweeps then give each value another choice with all others
-fixed. Matrices of one shape are rounded together, in float32.
+fixed. Matrices of one shape are rounded together, in float32, by kernels of csrc/codec/error_feedback.h.
 
 Source: Frantar et al., "GPTQ", ICLR 2023; steps by the factor's diagonal after "WaterSIC".
 """
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_offload import _C as _C  # the operators are defined in it
 from torch_offload.ternary import SCALE_DTYPE, TernaryMatrix
 
 LOG = logging.getLogger(__name__)
-
-_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,14 @@ class Problem:
             hessians = torch.eye(columns).expand(len(weights), -1, -1)
         added = damping * hessians.diagonal(dim1=1, dim2=2).mean(1)
         damped = hessians.float() + torch.eye(columns) * added[:, None, None]
-        lower, status = torch.linalg.cholesky_ex(damped)
-        unusable = (status != 0) | ~lower.isfinite().all((1, 2))
+        factor, status = _factor_of_inverse(damped)
+        unusable = (status != 0) | ~factor.isfinite().all((1, 2))
         if unusable.any():
             LOG.warning("%d of %d Hessians cannot be factored; errors are weighed alike", unusable.sum(), len(rest))
             identity = torch.eye(columns)
             damped = torch.where(unusable[:, None, None], identity, damped)
-            lower = torch.where(unusable[:, None, None], identity, lower)
+            factor = torch.where(unusable[:, None, None], identity, factor)
             added = torch.where(unusable, 0, added)
-        factor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
         return cls(rest, damped, factor, added)
 
     def take(self, positions: Tensor, *, most_rows: int | None = None) -> "Problem":
@@ -123,55 +121,24 @@ def round_with(problem: Problem, setting: Setting, *, sweeps: int) -> Rounded:
     step = setting.step[:, None] * relative.sqrt()
     # What a value costs beside its error: `price` times its bits. A unit of error counts 1 / factor^2 here.
     price = (setting.dead_zone * setting.step.square())[:, None]
-    values = _feed_back(rest, problem.factor, step, step / 2 + price * relative.square() / step)
+    operators = torch.ops.torch_offload
+    threshold = step / 2 + price * relative.square() / step
+    values = operators.round_with_feedback(rest, problem.factor, step, threshold)
     counts = problem.hessian.diagonal(dim1=1, dim2=2) * mean.square()
+    threshold = step / 2 + price / (counts * step)
     for _ in range(sweeps):
-        values = _sweep(rest, values, problem.hessian, step, step / 2 + price / (counts * step))
+        values = operators.choose_again(rest, values, problem.hessian, step, threshold)
     return Rounded(values, norm * _best_scale(problem.hessian, rest, values * step[:, :, None]), step)
 
 
-def _feed_back(rest: Tensor, factor: Tensor, step: Tensor, threshold: Tensor) -> Tensor:
-    """Round column by column and move each error to the columns behind, a block at a time to those beyond it."""
-    rest = rest.clone()
-    columns = rest.shape[1]
-    values = torch.zeros_like(rest)
-    for begin in range(0, columns, _BLOCK):
-        end = min(begin + _BLOCK, columns)
-        errors = torch.empty_like(rest[:, begin:end])
-        for column in range(begin, end):
-            value = _decide(rest[:, column], threshold[:, column, None])
-            error = (rest[:, column] - value * step[:, column, None]) / factor[:, column, column, None]
-            rest[:, column + 1 : end].addcmul_(factor[:, column, column + 1 : end, None], error[:, None], value=-1)
-            values[:, column] = value
-            errors[:, column - begin] = error
-        rest[:, end:].baddbmm_(factor[:, begin:end, end:].transpose(1, 2), errors, alpha=-1)
-    return values
+def _factor_of_inverse(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the upper Cholesky factor of the inverse of matrices [matrices, n, n], and 0 for each that has one.
 
-
-def _sweep(rest: Tensor, values: Tensor, hessian: Tensor, step: Tensor, threshold: Tensor) -> Tensor:
-    """Choose each value again, given all others; the gradient of the error is kept up to date by blocks."""
-    values = values.clone()
-    gradient = hessian @ (rest - values * step[:, :, None])
-    columns = rest.shape[1]
-    for begin in range(0, columns, _BLOCK):
-        end = min(begin + _BLOCK, columns)
-        changes = torch.empty_like(rest[:, begin:end])
-        for column in range(begin, end):
-            wide = step[:, column, None]
-            wanted = values[:, column] * wide + gradient[:, column] / hessian[:, column, column, None]
-            value = _decide(wanted, threshold[:, column, None])
-            change = (value - values[:, column]) * wide
-            gradient[:, column + 1 : end].addcmul_(
-                hessian[:, column, column + 1 : end, None], change[:, None], value=-1
-            )
-            values[:, column] = value
-            changes[:, column - begin] = change
-        gradient[:, end:].baddbmm_(hessian[:, end:, begin:end], changes, alpha=-1)
-    return values
-
-
-def _decide(wanted: Tensor, threshold: Tensor) -> Tensor:
-    return wanted.sign() * (wanted.abs() > threshold)
+    With all orders reversed, the factor of the matrix itself is the inverse of the one that is sought.
+    """
+    lower, status = torch.linalg.cholesky_ex(moment.flip(1, 2))
+    identity = torch.eye(moment.shape[1]).expand_as(moment)
+    return torch.linalg.solve_triangular(lower.flip(1, 2), identity, upper=True), status
 
 
 def _best_scale(hessian: Tensor, rest: Tensor, rounded: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "autograd/coded_linear.h"
+#include "autograd/error_feedback_operator.h"
 #include "optim/adamw_operator.h"
 #include "optim/departure_operator.h"
 
@@ -27,6 +28,10 @@ TORCH_LIBRARY(torch_offload, m) {
     m.impl("decode_ternary", c10::DispatchKey::CPU, TORCH_FN(decode_ternary));
     m.def(kCodedExtentsSchema);
     m.impl("coded_extents", c10::DispatchKey::CPU, TORCH_FN(coded_extents));
+    m.def(kRoundWithFeedbackSchema);
+    m.impl("round_with_feedback", c10::DispatchKey::CPU, TORCH_FN(round_with_feedback));
+    m.def(kChooseAgainSchema);
+    m.impl("choose_again", c10::DispatchKey::CPU, TORCH_FN(choose_values_again));
 #ifdef TORCH_OFFLOAD_CUDA
     m.impl("fused_adamw_", c10::DispatchKey::CUDA, TORCH_FN(fused_adamw_cuda));
     m.impl("depart_gradient", c10::DispatchKey::CUDA, TORCH_FN(depart_gradient_cuda));
