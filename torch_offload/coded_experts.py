@@ -209,12 +209,12 @@ class CodedExperts(nn.Module):
             raise PageCorruptError(f"expert {expert} of {self.label}: {error}") from error
 
     def prefetch(self, experts: Sequence[int]) -> None:
-        """Begin to read experts that are not in memory. A hint."""
-        for plane in self._planes():
-            for expert in experts:
+        """Begin to read experts, and keep those that are in memory, which will be used in this order. A hint."""
+        for expert in experts:
+            for plane in self._planes():
                 page = plane.page(expert)
                 engine = _C.engine_of(page)
-                if engine is not None and not engine.is_resident(page):
+                if engine is not None:
                     engine.prefetch(page)
 
     def _planes(self) -> list[CodedPlane]:

@@ -150,6 +150,8 @@ public:
     std::shared_ptr<void> deferred;
     /// When it was last pinned, on the pager's clock.
     std::atomic<std::uint64_t> last_use{0};
+    /// When a caller last said that it is used soon, on that clock; 0: that does not hold any more.
+    std::atomic<std::uint64_t> awaited_since{0};
     /// Whether it is written down only when asked for: memory is not made by sending it away.
     bool stays = false;
     /// Its place in the queue of what could go, if it is there. The pager's lock covers it.

@@ -281,6 +281,7 @@ void Pager::set_anchor(Segment& segment, TraceId anchor) {
 
 void Pager::touch(const std::shared_ptr<Segment>& segment) {
     segment->last_use.store(impl_->clock.fetch_add(1, std::memory_order_relaxed), std::memory_order_relaxed);
+    if (const auto since = segment->awaited_since.load(std::memory_order_relaxed)) impl_->end_hints(since);
     if (segment->trace_id == kNoTrace) return;
     {
         const std::lock_guard lock(impl_->mutex);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
 #include <exception>
 #include <mutex>
 #include <shared_mutex>
@@ -12,6 +11,7 @@
 #include "base/check.h"
 #include "base/units.h"
 #include "pager/eviction.h"
+#include "pager/hints.h"
 #include "pager/page_store.h"
 #include "pager/pager.h"
 #include "pager/service_thread.h"
@@ -144,14 +144,14 @@ struct Pager::Impl final : StoreClient {
     void find_slack(std::vector<Ahead>& ahead);
     std::size_t missing_bytes(Segment& segment);
     std::size_t spare_bytes();
-    std::size_t most_reads_ahead(std::size_t page_bytes) const noexcept;
+    std::size_t most_reads_ahead(std::size_t page_bytes, std::size_t share) const noexcept;
     void keep_room(std::size_t room_bytes, UsePosition keep_before);
     void read_what_is_due();
     void hint_at(const std::shared_ptr<Segment>& segment);
+    void end_hints(std::uint64_t time);
     void read_hinted();
     bool read_wanted(const std::shared_ptr<Segment>& segment);
     bool start_reading(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use);
-    std::shared_ptr<Segment> next_hinted();
     bool read_ahead(const std::shared_ptr<Segment>& segment, UsePosition use, UpdateTime time);
     bool read_ahead_for_above(std::span<const std::shared_ptr<Segment>> updated, std::size_t index, UsePosition use);
     bool read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use);
@@ -184,8 +184,7 @@ struct Pager::Impl final : StoreClient {
     EvictionQueue evictable;         // every segment that has pages in memory, and some that have none any more
     std::unordered_map<Segment*, std::weak_ptr<Segment>> segments;
     std::vector<std::weak_ptr<Segment>> roles;  // by TraceId
-    /// What callers of prefetch() want, oldest first, and its last use then: a later one makes the hint worthless.
-    std::deque<std::pair<std::weak_ptr<Segment>, std::uint64_t>> hints;
+    Hints hints;                                // of callers of prefetch()
     std::unordered_map<const Page*, std::exception_ptr> page_errors;
     std::exception_ptr kept_error;  // of a write or a fault, raised by the next pin
     std::size_t unregister_wanted_bytes = 0;
@@ -204,7 +203,7 @@ struct Pager::Impl final : StoreClient {
     std::atomic<int> memory_waiters{0};      // threads that wait for memory: reads ahead of use stand back
     std::atomic<int> program_waiters{0};     // threads of the program that wait: their cores are free for updates
     std::atomic<bool> has_kept_error{false};
-    std::atomic<std::uint64_t> clock{0};
+    std::atomic<std::uint64_t> clock{1};
     std::atomic<std::size_t> moving_pages{0};   // loading or leaving: each ends with progress
     std::atomic<std::size_t> leaving_bytes{0};  // memory that writes under way will free
     std::atomic<std::int64_t> last_kick_ns{0};

@@ -15,8 +15,10 @@ constexpr std::size_t kMaxSpareBytes = 16 * kMiB;
 constexpr std::size_t kMaxSpareBytesWhileLoading = 64 * kMiB;
 constexpr std::size_t kMaxAhead = 256;  // segments
 constexpr std::size_t kFewestReads = 2;
-constexpr std::size_t kMostHints = 512;    // that wait; if there are more, the oldest is forgotten
-constexpr std::size_t kShareOfWanted = 8;  // of the budget that reads of wanted segments on their way may take
+// Of the budget, that reads on their way may take: of what comes next by the recording, and of what a caller wants.
+constexpr std::size_t kShareOfAhead = 48;
+constexpr std::size_t kShareOfWanted = 8;
+constexpr UsePosition kAwaited = 0;
 constexpr std::int64_t kKickEveryNs = 1'000'000;
 
 // A read begins so long before it has to: what the disk may stall, and what a computation may be faster than before.
@@ -26,19 +28,15 @@ constexpr std::int64_t kMarginNs = 100'000'000;
 // need.
 constexpr std::int64_t kRoomAheadNs = 30'000'000;
 
-/// Compares without becoming an owner.
-bool is_same(const std::weak_ptr<Segment>& one, const std::shared_ptr<Segment>& other) noexcept {
-    return !one.owner_before(other) && !other.owner_before(one);
-}
-
 std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 }  // namespace
 
-/// When the segment is next used; the lock is held. A segment without uses of its own in the rest of the step (a
-/// moment, a finished gradient) is next used by its deferred work, which runs when the parameter it belongs to is first
-/// pinned: now, if it is pending, else in the following step.
+/// When the segment is next used; the lock is held. What a caller said is used soon comes before all else. A segment
+/// without uses of its own in the rest of the step (a moment, a finished gradient) is next used by its deferred work,
+/// which runs when the parameter it belongs to is first pinned: now, if it is pending, else in the following step.
 UsePosition Pager::Impl::next_use(const Segment& segment) const {
+    if (segment.awaited_since.load(std::memory_order_relaxed) != 0) return kAwaited;
     if (!trace.has_prediction()) return kNever;
     const bool is_anchored = segment.anchor_id != kNoTrace;
     const Distance own = trace.next_in_step(segment.trace_id);
@@ -132,8 +130,8 @@ std::size_t Pager::Impl::spare_bytes() {
 }
 
 /// Reads on their way hold memory that no page uses: as many as keep a disk busy, fewer where memory is small.
-std::size_t Pager::Impl::most_reads_ahead(std::size_t page_bytes) const noexcept {
-    const std::size_t in_budget = options.budget_bytes / 48 / page_bytes;
+std::size_t Pager::Impl::most_reads_ahead(std::size_t page_bytes, std::size_t share) const noexcept {
+    const std::size_t in_budget = options.budget_bytes / share / page_bytes;
     return std::clamp(in_budget, kFewestReads, std::max(kFewestReads, store->capacity() / 2));
 }
 
@@ -165,42 +163,48 @@ void Pager::Impl::read_what_is_due() {
     const auto relaxed = std::find_if(outlook.segments.begin(), outlook.segments.end(),
                                       [](const Ahead& next) { return next.slack_ns >= kMarginNs; });
     const UsePosition keep_before = relaxed == outlook.segments.begin() ? 0 : std::prev(relaxed)->use + 1;
-    keep_room(spare_bytes() + outlook.growth_bytes, keep_before);
+    keep_room(spare_bytes() + outlook.growth_bytes, std::max(keep_before, kAwaited + 1));
     for (auto next = outlook.segments.begin(); next != relaxed; ++next) {
         if (!read_ahead(next->segment, next->use, UpdateTime::while_program_waits)) return;
     }
 }
 
-/// What is wanted soon is not what should go.
+/// What is wanted soon is not what should go: reading for one hint never takes the memory of another.
 void Pager::Impl::hint_at(const std::shared_ptr<Segment>& segment) {
     const std::uint64_t now = clock.fetch_add(1, std::memory_order_relaxed);
     segment->last_use.store(now, std::memory_order_relaxed);
+    Hints::Owners ended;  // outlives the lock
     const std::lock_guard lock(mutex);
+    hints.add(segment, now, ended);
     if (segment->eviction_rank) rank(*segment);
-    if (hints.size() == kMostHints) hints.pop_front();
-    hints.emplace_back(segment, now);
+    for (const auto& other : ended) {
+        if (other->eviction_rank) rank(*other);
+    }
 }
 
-/// The oldest hint that still holds, not taken out of the queue; nullptr: there is none.
-std::shared_ptr<Segment> Pager::Impl::next_hinted() {
-    std::vector<std::shared_ptr<Segment>> passed;  // outlives the lock: the end of the last owner takes it
+/// A hint has come true. What earlier ones keep in memory, which nobody has used by now, may go like anything else.
+void Pager::Impl::end_hints(std::uint64_t time) {
+    Hints::Owners ended;  // outlives the lock
     const std::lock_guard lock(mutex);
-    while (!hints.empty()) {
-        std::shared_ptr<Segment> segment = hints.front().first.lock();
-        if (segment && segment->last_use.load(std::memory_order_relaxed) == hints.front().second) return segment;
-        hints.pop_front();
-        passed.push_back(std::move(segment));
+    hints.end(time, ended);
+    for (const auto& segment : ended) {
+        if (segment->eviction_rank) rank(*segment);
     }
-    return nullptr;
 }
 
 /// Reads what callers have hinted at, in their order, until memory or the queue is short. Goes on at the next look
 /// ahead.
 void Pager::Impl::read_hinted() {
-    while (const std::shared_ptr<Segment> segment = next_hinted()) {
-        if (!read_wanted(segment)) return;
+    while (true) {
+        std::shared_ptr<Segment> segment;
+        Hints::Owners passed;  // outlives the lock
+        {
+            const std::lock_guard lock(mutex);
+            segment = hints.next(passed);
+        }
+        if (!segment || !read_wanted(segment)) return;
         const std::lock_guard lock(mutex);
-        if (!hints.empty() && is_same(hints.front().first, segment)) hints.pop_front();
+        hints.read(segment);
     }
 }
 
@@ -209,8 +213,7 @@ bool Pager::Impl::read_wanted(const std::shared_ptr<Segment>& segment) {
     if (segment->has_pending()) return read_ahead(segment, 0, UpdateTime::at_once);
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         if (!segment->page(i).load().is_absent() || is_above(*segment, i)) continue;
-        const std::size_t in_budget = options.budget_bytes / kShareOfWanted / segment->frame_bytes(i);
-        const std::size_t most = std::clamp(in_budget, kFewestReads, std::max(kFewestReads, store->capacity() / 2));
+        const std::size_t most = most_reads_ahead(segment->frame_bytes(i), kShareOfWanted);
         if (store->reads_in_flight() >= most || !start_reading(segment, i, 0)) return false;
     }
     return true;
@@ -252,7 +255,7 @@ bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, UsePositio
 }
 
 bool Pager::Impl::read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use) {
-    if (store->reads_in_flight() >= most_reads_ahead(segment->page_bytes())) return false;
+    if (store->reads_in_flight() >= most_reads_ahead(segment->page_bytes(), kShareOfAhead)) return false;
     return start_reading(segment, index, use);
 }
 

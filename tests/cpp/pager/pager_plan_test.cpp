@@ -134,6 +134,52 @@ TEST(PagerPlan, HintsWaitForTheirTurn) {
     EXPECT_EQ(pager.statistics().misses, 0u);
 }
 
+// More is hinted at than memory holds: what was read for a hint stays until it is used, so nothing is read twice.
+// Method: four times as many pages as fit, used in their order; every page is read once, and none when it is pinned.
+TEST(PagerPlan, WhatWasReadForAHintStaysUntilItsUse) {
+    constexpr std::size_t kPages = 64;
+    Pager pager(options_with(kPages / 4));
+    const auto other = with_role(pager, 1000);
+    std::vector<std::shared_ptr<Segment>> wanted;
+    for (std::uint32_t seed = 0; seed < kPages; ++seed) wanted.push_back(filled_segment(pager, 1, seed));
+    for (const auto& segment : wanted) ASSERT_EQ(pager.evict(segment), 0u);
+    for (const auto& segment : wanted) pager.prefetch(segment);
+    for (std::uint32_t seed = 0; seed < kPages; ++seed) {
+        ASSERT_TRUE(comes_true([&] {
+            pager.touch(other);  // the pager looks ahead now and then while the program does something
+            return pager.is_resident(*wanted[seed]);
+        })) << seed;
+        const PinGuard guard = pin(pager, wanted[seed], Access::read);
+        pager.touch(wanted[seed]);
+        EXPECT_TRUE(holds(*wanted[seed], seed));
+    }
+    EXPECT_EQ(pager.statistics().prefetches, kPages);
+    EXPECT_EQ(pager.statistics().misses, 0u);
+}
+
+// A hint that was wrong keeps nothing in memory once a later one has come true. Method: two that nobody uses, one that
+// is used, then as many other hints as fit memory.
+TEST(PagerPlan, WrongHintsGiveWay) {
+    constexpr std::size_t kPages = 16;
+    Pager pager(options_with(kPages));
+    const auto other = with_role(pager, 1000);
+    std::vector<std::shared_ptr<Segment>> wanted;
+    for (std::uint32_t seed = 0; seed < kPages + 3; ++seed) wanted.push_back(filled_segment(pager, 1, seed));
+    for (const auto& segment : wanted) ASSERT_EQ(pager.evict(segment), 0u);
+    for (std::size_t i = 0; i < 3; ++i) {
+        pager.prefetch(wanted[i]);
+        ASSERT_TRUE(comes_true([&] { return pager.is_resident(*wanted[i]); })) << i;
+    }
+    for (std::size_t i = 3; i < wanted.size(); ++i) pager.prefetch(wanted[i]);
+    EXPECT_TRUE(pager.is_resident(*wanted[0]));
+    pager.touch(wanted[2]);
+    EXPECT_TRUE(comes_true([&] {
+        pager.touch(other);
+        return !pager.is_resident(*wanted[0]) && !pager.is_resident(*wanted[1]);
+    }));
+    EXPECT_EQ(pager.statistics().misses, 0u);
+}
+
 // Deferred work that nobody waits for does not fight the program for the cores, and runs once the program waits.
 // Method: work due now, while the program computes; then a read that the disk holds back.
 TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaits) {

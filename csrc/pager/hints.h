@@ -1,0 +1,37 @@
+// What callers said is used soon. Layer pager: includes base, page_table.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "pager/page_table.h"
+
+namespace torch_offload {
+
+/// Hints in the order in which they were given, which is taken for the order of uses. A hint waits until its segment is
+/// read, and holds until the segment is used, or one that was hinted at later: what was passed over is not awaited.
+/// Threads: none; the pager's lock covers it. Owners are handed out, since the end of the last one takes that lock.
+class Hints {
+public:
+    using Owners = std::vector<std::shared_ptr<Segment>>;
+
+    /// Adds one. `now`: later than all before, and more than 0. Where there are too many, the oldest ends.
+    void add(const std::shared_ptr<Segment>& segment, std::uint64_t now, Owners& ended);
+    /// The oldest that waits and still holds, or nullptr.
+    std::shared_ptr<Segment> next(Owners& passed);
+    /// It does not wait any longer. Pre: next() has just returned it.
+    void read(const std::shared_ptr<Segment>& segment);
+    /// Ends those given at `time` or before; `ended` gets their segments, most of which are not awaited any more.
+    void end(std::uint64_t time, Owners& ended);
+
+private:
+    using Hint = std::pair<std::weak_ptr<Segment>, std::uint64_t>;  // and when it was given
+
+    std::deque<Hint> waiting_;
+    std::deque<Hint> holding_;
+};
+
+}  // namespace torch_offload
