@@ -7,9 +7,10 @@ safetensors files of their own, each page on a multiple of 4 KiB, so that it can
 import json
 import os
 import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors
 import torch
@@ -20,7 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from torch_offload.coded_experts import CodedExperts, CodedPlane
+from torch_offload.coded_experts import QUALITIES, CodedExperts, CodedPlane
 from torch_offload.config import parse_size
 from torch_offload.errors import ConfigError
 from torch_offload.expert_modules import CODED, experts_of, read_ahead
@@ -33,6 +34,7 @@ FORMAT = 1
 """What this version writes, and the only one it reads."""
 
 PAGE_ALIGNMENT_BYTES = 4096
+_MOST_PAGE_BYTES = 1 << 40
 
 _PAGE = re.compile(rf"\.{CODED}\.planes\.\d+\.page_\d+$")
 _WRITE_BUFFER_BYTES = 64 << 20
@@ -43,25 +45,47 @@ class CodedExpertsConfig(QuantizationConfigMixin):
     """What config.json says of coded experts."""
 
     def __init__(
-        self, *, experts: Mapping[str, Any], coded_format: int = FORMAT, quality: str = "all", **other: Any
+        self, /, *, experts: Any = None, coded_format: Any = FORMAT, quality: Any = "all", **other: Any
     ) -> None:
-        """Check what the file says.
+        """Check what the file says, which may be anything.
 
         Args:
             experts: By the module's name, the bytes of each page: ``{"page_bytes": [[of plane 0], ...]}``.
-            coded_format: Of the folder.
+            coded_format: Of the folder, a number.
             quality: See ``CodedExperts.quality``.
             **other: What a later version may add.
 
         Raises:
-            ConfigError: If the format is not known.
+            ConfigError: If the format is not known, or something is not what it has to be. The message names it.
         """
         self.quant_method = METHOD  # type: ignore[assignment]  # registered methods are strings
         if coded_format != FORMAT:
-            raise ConfigError(f"these coded experts have format {coded_format}, this version reads {FORMAT}: update it")
+            raise ConfigError(
+                f"these coded experts have format {reprlib.repr(coded_format)}, this version reads {FORMAT}: update it"
+            )
+        if quality not in QUALITIES:
+            raise ConfigError(f"quality: {reprlib.repr(quality)} is not known; there are: {', '.join(QUALITIES)}")
+        if not isinstance(experts, Mapping):
+            raise ConfigError(f"experts: {reprlib.repr(experts)} does not say what each module's pages take")
+        for name, said in experts.items():
+            _check_sizes(name, said)
         self.coded_format = coded_format
         self.experts = {name: dict(said) for name, said in experts.items()}
         self.quality = quality
+
+
+def _check_sizes(name: str, said: Any) -> None:
+    planes = said.get("page_bytes") if isinstance(said, Mapping) else None
+    has_planes = isinstance(planes, list) and planes and all(isinstance(plane, list) and plane for plane in planes)
+    if not has_planes or not all(_is_page_size(size) for plane in cast(list[list[Any]], planes) for size in plane):
+        raise ConfigError(
+            f"experts: page_bytes of {name} is not, for each plane, a list of the pages' sizes in multiples of "
+            f"{PAGE_ALIGNMENT_BYTES} bytes: {reprlib.repr(planes)}"
+        )
+
+
+def _is_page_size(size: Any) -> bool:
+    return type(size) is int and 0 < size <= _MOST_PAGE_BYTES and size % PAGE_ALIGNMENT_BYTES == 0
 
 
 @register_quantizer(METHOD)

@@ -1,6 +1,8 @@
 """A folder with coded experts as it lies on the disk: what is in it, and whether all of it is what was written."""
 
 import json
+import re
+import reprlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -8,21 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+import torch
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from torch_offload.coded_experts import page_name, scale_widths
 from torch_offload.coded_files import METHOD, CodedExpertsConfig
-from torch_offload.coded_linear import decode, extents
+from torch_offload.coded_linear import CodedExtent, decode, extents
 from torch_offload.config import format_size
 from torch_offload.configured_model import empty_model
 from torch_offload.errors import ConfigError, OffloadError
 from torch_offload.expert_modules import CODED, experts_of
 
+MOST_VALUES = 1 << 30
+"""Of one matrix: each takes a byte while it is looked at. Experts have less than half as many."""
+
 _BF16_BYTES = 2
+_FILE_NAME = re.compile(r"[^/\0]+\.safetensors")
+_COUNT = re.compile(r"(num|n)_(\w+_)?(layers?|experts)")
 _CODERS = {1: "TUN12", 2: "RANS4", 3: "QMoE"}
 
 
@@ -96,7 +105,7 @@ class FolderContent:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield a table with a line for each module and one for all."""
-        table = Table(box=box.SQUARE, title=f"coded experts in {self.path}", title_justify="left")
+        table = Table(box=box.SQUARE, title=f"coded experts in {escape(str(self.path))}", title_justify="left")
         for heading in ("module", "experts", "planes", "bits/weight", "zeros", "coders", "bytes", "bf16"):
             table.add_column(heading, justify="left" if heading in ("module", "coders") else "right")
         for module in self.modules:
@@ -110,7 +119,7 @@ def _cells(module: ModuleContent) -> tuple[str, ...]:
     tiles = sum(module.tiles.values())
     coders = ", ".join(f"{name} {count / tiles:.0%}" for name, count in sorted(module.tiles.items()))
     return (
-        module.name,
+        escape(module.name),
         str(module.experts),
         str(module.planes),
         f"{module.bits:.3f}",
@@ -131,12 +140,33 @@ class CodedFolder:
             ConfigError: If the folder has no coded experts, or these files are damaged.
         """
         self.path = path
-        self.config = _coded_config(path)
+        self._said = _json_of(path / "config.json")
+        self.config = _coded_config(path, self._said)
         index = _json_of(path / SAFE_WEIGHTS_INDEX_NAME)
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{path / SAFE_WEIGHTS_INDEX_NAME} has no weight_map")
+        for name, file_name in weight_map.items():
+            if not isinstance(file_name, str) or not _FILE_NAME.fullmatch(file_name):
+                raise ConfigError(
+                    f"{path / SAFE_WEIGHTS_INDEX_NAME}: {name} is said to be in {reprlib.repr(file_name)}, which is "
+                    "no file of this folder"
+                )
         self.weight_map: dict[str, str] = weight_map
+
+    def model(self) -> nn.Module:
+        """Return the model that the configuration describes, without values and on the meta device.
+
+        Raises:
+            ConfigError: If transformers knows no such model, or it would have more layers or experts than the index
+                has tensors, which takes long to make and cannot be right.
+        """
+        for name, count in _counts(self._said):
+            if count > len(self.weight_map):
+                raise ConfigError(
+                    f"{self.path / 'config.json'}: {name} is {count}, the index has {len(self.weight_map)} tensors"
+                )
+        return empty_model(self.path)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.
@@ -154,6 +184,17 @@ class CodedFolder:
             raise OffloadError(f"{file_name}: {error}") from error
         return tensor
 
+    def page(self, name: str) -> Tensor:
+        """Read one coded page. Its content is not checked yet.
+
+        Raises:
+            OffloadError: As :meth:`tensor`, or if it cannot be a page.
+        """
+        page = self.tensor(name)
+        if page.dtype != torch.uint8 or page.dim() != 1:
+            raise OffloadError(f"{page.dtype} of shape {tuple(page.shape)} is no coded page")
+        return page
+
     def pages(self, module: str) -> Iterator[tuple[int, int, int, str]]:
         """List a module's pages: plane, expert, bytes as configured, name."""
         for plane, sizes in enumerate(self.config.experts[module]["page_bytes"]):
@@ -170,20 +211,29 @@ def _json_of(path: Path) -> dict[str, Any]:
         raise ConfigError(f"there is no {path}; give a folder that compress has written")
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        json.dumps(said, ensure_ascii=False).encode()  # a half character cannot be shown, nor name a file
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
     if not isinstance(said, dict):
         raise ConfigError(f"{path} is damaged: no JSON object")
     return said
 
 
-def _coded_config(path: Path) -> CodedExpertsConfig:
-    said = _json_of(path / "config.json").get("quantization_config")
+def _counts(said: Any) -> Iterator[tuple[str, int]]:
+    """Yield the layers and experts that a configuration has, and those inside it."""
+    for name, value in said.items() if isinstance(said, dict) else ():
+        if isinstance(value, int) and _COUNT.fullmatch(name):
+            yield name, value
+        yield from _counts(value)
+
+
+def _coded_config(path: Path, configuration: dict[str, Any]) -> CodedExpertsConfig:
+    said = configuration.get("quantization_config")
     if not isinstance(said, dict) or said.get("quant_method") != METHOD:
         raise ConfigError(f"{path} has no coded experts; give a folder that compress has written")
     try:
         return CodedExpertsConfig(**{name: value for name, value in said.items() if name != "quant_method"})
-    except (TypeError, ValueError, AttributeError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
 
 
@@ -204,9 +254,10 @@ def _content_of(folder: CodedFolder, module: str) -> ModuleContent:
     experts, planes = set(), set()
     for plane, expert, _, name in folder.pages(module):
         try:
-            page = folder.tensor(name)
+            page = folder.page(name)
             matrices = extents(page)
-            zeros += sum(int((decode(page, number) == 0).sum()) for number in range(len(matrices)))
+            for number, matrix in enumerate(matrices):
+                zeros += int((_decoded(page, number, matrix) == 0).sum())
         except OffloadError as error:
             raise OffloadError(f"{name}: {error}") from error
         experts.add(expert)
@@ -260,7 +311,7 @@ def verify(path: Path) -> Verification:
         ConfigError: If the folder has no coded experts, or its configuration describes no model with experts.
     """
     folder = CodedFolder(path)
-    found = {experts.name: experts.shapes for experts in experts_of(empty_model(path))}
+    found = {experts.name: experts.shapes for experts in experts_of(folder.model())}
     problems = [f"{name}: the model has no such experts" for name in folder.config.experts if name not in found]
     problems += _other_problems(folder)
     pages = read_bytes = 0
@@ -269,7 +320,7 @@ def verify(path: Path) -> Verification:
         for plane, expert, size_bytes, name in folder.pages(module):
             pages += 1
             try:
-                page = folder.tensor(name)
+                page = folder.page(name)
                 read_bytes += page.nbytes
                 wanted = None if shapes is None else [shapes.up, shapes.down]
                 problem = _problem_of(page, size_bytes, wanted)
@@ -293,9 +344,18 @@ def _problem_of(page: Tensor, size_bytes: int, wanted: list[tuple[int, int]] | N
     shapes = [(matrix.rows, matrix.columns) for matrix in matrices]
     if wanted is not None and shapes != wanted:
         return f"matrices of {shapes}, the model has {wanted}"
-    for number in range(len(matrices)):
-        decode(page, number)
+    for number, matrix in enumerate(matrices):
+        _decoded(page, number, matrix)
     return None
+
+
+def _decoded(page: Tensor, number: int, matrix: CodedExtent) -> Tensor:
+    """Decode a matrix, unless it is one of those that take few bytes but would fill any memory."""
+    if matrix.rows * matrix.columns > MOST_VALUES:
+        raise OffloadError(
+            f"matrix {number} is said to have {matrix.rows} x {matrix.columns} values, at most {MOST_VALUES} are read"
+        )
+    return decode(page, number)
 
 
 def _scale_problems(

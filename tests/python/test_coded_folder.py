@@ -1,12 +1,14 @@
 """The commands on coded models: what compress writes, inspect and verify say; what is damaged is named."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import xxhash
+from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.moe_models import EXPERTS, VOCABULARY, tiny_moe
@@ -159,7 +161,13 @@ def change_model(folder: Path) -> str:
     return f"{MODULE}: [{EXPERTS}] experts in the files, {EXPERTS + 1} in the model"
 
 
+def retype_page(folder: Path) -> str:
+    change_tensors(experts_file(folder), lambda tensors: tensors.update({PAGE: tensors[PAGE].view(torch.float32)}))
+    return "torch.float32 of shape "
+
+
 DAMAGES = [
+    retype_page,
     damage_page,
     forge_page,
     drop_page,
@@ -271,3 +279,117 @@ def test_a_future_format_is_refused(folder):
     path.write_text(json.dumps(said))
     with pytest.raises(ConfigError, match="format 2, this version reads 1"):
         coded_folder.verify(folder)
+
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+NO_FILE = "which is no file of this folder"
+
+
+def put(folder: Path, name: str, keys: tuple, text: str) -> None:
+    """Put JSON, good or not, in place of a value in a file."""
+    path = folder / name
+    said = json.loads(path.read_text())
+    owner = said
+    for key in keys[:-1]:
+        owner = owner[key]
+    owner[keys[-1]] = "@"
+    path.write_text(json.dumps(said).replace('"@"', text))
+
+
+SPOILED_FILES = [
+    (INDEX, ("weight_map", PAGE), "[" * 5000 + "]" * 5000, "is damaged"),
+    (INDEX, ("metadata", "total_size"), "9" * 5000, "is damaged"),
+    (INDEX, ("weight_map", PAGE), r'"\ud800.safetensors"', "is damaged"),
+    (INDEX, ("weight_map", PAGE), "null", NO_FILE),
+    (INDEX, ("weight_map", PAGE), "[]", NO_FILE),
+    (INDEX, ("weight_map", PAGE), '"../copy/model-00001-of-00001.safetensors"', NO_FILE),
+    (INDEX, ("weight_map", PAGE), r'"\u0000.safetensors"', NO_FILE),
+    (INDEX, ("weight_map", "lm_head.weight"), "{}", NO_FILE),
+]
+SAID = "quantization_config"
+NO_SIZES = ("1", "[]", "[[]]", "[1]", "{}", "[[8192.0]]", "[[true]]", "[[-4096]]", "[[4097]]", f"[[{1 << 70}]]")
+SPOILED_CONFIGS = [
+    ((SAID, "coded_format"), "[[[[[[[[]]]]]]]]", "format "),
+    ((SAID, "quality"), '"best"', "quality: 'best' is not known"),
+    ((SAID, "quality"), "[]", "quality: "),
+    ((SAID, "experts"), "null", "experts: None"),
+    ((SAID, "experts"), "[]", "experts: "),
+    ((SAID, "experts", MODULE), "1", f"page_bytes of {MODULE}"),
+    ((SAID, "experts", MODULE), "{}", f"page_bytes of {MODULE}"),
+    *(((SAID, "experts", MODULE, "page_bytes"), sizes, f"page_bytes of {MODULE}") for sizes in NO_SIZES),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "text", "expected"), SPOILED_FILES)
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_what_cannot_be_in_an_index_is_named(folder, command, name, keys, text, expected, monkeypatch, capsys):
+    """Found by the fuzzer: nesting, numbers and characters that Python refuses; files that are none, or elsewhere."""
+    put(folder, name, keys, text)
+    assert run_main(monkeypatch, command, str(folder)) == 2
+    said = capsys.readouterr()
+    assert expected in said.err
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("keys", "text", "expected"), SPOILED_CONFIGS)
+def test_what_cannot_be_in_a_configuration_is_named(folder, keys, text, expected, monkeypatch, capsys):
+    """Found by the fuzzer. Method: by inspect, by verify and by from_pretrained."""
+    put(folder, CONFIG, keys, text)
+    for command in ("inspect", "verify"):
+        assert run_main(monkeypatch, command, str(folder)) == 2
+        assert expected in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("num_hidden_layers", str(10**9), "num_hidden_layers is 1000000000, the index has "),
+        ("num_local_experts", str(10**9), "num_local_experts is 1000000000, the index has "),
+        ("num_attention_heads", "0", "describes no model that transformers knows: ZeroDivisionError"),
+        ("eos_token_id", '"a"', "describes no model that transformers knows: StrictDataclass"),
+        ("architectures", '["utils"]', "describes no model that transformers knows: AttributeError"),
+        ("dtype", '"a"', "describes no model that transformers knows: AttributeError"),
+    ],
+)
+def test_a_model_that_cannot_be_is_named(folder, name, text, expected, monkeypatch, capsys):
+    """Found by the fuzzer: whatever transformers makes of such a value, verify ends with one line."""
+    put(folder, CONFIG, (name,), text)
+    assert run_main(monkeypatch, "verify", str(folder)) == 2
+    said = capsys.readouterr()
+    assert expected in said.err
+    assert said.err.count("\n") == 1
+
+
+def claim_many_columns(folder: Path) -> str:
+    """A matrix of some GiB: the checksum of its few bytes is right."""
+
+    def forge(tensors: dict[str, Tensor]) -> None:
+        page = tensors[PAGE]
+        size_bytes = torch_offload.coded_linear.extents(page)[0].size_bytes
+        page[44:48] = torch.tensor(list((1 << 24).to_bytes(4, "little")), dtype=torch.uint8)
+        checksum = xxhash.xxh3_64_intdigest(bytes(page[16:size_bytes].tolist()))
+        page[8:16] = torch.tensor(list(checksum.to_bytes(8, "little")), dtype=torch.uint8)
+
+    change_tensors(experts_file(folder), forge)
+    return "matrix 0 is said to have 512 x 16777216 values, at most 1073741824 are read"
+
+
+@pytest.mark.parametrize("damage", [retype_page, claim_many_columns])
+def test_inspect_names_pages_that_cannot_be(folder, damage, monkeypatch, capsys):
+    """Found by the fuzzer. Method: a page of another type; one whose matrix would fill any memory."""
+    named = damage(folder)
+    assert run_main(monkeypatch, "inspect", str(folder)) == 1
+    assert f"{PAGE}: {named}" in capsys.readouterr().err
+
+
+def test_names_are_no_markup():
+    """Method: a folder and a module with names that rich would read as the end of a style."""
+    module = coded_folder.ModuleContent("[/b]", 1, 1, 1, 0.5, {"TUN12": 1}, 4096)
+    console = Console(width=160)
+    with console.capture() as shown:
+        console.print(coded_folder.FolderContent(Path("x[/a]"), [module]))
+    assert "coded experts in x[/a]" in shown.get()
+    assert "[/b]" in shown.get()
