@@ -2,79 +2,17 @@
 
 #include <gtest/gtest.h>
 
-#include <bit>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <random>
 #include <thread>
 #include <vector>
 
 #include "base/check.h"
 #include "codec/encode.h"
-#include "codec/ternary_samples.h"
+#include "codec/outcomes.h"
 
 namespace torch_offload {
 namespace {
-
-/// Of many magnitudes, so that every other order of a sum gives other bits.
-std::vector<float> some_floats(std::size_t count, std::uint32_t seed) {
-    std::mt19937 random(seed);
-    std::normal_distribution<float> normal;
-    std::vector<float> values(count);
-    for (float& value : values) value = normal(random) * std::ldexp(1.0F, static_cast<int>(random() % 20) - 10);
-    return values;
-}
-
-TokenPanel panel_of(const std::vector<float>& values, std::size_t tokens) {
-    TokenPanel panel(tokens, values.size() / tokens);
-    panel.fill(values.data());
-    return panel;
-}
-
-std::vector<std::uint32_t> bits_of(const TokenPanel& panel) {
-    std::vector<std::uint32_t> bits;
-    for (std::size_t i = 0; i < panel.tokens(); ++i) {
-        for (std::size_t j = 0; j < panel.width(); ++j) bits.push_back(std::bit_cast<std::uint32_t>(panel.token(i)[j]));
-    }
-    return bits;
-}
-
-/// y = T x as product.h says, one addition after the other.
-std::vector<std::uint32_t> forward_formula(const Matrix& matrix, const TokenPanel& x) {
-    TokenPanel y(x.tokens(), matrix.rows);
-    for (std::size_t token = 0; token < x.tokens(); ++token) {
-        for (std::size_t row = 0; row < matrix.rows; ++row) {
-            float sums[kSumLanes] = {};
-            for (std::size_t column = 0; column < matrix.columns; ++column) {
-                const float weight = matrix.values[row * matrix.columns + column];
-                sums[column % kSumLanes] += weight * x.token(token)[column];
-            }
-            for (const std::size_t half : {8, 4, 2, 1}) {
-                for (std::size_t i = 0; i < half; ++i) sums[i] += sums[i + half];
-            }
-            y.token(token)[row] = sums[0];
-        }
-    }
-    return bits_of(y);
-}
-
-/// z = T^T g as product.h says.
-std::vector<std::uint32_t> transposed_formula(const Matrix& matrix, std::size_t rows_per_tile, const TokenPanel& g) {
-    TokenPanel z(g.tokens(), matrix.columns);
-    for (std::size_t token = 0; token < g.tokens(); ++token) {
-        for (std::size_t column = 0; column < matrix.columns; ++column) {
-            for (std::size_t first = 0; first < matrix.rows; first += rows_per_tile) {
-                float part = 0;
-                for (std::size_t row = first; row < std::min(matrix.rows, first + rows_per_tile); ++row) {
-                    part += static_cast<float>(matrix.values[row * matrix.columns + column]) * g.token(token)[row];
-                }
-                z.token(token)[column] += part;
-            }
-        }
-    }
-    return bits_of(z);
-}
 
 class Product : public testing::TestWithParam<CoderChoice> {
 protected:

@@ -40,6 +40,18 @@ inline Matrix filled_matrix(std::size_t rows, std::size_t columns, std::int8_t v
     return {rows, columns, std::vector<std::int8_t>(rows * columns, value)};
 }
 
+/// Runs of equal values, of `length` on average, that go on from row to row.
+inline Matrix matrix_of_runs(std::size_t rows, std::size_t columns, std::size_t length, std::uint64_t seed) {
+    Matrix matrix = filled_matrix(rows, columns, 0);
+    std::mt19937_64 random(seed);
+    std::int8_t value = 0;
+    for (std::int8_t& each : matrix.values) {
+        if (random() % length == 0) value = static_cast<std::int8_t>(static_cast<int>(random() % 3) - 1);
+        each = value;
+    }
+    return matrix;
+}
+
 inline std::vector<std::int8_t> decoded(const CodedMatrix& coded, InstructionSet set) {
     std::vector<std::int8_t> values(coded.rows() * coded.columns(), 77);
     coded.decode(values.data(), set);
