@@ -118,7 +118,7 @@ $(RUNS:%=cpp-test-%): cpp-test-%: .system
 	ctest --test-dir build/cpp-$* --output-on-failure
 
 .PHONY: fuzz
-fuzz: $(FUZZERS:%=fuzz-%) ## Fuzz what reads coded extents, each fuzzer for FUZZ_SECONDS (600)
+fuzz: $(FUZZERS:%=fuzz-%) fuzz-folder ## Fuzz what reads coded extents and folders of them, each fuzzer for FUZZ_SECONDS (600)
 
 .PHONY: $(FUZZERS:%=fuzz-%)
 $(FUZZERS:%=fuzz-%): fuzz-%: .fuzz-build
@@ -127,6 +127,15 @@ $(FUZZERS:%=fuzz-%): fuzz-%: .fuzz-build
 		-artifact_prefix=build/fuzz/$*- build/fuzz/inputs/$* build/fuzz/seeds > build/fuzz/$*.log 2>&1 || \
 		{ tail -n 60 build/fuzz/$*.log; exit 1; }
 	@grep -H number_of_executed_units build/fuzz/$*.log
+
+.PHONY: fuzz-folder
+fuzz-folder: build $(VENV)/.fuzz
+	@mkdir -p build/fuzz/inputs/folder
+	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR):$(CURDIR)/tests/python $(VENV)/bin/python tests/python/fuzz/folder_fuzz.py \
+		-max_total_time=$(FUZZ_SECONDS) -max_len=12288 -len_control=0 -keep_seed=1 -timeout=60 -print_final_stats=1 \
+		-artifact_prefix=build/fuzz/folder- build/fuzz/inputs/folder > build/fuzz/folder.log 2>&1 || \
+		{ tail -n 60 build/fuzz/folder.log; exit 1; }
+	@grep -H number_of_executed_units build/fuzz/folder.log
 
 .PHONY: python-test
 python-test: build $(VENV)/.demo ## Python tests on the torch in .venv
@@ -165,6 +174,12 @@ $(VENV)/.ready: requirements/test.txt | .system
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip show --quiet torch 2> build/pip-show.log || $(VENV)/bin/pip install --quiet torch==$(TORCH)
 	$(VENV)/bin/pip install --quiet -r requirements/test.txt
+	touch $@
+
+$(VENV)/.fuzz: requirements/fuzz.txt $(VENV)/.ready
+	@$(VENV)/bin/pip install --quiet --only-binary :all: -r requirements/fuzz.txt || { echo "fuzz-folder needs atheris, which \
+	pip cannot install for $$($(VENV)/bin/python --version). Make $(VENV) anew with a Python that it has a wheel for, 3.11 \
+	to 3.14 (make PYTHON=python3.12); the other fuzzers work without it: make $(FUZZERS:%=fuzz-%)" >&2; exit 1; }
 	touch $@
 
 $(VENV)/.demo: requirements/demo.txt $(VENV)/.ready
