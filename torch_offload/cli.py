@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -401,10 +402,8 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show what a directory's coded experts take, by module: bits per weight, planes, zeros, coders, bytes."""
-    with _plain_errors():
-        with _needs_transformers():
-            from torch_offload import coded_folder
-        content = coded_folder.inspect(folder)
+    with _coded_folders() as folders:
+        content = folders.inspect(folder)
     if as_json:
         _print_json(content.to_dict())
     else:
@@ -418,10 +417,8 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read every coded page of a directory and hold it against checksum and model. Exit status 1 if damaged."""
-    with _plain_errors():
-        with _needs_transformers():
-            from torch_offload import coded_folder
-        found = coded_folder.verify(folder)
+    with _coded_folders() as folders:
+        found = folders.verify(folder)
     if as_json:
         _print_json(found.to_dict())
     else:
@@ -430,6 +427,15 @@ def verify(
         state = f"{len(found.problems)} problems" if found.problems else "all of it is what was written"
         typer.echo(f"{found.pages} pages, {found.read_bytes} bytes read: {state}")
     raise typer.Exit(1 if found.problems else 0)
+
+
+@contextmanager
+def _coded_folders() -> Iterator[ModuleType]:
+    """Give what reads folders of coded experts; what is wrong with one becomes one line and an exit status."""
+    with _plain_errors():
+        with _needs_transformers():
+            from torch_offload import coded_folder
+        yield coded_folder
 
 
 @contextmanager
