@@ -130,7 +130,7 @@ class CodedProjection(nn.Module):
     @property
     def weight(self) -> Tensor:
         """A tensor with the device and the dtype of what the weights are made of: scales."""
-        return cast(list[CodedPlane], list(self.coded.planes))[0].scales(self.matrix)[0]
+        return self.coded.all_planes[0].scales(self.matrix)[0]
 
     def open(self) -> Product:
         """Return the product, for the experts of one call."""
@@ -162,6 +162,11 @@ class CodedExperts(nn.Module):
         self._chosen: list[int] = []
         self.up = CodedProjection(self, UP)
         self.down = CodedProjection(self, DOWN)
+
+    @property
+    def all_planes(self) -> list[CodedPlane]:
+        """The planes, whatever the quality."""
+        return cast(list[CodedPlane], list(self.planes))
 
     def dense(self, expert: int, matrix: int) -> Tensor:
         """One matrix of an expert, float32 [rows, columns]. For what is done once; products do without."""
@@ -218,8 +223,7 @@ class CodedExperts(nn.Module):
                     engine.prefetch(page)
 
     def _planes(self) -> list[CodedPlane]:
-        planes = cast(list[CodedPlane], list(self.planes))
-        return planes[:1] if self.quality == "base" else planes
+        return self.all_planes[:1] if self.quality == "base" else self.all_planes
 
     def _planes_for(self, expert: int) -> list[CodedPlane]:
         planes = self._planes()

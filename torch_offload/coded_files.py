@@ -161,15 +161,13 @@ def config_of(model: nn.Module) -> CodedExpertsConfig:
     experts: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, CodedExperts):
-            sizes = [[plane.page(expert).numel() for expert in range(module.shapes.count)] for plane in _planes(module)]
+            sizes = [
+                [plane.page(expert).numel() for expert in range(module.shapes.count)] for plane in module.all_planes
+            ]
             experts[name.removesuffix(f".{CODED}")] = {"page_bytes": sizes}
     if not experts:
         raise ConfigError("the model has no coded experts; torch_offload.compress(model, ...) makes them")
     return CodedExpertsConfig(experts=experts)
-
-
-def _planes(coded: CodedExperts) -> list[CodedPlane]:
-    return [plane for plane in coded.planes if isinstance(plane, CodedPlane)]
 
 
 def save(
