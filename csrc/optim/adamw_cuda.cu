@@ -4,9 +4,9 @@
 //     split master, 8-bit moments     8 +  6      gradient 2, weight 2, low half 2, moments 2
 //     fp32 master, fp32 moments      14 + 14      gradient 2, master 4, moments 8; and the weight written
 //     fp32 parameter, 8-bit moments  10 +  6      gradient 4, parameter 4, moments 2
+#include "base/launch_check.cuh"
 #include "optim/adamw_block.h"
 #include "optim/cuda_launch.cuh"
-#include "optim/launch_check.cuh"
 
 namespace torch_offload {
 namespace {

@@ -1,8 +1,8 @@
 // The departure of gradients on CUDA. Bound by memory: 2 (bf16) or 4 (fp32) bytes per element are read, and as many
 // written as the type has in which it leaves; 16 bytes per chunk of 16,384 elements for the sums.
+#include "base/launch_check.cuh"
 #include "optim/cuda_launch.cuh"
 #include "optim/departure_block.h"
-#include "optim/launch_check.cuh"
 
 namespace torch_offload {
 namespace {

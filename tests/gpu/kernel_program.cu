@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "base/launch_check.cuh"
 #include "optim/cuda_launch.cuh"
-#include "optim/launch_check.cuh"
 #include "support/adamw_parameter.h"
 
 namespace torch_offload {

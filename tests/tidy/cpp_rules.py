@@ -27,7 +27,7 @@ ONLY_IN = (
     (
         "the CUDA runtime",
         re.compile(r"#\s*include\s*<cuda|\b(cuda|cu)[A-Z]\w*\s*\("),
-        ("csrc/device/cuda", "csrc/optim/*.cu"),
+        ("csrc/device/cuda", "csrc/base/*.cu", "csrc/codec/*.cu", "csrc/optim/*.cu"),
     ),
     ("liburing", re.compile(r"#\s*include\s*[<\"]liburing|\bio_uring_\w+\s*\("), ("csrc/storage/uring_engine",)),
     (

@@ -1,4 +1,4 @@
-// What the launches of kernels have in common. Layer optim, for .cu sources only.
+// What the launches of kernels have in common. Layer base, for .cu sources only.
 #pragma once
 
 #include <cuda_runtime.h>
