@@ -15,30 +15,6 @@ namespace {
 constexpr std::align_val_t kWordAlignment{64};
 constexpr std::size_t kCodewordCount = 4096;
 
-/// Reads rows one by one.
-class Tun12Reader : public TileReader {
-public:
-    Tun12Reader(const TunstallColumns& columns, Tun12Stream stream, std::size_t rows, Tun12Kernel* kernel) noexcept
-        : columns_(columns), stream_(stream), kernel_(kernel), rows_left_(rows) {}
-
-    std::size_t rows_at_once() const noexcept override { return 1; }
-    void read(std::size_t count, const TernaryRows& to) override {
-        for (std::size_t i = 0; i < count; ++i) {
-            OFFLOAD_CHECK(kernel_(columns_, stream_, to.row(i)), CorruptPage, "a TUN12 tile of ",
-                          stream_.codeword_count, " codewords ends inside a row");
-        }
-        rows_left_ -= count;
-        OFFLOAD_CHECK(rows_left_ > 0 || stream_.next == stream_.codeword_count, CorruptPage, "a TUN12 tile has ",
-                      stream_.codeword_count, " codewords, its rows only ", stream_.next);
-    }
-
-private:
-    const TunstallColumns& columns_;
-    Tun12Stream stream_;
-    Tun12Kernel* kernel_;
-    std::size_t rows_left_;
-};
-
 }  // namespace
 
 TunstallWords::TunstallWords(const TunstallTree& tree) : word_bytes_(static_cast<std::size_t>(tree.limit) + 1) {
@@ -66,6 +42,16 @@ TunstallWords::TunstallWords(const TunstallTree& tree) : word_bytes_(static_cast
 
 void TunstallWords::Free::operator()(std::int8_t* words) const noexcept { operator delete[](words, kWordAlignment); }
 
+void Tun12Reader::read(std::size_t count, const TernaryRows& to) {
+    for (std::size_t i = 0; i < count; ++i) {
+        OFFLOAD_CHECK(kernel_(columns_, stream_, to.row(i)), CorruptPage, "a TUN12 tile of ", stream_.codeword_count,
+                      " codewords ends inside a row");
+    }
+    rows_left_ -= count;
+    OFFLOAD_CHECK(rows_left_ > 0 || stream_.next == stream_.codeword_count, CorruptPage, "a TUN12 tile has ",
+                  stream_.codeword_count, " codewords, its rows only ", stream_.next);
+}
+
 Tun12Decoder::Tun12Decoder(std::size_t columns, ColumnClasses classes, std::vector<SharedTunstallWords> words)
     : columns_{columns, std::move(classes), {}}, words_(std::move(words)) {
     for (const SharedTunstallWords& one : words_) columns_.words.push_back(one.get());
@@ -73,6 +59,10 @@ Tun12Decoder::Tun12Decoder(std::size_t columns, ColumnClasses classes, std::vect
 
 std::unique_ptr<TileReader> Tun12Decoder::open(std::span<const std::byte> bytes, std::size_t rows,
                                                InstructionSet set) const {
+    return std::make_unique<Tun12Reader>(open_rows(bytes, rows, set));
+}
+
+Tun12Reader Tun12Decoder::open_rows(std::span<const std::byte> bytes, std::size_t rows, InstructionSet set) const {
     OFFLOAD_CHECK(bytes.size() % 3 != 1, CorruptPage, "a TUN12 tile of ", bytes.size(),
                   " bytes is no whole number of 12-bit codewords");
     const Tun12Stream stream{bytes.data(), bytes.size() * 8 / kCodewordBits, 0};
@@ -81,7 +71,7 @@ std::unique_ptr<TileReader> Tun12Decoder::open(std::span<const std::byte> bytes,
     Tun12Kernel* kernel = tun12_row_portable;
     if (set == InstructionSet::avx2) kernel = tun12_row_avx2;
     if (set == InstructionSet::avx512) kernel = tun12_row_avx512;
-    return std::make_unique<Tun12Reader>(columns_, stream, rows, kernel);
+    return {columns_, stream, rows, kernel};
 }
 
 }  // namespace torch_offload

@@ -72,19 +72,6 @@ private:
 
 using SharedTunstallWords = std::shared_ptr<const TunstallWords>;
 
-class Tun12Decoder : public TileDecoder {
-public:
-    /// `words` has one entry per class of columns.
-    Tun12Decoder(std::size_t columns, ColumnClasses classes, std::vector<SharedTunstallWords> words);
-
-    std::unique_ptr<TileReader> open(std::span<const std::byte> bytes, std::size_t rows,
-                                     InstructionSet set) const override;
-
-private:
-    TunstallColumns columns_;
-    std::vector<SharedTunstallWords> words_;  // to which columns_ points
-};
-
 /// Codewords of one tile and how far they have been read.
 struct Tun12Stream {
     const std::byte* bytes = nullptr;
@@ -98,5 +85,38 @@ using Tun12Kernel = bool(const TunstallColumns&, Tun12Stream&, std::int8_t* row)
 Tun12Kernel tun12_row_portable;
 Tun12Kernel tun12_row_avx2;
 Tun12Kernel tun12_row_avx512;
+
+/// Reads rows one by one. Borrows from its decoder.
+class Tun12Reader : public TileReader {
+public:
+    Tun12Reader(const TunstallColumns& columns, Tun12Stream stream, std::size_t rows, Tun12Kernel* kernel) noexcept
+        : columns_(columns), stream_(stream), kernel_(kernel), rows_left_(rows) {}
+
+    std::size_t rows_at_once() const noexcept override { return 1; }
+    void read(std::size_t count, const TernaryRows& to) override;
+    /// The number of the codeword that the next row begins with.
+    std::size_t next_codeword() const noexcept { return stream_.next; }
+
+private:
+    const TunstallColumns& columns_;
+    Tun12Stream stream_;
+    Tun12Kernel* kernel_;
+    std::size_t rows_left_;
+};
+
+class Tun12Decoder : public TileDecoder {
+public:
+    /// `words` has one entry per class of columns.
+    Tun12Decoder(std::size_t columns, ColumnClasses classes, std::vector<SharedTunstallWords> words);
+
+    std::unique_ptr<TileReader> open(std::span<const std::byte> bytes, std::size_t rows,
+                                     InstructionSet set) const override;
+    /// The same, for those who ask where rows begin.
+    Tun12Reader open_rows(std::span<const std::byte> bytes, std::size_t rows, InstructionSet set) const;
+
+private:
+    TunstallColumns columns_;
+    std::vector<SharedTunstallWords> words_;  // to which columns_ points
+};
 
 }  // namespace torch_offload

@@ -1,0 +1,101 @@
+// A coded matrix as kernels for CUDA are told of it: checked on the host, with tables as flat arrays. Layer codec:
+// includes base only.
+//
+// A kernel needs beside the extent's bytes what its header says, the tables of its classes, and where the rows of TUN12
+// begin, which have no marks in a tile. All of this is found out once, on the host, and lies in one array of bytes that
+// is copied to the device. A kernel never reads outside of the extent, the tables and its own result, whatever has
+// become of the extent's bytes since they were checked; if they have changed, its values are any values.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "codec/coded_matrix.h"
+#include "codec/coder_tables.h"
+
+namespace torch_offload {
+
+/// A word of TUN12 as sets of positions: bit i of `plus` says that value i is +1, bit i of `minus` that it is -1. Above
+/// them both have the bit of the word's length. That of kRestCodeword has none at all.
+template <typename Bits>
+struct SignedWord {
+    Bits plus = 0;
+    Bits minus = 0;
+};
+
+struct KernelTile {
+    std::uint64_t offset_bytes = 0;  // in the extent, a multiple of 8
+    std::uint32_t size_bytes = 0;
+    std::uint32_t first_row = 0;
+    std::uint32_t row_count = 0;
+    Coder coder = Coder::tun12;
+};
+
+struct KernelClass {
+    std::uint32_t end_column = 0;
+    std::uint32_t end_quad = 0;
+    std::uint32_t word_bytes = 0;          // of a SignedWord: 8 for words of up to 31 values, 16 for up to 63
+    const std::byte* words = nullptr;      // [4096] SignedWord, on a multiple of 16, if any tile is of TUN12
+    const std::uint32_t* slots = nullptr;  // [kFrequencyTotal] as slots_of has them, if any tile is of RANS4
+};
+
+/// What a kernel takes by value. Borrows the extent and the tables, both in the memory that the kernel reads.
+struct KernelMatrix {
+    std::uint32_t rows = 0;
+    std::uint32_t columns = 0;
+    std::uint32_t rows_per_tile = 0;
+    std::uint32_t tile_count = 0;
+    std::uint32_t class_count = 0;
+    KernelClass classes[kMaxClasses];
+    const std::byte* extent = nullptr;
+    const KernelTile* tiles = nullptr;           // [tile_count]
+    const std::uint32_t* first_words = nullptr;  // [rows]: the codeword of its tile with which a row of TUN12 begins
+};
+
+/// Owns the tables of one matrix.
+class KernelTables {
+public:
+    /// Checks the extent and decodes every row once, so that no kernel meets rows that end too early or too late.
+    /// `tables`: as CodedMatrix takes them.
+    /// Throws: CorruptPage as CodedMatrix and its readers do; InvalidArgument if a tile is coded with the dictionary of
+    ///         QMoE, or has more than 1 GiB: there are no kernels for these.
+    KernelTables(std::span<const std::byte> extent, CoderTables& tables);
+
+    std::size_t rows() const noexcept { return shape_.rows; }
+    std::size_t columns() const noexcept { return shape_.columns; }
+    bool has(Coder coder) const noexcept { return coder == Coder::tun12 ? has_tun12_ : has_rans4_; }
+    /// What has to be where kernels read.
+    std::span<const std::byte> bytes() const noexcept { return bytes_; }
+    /// For kernels. `extent` and `tables`: where the extent's bytes and bytes() are, both on a multiple of 16.
+    KernelMatrix placed(const std::byte* extent, const std::byte* tables) const noexcept;
+
+private:
+    struct ClassOffsets {
+        std::size_t words = 0;
+        std::size_t slots = 0;
+    };
+    void take_classes(const ExtentHeader& header, CoderTables& tables);
+    void take_tiles(const CodedMatrix& matrix);
+    void take_first_words(std::span<const std::byte> extent, const ExtentHeader& header, CoderTables& tables);
+    KernelMatrix shape_;  // without pointers
+    std::vector<ClassOffsets> class_offsets_;
+    std::size_t tiles_offset_ = 0;
+    std::size_t first_words_offset_ = 0;
+    bool has_tun12_ = false;
+    bool has_rans4_ = false;
+    std::vector<std::byte> bytes_;
+};
+
+/// Rows of T with two bits for each value, as quad_code has them: value i of a row in bits 2 (i mod 16) and above of
+/// word i / 16. Kernels put rows there that more than one of them reads, or one more than once.
+struct QuadRows {
+    std::uint32_t* words = nullptr;  // [rows, stride], zero behind the last column
+    std::size_t stride = 0;          // words from one row to the next, a multiple of 4
+};
+inline constexpr std::uint32_t kValuesOfWord = 16;
+/// The stride of rows that have that many columns.
+inline constexpr std::size_t quad_row_words(std::size_t columns) noexcept { return (columns + 63) / 64 * 4; }
+
+}  // namespace torch_offload

@@ -1,0 +1,116 @@
+// Products of rows that have two bits for each value (QuadRows), as lanes of a warp compute them: sums have the order
+// of product.h, zeros of T are multiplied like other values, so they have the bits of the processors'. Layer codec:
+// includes base only.
+//
+// Tokens go through a product in groups. A panel holds a group's floats side by side, so that one load brings a column
+// of all of them: [groups, width, kTokens].
+#pragma once
+
+#include "codec/kernel_matrix.h"
+#include "codec/warp.h"
+
+namespace torch_offload {
+
+/// The most tokens of a group.
+inline constexpr unsigned kMostGroupTokens = 8;
+
+/// Tokens that are multiplied by one factor per column before they go into a product, or after they come out of it.
+template <typename Float>
+struct Scaled {
+    Float* values = nullptr;       // [tokens, width]
+    const float* scale = nullptr;  // [width]
+    std::uint32_t tokens = 0;
+    std::uint32_t width = 0;
+};
+using ScaledTokens = Scaled<const float>;
+using ScaledSums = Scaled<float>;
+
+/// The number 0, 1 or -1 that the two bits of value `index` of a word stand for.
+OFFLOAD_HOST_DEVICE inline float ternary_of(std::uint32_t word, unsigned index) noexcept {
+    return static_cast<float>(static_cast<std::int32_t>(word << (30 - 2 * index)) >> 30);
+}
+
+/// Element `index` of a panel of `from`, in groups of kTokens; tokens that there are not are zeros.
+template <unsigned kTokens>
+OFFLOAD_HOST_DEVICE inline float panel_element(const ScaledTokens& from, std::size_t index) noexcept {
+    const std::size_t column = index / kTokens % from.width;
+    const std::size_t token = index / kTokens / from.width * kTokens + index % kTokens;
+    return token < from.tokens ? from.values[token * from.width + column] * from.scale[column] : 0;
+}
+
+/// Writes one sum, scaled, if its token is there.
+OFFLOAD_HOST_DEVICE inline void write_sum(const ScaledSums& to, std::size_t token, std::size_t at, float sum) noexcept {
+    if (token < to.tokens) to.values[token * to.width + at] = sum * to.scale[at];
+}
+
+template <unsigned kRows, unsigned kTokens>
+struct BlockSums {
+    float of[kRows][kTokens] = {};
+};
+
+/// The sums of one lane of a half: columns `lane`, `lane` + 16, ... of kRows rows.
+/// `rows`: pointers to words of QuadRows. `panel`: [columns, kTokens].
+template <unsigned kRows, unsigned kTokens>
+OFFLOAD_HOST_DEVICE inline void add_columns(const std::uint32_t* const (&rows)[kRows], std::uint32_t columns,
+                                            const float* panel, unsigned lane, BlockSums<kRows, kTokens>& sums) {
+    const float* from = panel + lane * kTokens;
+    for (std::uint32_t column = lane; column < columns; column += kValuesOfWord, from += kValuesOfWord * kTokens) {
+        float inputs[kTokens];
+        for (unsigned t = 0; t < kTokens; ++t) inputs[t] = from[t];
+        for (unsigned r = 0; r < kRows; ++r) {
+            const float weight = ternary_of(rows[r][column / kValuesOfWord], lane);
+            for (unsigned t = 0; t < kTokens; ++t) sums.of[r][t] = plus_product(sums.of[r][t], weight, inputs[t]);
+        }
+    }
+}
+
+/// Both halves of a warp: rows [first_row + half kRows, + kRows) by the tokens of a group. `first_token`: of the group.
+template <unsigned kRows, unsigned kTokens, typename Warp>
+OFFLOAD_DEVICE void multiply_rows_of_warp(const Warp& warp, const KernelMatrix& matrix, const QuadRows& rows,
+                                          std::uint32_t first_row, const float* panel, std::uint32_t first_token,
+                                          const ScaledSums& y) {
+    PerLane<Warp, BlockSums<kRows, kTokens>> sums;
+    warp.each([&](unsigned lane) {
+        const std::uint32_t* of[kRows];
+        for (unsigned r = 0; r < kRows; ++r) {
+            const std::uint32_t row = first_row + lane / kHalfLanes * kRows + r;
+            of[r] = rows.words + std::size_t{row < matrix.rows ? row : matrix.rows - 1} * rows.stride;
+        }
+        add_columns<kRows, kTokens>(of, matrix.columns, panel, lane % kHalfLanes, sums[lane]);
+    });
+    for (unsigned r = 0; r < kRows; ++r) {
+        for (unsigned t = 0; t < kTokens; ++t) {
+            PerLane<Warp, float> one;
+            warp.each([&](unsigned lane) { one[lane] = sums[lane].of[r][t]; });
+            one = joined_sums(warp, one);
+            warp.each([&](unsigned lane) {
+                const std::uint32_t row = first_row + lane / kHalfLanes * kRows + r;
+                if (lane % kHalfLanes == 0 && row < matrix.rows) write_sum(y, first_token + t, row, one[lane]);
+            });
+        }
+    }
+}
+
+/// One column of z = T^T g for the tokens of a group: its products in order of a tile's rows, tiles in their order.
+/// `panel`: [rows, kTokens].
+template <unsigned kTokens>
+OFFLOAD_HOST_DEVICE inline void multiply_column(const KernelMatrix& matrix, const QuadRows& rows, std::uint32_t column,
+                                                const float* panel, std::uint32_t first_token, const ScaledSums& z) {
+    const std::uint32_t* word = rows.words + column / kValuesOfWord;
+    float sums[kTokens] = {};
+    for (std::uint32_t row = 0; row < matrix.rows;) {
+        const std::uint32_t left = matrix.rows - row;
+        const std::uint32_t end = row + (left < matrix.rows_per_tile ? left : matrix.rows_per_tile);
+        float parts[kTokens] = {};
+        for (; row < end; ++row, word += rows.stride) {
+            const float weight = ternary_of(*word, column % kValuesOfWord);
+            for (unsigned t = 0; t < kTokens; ++t) {
+                parts[t] = plus_product(parts[t], weight, panel[std::size_t{row} * kTokens + t]);
+            }
+        }
+        for (unsigned t = 0; t < kTokens; ++t) sums[t] = sums[t] + parts[t];
+    }
+    for (unsigned t = 0; t < kTokens; ++t) write_sum(z, first_token + t, column, sums[t]);
+}
+
+}  // namespace torch_offload
