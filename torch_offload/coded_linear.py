@@ -4,6 +4,12 @@ A coded page is a uint8 tensor that holds the extents of csrc/codec/FORMAT.md, o
 ``W = diag(row_scale) @ T @ diag(column_scale)`` with T of -1, 0 and +1 in the page; it is multiplied by without ever
 being expanded. The kernels are operators (``torch.ops.torch_offload``), so a page may be paged by the engine, and
 autograd and ``torch.compile`` know them.
+
+With the CUDA build, products and ``decode`` also take tensors on a GPU; coding and ``extents`` are the CPU's. The first
+use of a page on a GPU copies it to the host, which waits, checks it and makes tables that stay on the GPU while the
+page's storage lives: at most 64 KiB for each class of columns and coder, and 4 bytes for each row. Later uses are
+queued on the current stream and wait for nothing. A page there must not be changed but by operators of torch, begins on
+a multiple of 16 bytes, and is of TUN12 and RANS4.
 """
 
 from collections.abc import Sequence
@@ -81,9 +87,14 @@ def coded_linear(x: Tensor, page: Tensor, matrix: int, row_scale: Tensor, column
         row_scale: [rows], of any of these types.
         column_scale: [columns].
 
+    On a GPU all tensors are on the same one, and sums have the bits of the CPU's where x is finite. With
+    ``torch.set_float32_matmul_precision("high")`` or ``"medium"`` eight tokens and more are multiplied on tensor cores,
+    each as the sum of two bfloat16.
+
     Raises:
         PageCorruptError: If the page is damaged.
-        ValueError: If shapes do not fit.
+        ConfigError: If the page is on a GPU and coded with ``qmoe``.
+        ValueError: If shapes or devices do not fit.
     """
     product: Tensor = torch.ops.torch_offload.coded_linear(x, page, matrix, row_scale, column_scale)
     return product

@@ -1,7 +1,6 @@
 #include "autograd/coded_linear.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/Formatting.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/string_view.h>
 
@@ -11,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include "autograd/coded_arguments.h"
 #include "autograd/error_bridge.h"
 #include "codec/coded_matrix.h"
 #include "codec/coded_page.h"
@@ -25,13 +25,6 @@ namespace {
 /// to stay small beside the matrix.
 constexpr std::int64_t kTokensAtOnce = 256;
 
-std::span<const std::byte> bytes_of(const at::Tensor& page) {
-    TORCH_CHECK_TYPE(page.scalar_type() == at::kByte, "a coded page is uint8, got ", page.scalar_type());
-    TORCH_CHECK_VALUE(page.dim() == 1 && page.is_contiguous(), "a coded page has one dimension and no gaps, got sizes ",
-                      page.sizes(), " and strides ", page.strides());
-    return {static_cast<const std::byte*>(page.const_data_ptr()), static_cast<std::size_t>(page.numel())};
-}
-
 /// The process's own: experts have alike odds, and an operator has no other place for what outlives a call.
 CoderTables& shared_tables() {
     static CoderTables tables;
@@ -39,37 +32,10 @@ CoderTables& shared_tables() {
 }
 
 CodedMatrix matrix_of(const at::Tensor& page, std::int64_t index) {
-    const std::vector<std::span<const std::byte>> extents = extents_of(bytes_of(page));
+    const std::vector<std::span<const std::byte>> extents = extents_of(page_bytes(page));
     TORCH_CHECK_INDEX(index >= 0 && static_cast<std::size_t>(index) < extents.size(), "a coded page of ",
                       extents.size(), " matrices has none of number ", index);
     return CodedMatrix(extents[static_cast<std::size_t>(index)], shared_tables());
-}
-
-/// [count] floats.
-at::Tensor scale_of(const char* name, const at::Tensor& scale, std::size_t count) {
-    TORCH_CHECK_VALUE(scale.dim() == 1 && scale.numel() == static_cast<std::int64_t>(count), "coded_linear: ", name,
-                      " must have ", count, " elements like the coded matrix, got sizes ", scale.sizes());
-    return scale.to(at::kFloat).contiguous();
-}
-
-/// Both scales of a weight.
-struct Scales {
-    at::Tensor rows;
-    at::Tensor columns;
-
-    Scales(const CodedMatrix& matrix, const at::Tensor& row_scale, const at::Tensor& column_scale)
-        : rows(scale_of("row_scale", row_scale, matrix.rows())),
-          columns(scale_of("column_scale", column_scale, matrix.columns())) {}
-};
-
-/// The last dimension is `width`, the others are tokens: [tokens, width] floats.
-at::Tensor tokens_of(const char* name, const at::Tensor& tensor, std::size_t width) {
-    const at::ScalarType type = tensor.scalar_type();
-    TORCH_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, "coded_linear: ", name,
-                     " must be float32, bfloat16 or float16, got ", type);
-    TORCH_CHECK_VALUE(tensor.dim() >= 1 && tensor.size(-1) == static_cast<std::int64_t>(width), "coded_linear: ", name,
-                      " must have ", width, " elements in its last dimension, got sizes ", tensor.sizes());
-    return tensor.reshape({-1, static_cast<std::int64_t>(width)}).to(at::kFloat).contiguous();
 }
 
 TokenPanel panel_of(const at::Tensor& tokens, const at::Tensor& scale) {
@@ -125,13 +91,6 @@ at::Tensor multiplied(const at::Tensor& from, const at::Tensor& scale_before, co
     return result;
 }
 
-/// Like `from`, but for its last dimension and with the type of `from`.
-at::Tensor shaped_like(const at::Tensor& from, const at::Tensor& tokens) {
-    std::vector<std::int64_t> sizes = from.sizes().vec();
-    sizes.back() = tokens.size(1);
-    return tokens.to(from.scalar_type()).view(sizes);
-}
-
 CoderChoice choice_named(c10::string_view name) {
     constexpr std::array<std::pair<c10::string_view, CoderChoice>, 4> kChoices = {
         {{"tun12", CoderChoice::tun12},
@@ -150,10 +109,10 @@ at::Tensor coded_linear(const at::Tensor& x, const at::Tensor& page, std::int64_
                         const at::Tensor& column_scale) {
     return across_torch([&] {
         const CodedMatrix matrix = matrix_of(page, index);
-        const Scales scales(matrix, row_scale, column_scale);
-        const at::Tensor from = tokens_of("x", x, matrix.columns());
+        const CodedScales scales(matrix.rows(), matrix.columns(), row_scale, column_scale);
+        const at::Tensor from = coded_tokens("x", x, matrix.columns());
         const auto product = [&](const TokenPanel& in, TokenPanel& out) { multiply_in_parallel(matrix, in, out); };
-        return shaped_like(x, multiplied(from, scales.columns, scales.rows, scales.rows.numel(), product));
+        return tokens_like(x, multiplied(from, scales.columns, scales.rows, scales.rows.numel(), product));
     });
 }
 
@@ -161,12 +120,12 @@ at::Tensor coded_linear_transposed(const at::Tensor& g, const at::Tensor& page, 
                                    const at::Tensor& row_scale, const at::Tensor& column_scale) {
     return across_torch([&] {
         const CodedMatrix matrix = matrix_of(page, index);
-        const Scales scales(matrix, row_scale, column_scale);
-        const at::Tensor from = tokens_of("g", g, matrix.rows());
+        const CodedScales scales(matrix.rows(), matrix.columns(), row_scale, column_scale);
+        const at::Tensor from = coded_tokens("g", g, matrix.rows());
         const auto product = [&](const TokenPanel& in, TokenPanel& out) {
             multiply_transposed_in_parallel(matrix, in, out);
         };
-        return shaped_like(g, multiplied(from, scales.rows, scales.columns, scales.columns.numel(), product));
+        return tokens_like(g, multiplied(from, scales.rows, scales.columns, scales.columns.numel(), product));
     });
 }
 
@@ -204,7 +163,7 @@ at::Tensor decode_ternary(const at::Tensor& page, std::int64_t index) {
 
 at::Tensor coded_extents(const at::Tensor& page) {
     return across_torch([&] {
-        const std::span<const std::byte> bytes = bytes_of(page);
+        const std::span<const std::byte> bytes = page_bytes(page);
         const std::vector<std::span<const std::byte>> extents = extents_of(bytes);
         at::Tensor lines = at::empty({static_cast<std::int64_t>(extents.size()), 6}, page.options().dtype(at::kLong));
         auto* to = lines.mutable_data_ptr<std::int64_t>();

@@ -42,4 +42,16 @@ at::Tensor encode_ternary(const at::Tensor& values, at::IntArrayRef classes, c10
 at::Tensor decode_ternary(const at::Tensor& page, std::int64_t matrix);
 at::Tensor coded_extents(const at::Tensor& page);
 
+/// Kernels for CUDA: the same of tensors on one GPU, in a CUDA build only. Pages are of TUN12 and RANS4.
+/// Sums have the bits of the CPU where x is finite. Where torch's float32 matmul precision is "high" or "medium",
+/// coded_linear multiplies eight tokens and more on tensor cores, each as the sum of two bfloat16 (codec/mma_warp.h).
+/// Queued on the current stream. The host waits when it first meets a page, and then never (opened_pages.h has what
+/// is asked of pages); so a page that is used in a CUDA graph has been used before.
+/// Throws: as the CPU's; OffloadError if a launch is refused.
+at::Tensor coded_linear_cuda(const at::Tensor& x, const at::Tensor& page, std::int64_t matrix,
+                             const at::Tensor& row_scale, const at::Tensor& column_scale);
+at::Tensor coded_linear_transposed_cuda(const at::Tensor& g, const at::Tensor& page, std::int64_t matrix,
+                                        const at::Tensor& row_scale, const at::Tensor& column_scale);
+at::Tensor decode_ternary_cuda(const at::Tensor& page, std::int64_t matrix);
+
 }  // namespace torch_offload

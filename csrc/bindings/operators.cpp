@@ -35,6 +35,9 @@ TORCH_LIBRARY(torch_offload, m) {
 #ifdef TORCH_OFFLOAD_CUDA
     m.impl("fused_adamw_", c10::DispatchKey::CUDA, TORCH_FN(fused_adamw_cuda));
     m.impl("depart_gradient", c10::DispatchKey::CUDA, TORCH_FN(depart_gradient_cuda));
+    m.impl("coded_linear", c10::DispatchKey::CUDA, TORCH_FN(coded_linear_cuda));
+    m.impl("coded_linear_transposed", c10::DispatchKey::CUDA, TORCH_FN(coded_linear_transposed_cuda));
+    m.impl("decode_ternary", c10::DispatchKey::CUDA, TORCH_FN(decode_ternary_cuda));
 #endif
 }
 
