@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "codec/host_kernels.h"
 #include "codec/kernel_samples.h"
 #include "support/sanitized.h"
 

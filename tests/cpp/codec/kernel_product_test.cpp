@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "codec/host_kernels.h"
 #include "codec/kernel_samples.h"
 #include "codec/mma_warp.h"
 #include "codec/product.h"

@@ -2,21 +2,17 @@
 // order.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <random>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "codec/encode.h"
 #include "codec/kernel_matrix.h"
-#include "codec/product_warp.h"
-#include "codec/rans4_warp.h"
 #include "codec/ternary_samples.h"
-#include "codec/tun12_decode_warp.h"
 
 namespace torch_offload {
 
@@ -36,29 +32,6 @@ private:
     KernelTables tables_;
 };
 
-/// Decodes as the kernels do, one warp after the other. 0x77 stands in every word that nobody writes.
-inline std::vector<std::uint32_t> quad_words_of(const KernelMatrix& matrix, HostWarp warp = {}) {
-    const std::size_t stride = quad_row_words(matrix.columns);
-    std::vector<std::uint32_t> words(matrix.rows * stride, 0x77777777);
-    const QuadRows to{words.data(), stride};
-    for (std::uint32_t row = 0; row < matrix.rows; row += kRowsOfWarp) {
-        QuadWindow window{};
-        HostWarp::PerLane<Tun12Place> places;
-        warp.each([&](unsigned lane) { places[lane] = first_place(matrix, row + lane / kHalfLanes); });
-        for (std::uint32_t i = 0; i < matrix.class_count; ++i) {
-            write_class(warp, matrix, matrix.classes[i], matrix.classes[i].words, row, places, window, to);
-        }
-        fill_rows(warp, matrix, row, places, window, to);
-    }
-    for (std::uint32_t i = 0; i < matrix.tile_count; ++i) {
-        if (matrix.tiles[i].coder != Coder::rans4) continue;
-        RansWindow window;
-        const auto slots = [&](std::uint32_t index) { return matrix.classes[index].slots; };
-        write_rans_tile(warp, matrix, matrix.tiles[i], slots, window, to);
-    }
-    return words;
-}
-
 /// Of many magnitudes, so that every other order of a sum gives other bits.
 inline std::vector<float> uneven_floats(std::size_t count, std::uint32_t seed) {
     std::mt19937 random(seed);
@@ -66,15 +39,6 @@ inline std::vector<float> uneven_floats(std::size_t count, std::uint32_t seed) {
     std::vector<float> values(count);
     for (float& value : values) value = normal(random) * std::ldexp(1.0F, static_cast<int>(random() % 20) - 10);
     return values;
-}
-
-/// All groups' panels, one behind the other.
-template <unsigned kTokens>
-std::vector<float> panels_of(const ScaledTokens& from) {
-    const std::size_t groups = (from.tokens + kTokens - 1) / kTokens;
-    std::vector<float> panels(groups * from.width * kTokens);
-    for (std::size_t i = 0; i < panels.size(); ++i) panels[i] = panel_element<kTokens>(from, i);
-    return panels;
 }
 
 }  // namespace torch_offload

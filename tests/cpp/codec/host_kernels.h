@@ -1,0 +1,47 @@
+// What kernels do with a coded matrix, done by a loop that stands for warps.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "codec/kernel_matrix.h"
+#include "codec/product_warp.h"
+#include "codec/rans4_warp.h"
+#include "codec/tun12_decode_warp.h"
+
+namespace torch_offload {
+
+/// Decodes as the kernels do, one warp after the other. 0x77 stands in every word that nobody writes.
+inline std::vector<std::uint32_t> quad_words_of(const KernelMatrix& matrix, HostWarp warp = {}) {
+    const std::size_t stride = quad_row_words(matrix.columns);
+    std::vector<std::uint32_t> words(matrix.rows * stride, 0x77777777);
+    const QuadRows to{words.data(), stride};
+    for (std::uint32_t row = 0; row < matrix.rows; row += kRowsOfWarp) {
+        QuadWindow window{};
+        HostWarp::PerLane<Tun12Place> places;
+        warp.each([&](unsigned lane) { places[lane] = first_place(matrix, row + lane / kHalfLanes); });
+        for (std::uint32_t i = 0; i < matrix.class_count; ++i) {
+            write_class(warp, matrix, matrix.classes[i], matrix.classes[i].words, row, places, window, to);
+        }
+        fill_rows(warp, matrix, row, places, window, to);
+    }
+    for (std::uint32_t i = 0; i < matrix.tile_count; ++i) {
+        if (matrix.tiles[i].coder != Coder::rans4) continue;
+        RansWindow window;
+        const auto slots = [&](std::uint32_t index) { return matrix.classes[index].slots; };
+        write_rans_tile(warp, matrix, matrix.tiles[i], slots, window, to);
+    }
+    return words;
+}
+
+/// All groups' panels, one behind the other.
+template <unsigned kTokens>
+std::vector<float> panels_of(const ScaledTokens& from) {
+    const std::size_t groups = (from.tokens + kTokens - 1) / kTokens;
+    std::vector<float> panels(groups * from.width * kTokens);
+    for (std::size_t i = 0; i < panels.size(); ++i) panels[i] = panel_element<kTokens>(from, i);
+    return panels;
+}
+
+}  // namespace torch_offload
