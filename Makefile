@@ -80,9 +80,10 @@ gpu-test: .gpu-build ## On a machine with a GPU, torch 2.11+ and the toolkit, of
 	REQUIRE_CUDA=1 $(GPU_PYTHON) -m pytest tests/gpu
 
 .PHONY: gpu-bench
-gpu-bench: .gpu-build ## On such a machine: kernels against copying memory, a paged 7 B model against one that fits, as JSON
+gpu-bench: .gpu-build ## On such a machine: kernels against copying memory and cuBLAS, a paged 7 B model against one that fits, as JSON
 	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_kernels.py --json
 	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_training.py --json
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_codec.py --json
 
 # ---- what a developer runs
 
