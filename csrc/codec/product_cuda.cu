@@ -11,6 +11,8 @@ namespace {
 constexpr unsigned kBlockThreads = 128;
 constexpr unsigned kRowsOfHalf = 4;  // whose sums one lane has side by side
 constexpr std::uint32_t kBlockRows = kBlockThreads / kHalfLanes * kRowsOfHalf;
+constexpr std::uint32_t kBlockColumns = 32;  // of the transposed product, with so many tiles side by side
+constexpr std::uint32_t kBlockTiles = 8;
 constexpr std::uint32_t kMostGridGroups = 65535;
 
 template <unsigned kTokens>
@@ -34,15 +36,32 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
+/// A block has 32 columns. Its rows of threads each take a tile; their parts are added in order of the tiles.
 template <unsigned kTokens>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockColumns* kBlockTiles)
     transposed_kernel(const __grid_constant__ KernelMatrix matrix, const QuadRows rows, const float* panels,
                       std::uint32_t groups, const ScaledSums z) {
-    const std::uint32_t column = blockIdx.x * kBlockThreads + threadIdx.x;
-    if (column >= matrix.columns) return;
+    __shared__ float parts[kBlockTiles][kTokens][kBlockColumns];
+    const std::uint32_t column = blockIdx.x * kBlockColumns + threadIdx.x;
+    const bool is_there = column < matrix.columns;
     for (std::uint32_t group = blockIdx.y; group < groups; group += gridDim.y) {
         const float* const panel = panels + std::size_t{group} * matrix.rows * kTokens;
-        multiply_column<kTokens>(matrix, rows, column, panel, group * kTokens, z);
+        float sums[kTokens] = {};
+        for (std::uint32_t first = 0; first < matrix.tile_count; first += kBlockTiles) {
+            const std::uint32_t tile = first + threadIdx.y;
+            float part[kTokens] = {};
+            if (is_there && tile < matrix.tile_count) add_tile_column(matrix, rows, tile, column, panel, part);
+            for (unsigned t = 0; t < kTokens; ++t) parts[threadIdx.y][t][threadIdx.x] = part[t];
+            __syncthreads();
+            const std::uint32_t count = min(kBlockTiles, matrix.tile_count - first);
+            for (std::uint32_t i = 0; threadIdx.y == 0 && i < count; ++i) {
+                for (unsigned t = 0; t < kTokens; ++t) sums[t] = sums[t] + parts[i][t][threadIdx.x];
+            }
+            __syncthreads();
+        }
+        for (unsigned t = 0; is_there && threadIdx.y == 0 && t < kTokens; ++t) {
+            write_sum(z, group * kTokens + t, column, sums[t]);
+        }
     }
 }
 
@@ -99,10 +118,10 @@ void launch_product(const KernelMatrix& matrix, const QuadRows& rows, const floa
 
 void launch_transposed_product(const KernelMatrix& matrix, const QuadRows& rows, const float* panels,
                                const TokenGroups& groups, const ScaledSums& z, cudaStream_t stream) {
-    const dim3 grid = grid_of(matrix.columns, kBlockThreads, groups);
+    const dim3 grid = grid_of(matrix.columns, kBlockColumns, groups);
+    const dim3 block{kBlockColumns, kBlockTiles, 1};
     with_group(groups.group_tokens, [&](auto group) {
-        transposed_kernel<decltype(group)::kSize>
-            <<<grid, kBlockThreads, 0, stream>>>(matrix, rows, panels, groups.count, z);
+        transposed_kernel<decltype(group)::kSize><<<grid, block, 0, stream>>>(matrix, rows, panels, groups.count, z);
     });
     check_cuda(cudaGetLastError(), "launching a transposed product");
 }

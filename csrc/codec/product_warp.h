@@ -25,6 +25,23 @@ struct Scaled {
 using ScaledTokens = Scaled<const float>;
 using ScaledSums = Scaled<float>;
 
+/// The floats of a group that belong to one column, in transfers of up to 16 bytes.
+template <unsigned kTokens>
+struct alignas(kTokens < 4 ? 4 * kTokens : 16) GroupFloats {
+    float of[kTokens];
+
+    /// Pre: `from` is on a multiple of the alignment.
+    OFFLOAD_HOST_DEVICE static GroupFloats load(const float* from) noexcept {
+#ifdef __CUDA_ARCH__
+        return *reinterpret_cast<const GroupFloats*>(from);
+#else
+        GroupFloats floats;
+        __builtin_memcpy(&floats, from, sizeof(floats));
+        return floats;
+#endif
+    }
+};
+
 /// The number 0, 1 or -1 that the two bits of value `index` of a word stand for.
 OFFLOAD_HOST_DEVICE inline float ternary_of(std::uint32_t word, unsigned index) noexcept {
     return static_cast<float>(static_cast<std::int32_t>(word << (30 - 2 * index)) >> 30);
@@ -55,11 +72,10 @@ OFFLOAD_HOST_DEVICE inline void add_columns(const std::uint32_t* const (&rows)[k
                                             const float* panel, unsigned lane, BlockSums<kRows, kTokens>& sums) {
     const float* from = panel + lane * kTokens;
     for (std::uint32_t column = lane; column < columns; column += kValuesOfWord, from += kValuesOfWord * kTokens) {
-        float inputs[kTokens];
-        for (unsigned t = 0; t < kTokens; ++t) inputs[t] = from[t];
+        const auto inputs = GroupFloats<kTokens>::load(from);
         for (unsigned r = 0; r < kRows; ++r) {
             const float weight = ternary_of(rows[r][column / kValuesOfWord], lane);
-            for (unsigned t = 0; t < kTokens; ++t) sums.of[r][t] = plus_product(sums.of[r][t], weight, inputs[t]);
+            for (unsigned t = 0; t < kTokens; ++t) sums.of[r][t] = plus_product(sums.of[r][t], weight, inputs.of[t]);
         }
     }
 }
@@ -91,26 +107,21 @@ OFFLOAD_DEVICE void multiply_rows_of_warp(const Warp& warp, const KernelMatrix& 
     }
 }
 
-/// One column of z = T^T g for the tokens of a group: its products in order of a tile's rows, tiles in their order.
-/// `panel`: [rows, kTokens].
+/// What one tile adds to a column of z = T^T g for the tokens of a group: its products in order of the tile's rows.
+/// Tiles' parts are to be added in order of the tiles. `panel`: [rows, kTokens].
 template <unsigned kTokens>
-OFFLOAD_HOST_DEVICE inline void multiply_column(const KernelMatrix& matrix, const QuadRows& rows, std::uint32_t column,
-                                                const float* panel, std::uint32_t first_token, const ScaledSums& z) {
-    const std::uint32_t* word = rows.words + column / kValuesOfWord;
-    float sums[kTokens] = {};
-    for (std::uint32_t row = 0; row < matrix.rows;) {
-        const std::uint32_t left = matrix.rows - row;
-        const std::uint32_t end = row + (left < matrix.rows_per_tile ? left : matrix.rows_per_tile);
-        float parts[kTokens] = {};
-        for (; row < end; ++row, word += rows.stride) {
-            const float weight = ternary_of(*word, column % kValuesOfWord);
-            for (unsigned t = 0; t < kTokens; ++t) {
-                parts[t] = plus_product(parts[t], weight, panel[std::size_t{row} * kTokens + t]);
-            }
-        }
-        for (unsigned t = 0; t < kTokens; ++t) sums[t] = sums[t] + parts[t];
+OFFLOAD_HOST_DEVICE inline void add_tile_column(const KernelMatrix& matrix, const QuadRows& rows, std::uint32_t tile,
+                                                std::uint32_t column, const float* panel, float (&part)[kTokens]) {
+    const std::uint32_t first = tile * matrix.rows_per_tile;
+    const std::uint32_t left = matrix.rows - first;
+    const std::uint32_t count = left < matrix.rows_per_tile ? left : matrix.rows_per_tile;
+    const std::uint32_t* word = rows.words + first * rows.stride + column / kValuesOfWord;
+    const float* from = panel + std::size_t{first} * kTokens;
+    for (std::uint32_t row = 0; row < count; ++row, word += rows.stride, from += kTokens) {
+        const auto inputs = GroupFloats<kTokens>::load(from);
+        const float weight = ternary_of(*word, column % kValuesOfWord);
+        for (unsigned t = 0; t < kTokens; ++t) part[t] = plus_product(part[t], weight, inputs.of[t]);
     }
-    for (unsigned t = 0; t < kTokens; ++t) write_sum(z, first_token + t, column, sums[t]);
 }
 
 }  // namespace torch_offload

@@ -4,6 +4,7 @@
 // a not-a-number of x shows only in rows that use it. Layer codec: includes base only.
 #pragma once
 
+#include "codec/product_warp.h"
 #include "codec/tun12_warp.h"
 
 namespace torch_offload {
@@ -44,9 +45,8 @@ OFFLOAD_DEVICE void add_sum_bits(unsigned lane, std::uint32_t window, const floa
             const unsigned group = lowest_bit(left);
             const std::size_t column = window + (word * 32 + group) * kHalfLanes + lane % kHalfLanes;
             const float sign = minus >> group & 1 ? -1.0F : 1.0F;
-            for (unsigned t = 0; t < kTokens; ++t) {
-                sums.of[t] = plus_product(sums.of[t], sign, panel[column * kTokens + t]);
-            }
+            const auto inputs = GroupFloats<kTokens>::load(panel + column * kTokens);
+            for (unsigned t = 0; t < kTokens; ++t) sums.of[t] = plus_product(sums.of[t], sign, inputs.of[t]);
         }
         plus = 0;
         minus = 0;

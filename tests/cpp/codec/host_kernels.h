@@ -44,4 +44,17 @@ std::vector<float> panels_of(const ScaledTokens& from) {
     return panels;
 }
 
+/// A column of z = T^T g, as the kernel of product_cuda.cu adds its tiles' parts.
+template <unsigned kTokens>
+void multiply_column(const KernelMatrix& matrix, const QuadRows& rows, std::uint32_t column, const float* panel,
+                     std::uint32_t first_token, const ScaledSums& z) {
+    float sums[kTokens] = {};
+    for (std::uint32_t tile = 0; tile < matrix.tile_count; ++tile) {
+        float part[kTokens] = {};
+        add_tile_column(matrix, rows, tile, column, panel, part);
+        for (unsigned t = 0; t < kTokens; ++t) sums[t] = sums[t] + part[t];
+    }
+    for (unsigned t = 0; t < kTokens; ++t) write_sum(z, first_token + t, column, sums[t]);
+}
+
 }  // namespace torch_offload
