@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "codec/coder_tables.h"
 #include "codec/kernel_matrix.h"
 
 namespace torch_offload {
@@ -56,6 +57,7 @@ private:
     /// Drops those whose storages are gone, each time there are twice as many as were left the last time.
     void drop_gone();
 
+    CoderTables coder_tables_;
     std::mutex mutex_;
     std::map<Key, Entry> entries_;
     std::size_t drop_at_ = 64;

@@ -22,11 +22,10 @@ at::Tensor copied(std::span<const std::byte> bytes, at::Device device) {
     return host.to(device);
 }
 
-std::shared_ptr<const OpenedPage> open(const at::Tensor& page) {
+std::shared_ptr<const OpenedPage> open(const at::Tensor& page, CoderTables& coder_tables) {
     const at::Tensor host = page.to(at::kCPU);
     const std::span<const std::byte> bytes = page_bytes(host);
     const auto* const on_device = static_cast<const std::byte*>(page.const_data_ptr());
-    CoderTables coder_tables;
     auto opened = std::make_shared<OpenedPage>();
     for (const std::span<const std::byte> extent : extents_of(bytes)) {
         const KernelTables tables(extent, coder_tables);
@@ -52,7 +51,7 @@ std::shared_ptr<const OpenedPage> OpenedPages::opened(const at::Tensor& page) {
         if (auto found = find(key, page)) return found;
     }
     const std::int64_t version = version_of(page);
-    auto made = open(page);
+    auto made = open(page, coder_tables_);
     const std::lock_guard lock(mutex_);
     drop_gone();
     entries_.insert_or_assign(key, Entry{page.storage().getWeakStorageImpl(), page.numel(), version, made});

@@ -35,8 +35,7 @@ void launch_panels(const ScaledTokens& from, const TokenGroups& groups, float* p
 void launch_codeword_product(const KernelMatrix& matrix, const float* panel, std::uint32_t group_tokens,
                              const ScaledSums& y, cudaStream_t stream);
 
-/// T, for kernels that use it more than once. `to`: [rows, quad_row_words(columns)].
-/// `has_tun12`, `has_rans4`: whether a tile has that coder; one launch for each.
+/// T, for kernels that use it more than once: the rows of tiles that have the coder. `to`: of all rows.
 void launch_tun12_decode(const KernelMatrix& matrix, const QuadRows& to, cudaStream_t stream);
 void launch_rans4_decode(const KernelMatrix& matrix, const QuadRows& to, cudaStream_t stream);
 /// One byte for each value. `to`: [rows, columns].

@@ -63,8 +63,6 @@ public:
     ///         QMoE, or has more than 1 GiB: there are no kernels for these.
     KernelTables(std::span<const std::byte> extent, CoderTables& tables);
 
-    std::size_t rows() const noexcept { return shape_.rows; }
-    std::size_t columns() const noexcept { return shape_.columns; }
     bool has(Coder coder) const noexcept { return coder == Coder::tun12 ? has_tun12_ : has_rans4_; }
     /// What has to be where kernels read.
     std::span<const std::byte> bytes() const noexcept { return bytes_; }
@@ -79,6 +77,7 @@ private:
     void take_classes(const ExtentHeader& header, CoderTables& tables);
     void take_tiles(const CodedMatrix& matrix);
     void take_first_words(std::span<const std::byte> extent, const ExtentHeader& header, CoderTables& tables);
+
     KernelMatrix shape_;  // without pointers
     std::vector<ClassOffsets> class_offsets_;
     std::size_t tiles_offset_ = 0;

@@ -99,7 +99,7 @@ OFFLOAD_DEVICE void for_nonzeros(const TakenWord<Bits>& taken, std::uint32_t col
     }
 }
 
-/// Has `use(words, end_column, index)` work off a class, with its words as they lie in `table`.
+/// Calls `use` with the words of a class as they lie in `table`.
 template <typename Use>
 OFFLOAD_DEVICE void with_words(const KernelClass& one, const std::byte* table, Use use) {
     if (one.word_bytes == sizeof(SignedWord<std::uint32_t>)) {
