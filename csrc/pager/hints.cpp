@@ -14,16 +14,20 @@ bool is_same(const std::weak_ptr<Segment>& one, const std::shared_ptr<Segment>& 
 
 void Hints::add(const std::shared_ptr<Segment>& segment, std::uint64_t now, Owners& ended) {
     segment->awaited_since.store(now, std::memory_order_relaxed);
+    segment->is_announced.store(true, std::memory_order_relaxed);
     if (waiting_.size() == kMostHints) waiting_.pop_front();
-    if (holding_.size() == kMostHints) end(holding_.front().second, ended);
-    waiting_.emplace_back(segment, now);
-    holding_.emplace_back(segment, now);
+    if (holding_.size() == kMostHints) end(holding_.front().time, ended);
+    waiting_.push_back({segment, segment->size_bytes(), now});
+    holding_.push_back(waiting_.back());
 }
 
-std::shared_ptr<Segment> Hints::next(Owners& passed) {
+std::shared_ptr<Segment> Hints::next(std::size_t most_bytes, Owners& passed) {
     while (!waiting_.empty()) {
-        std::shared_ptr<Segment> segment = waiting_.front().first.lock();
-        if (segment && segment->last_use.load(std::memory_order_relaxed) == waiting_.front().second) return segment;
+        const Hint& first = waiting_.front();
+        std::shared_ptr<Segment> segment = first.segment.lock();
+        if (segment && segment->last_use.load(std::memory_order_relaxed) == first.time) {
+            return bytes_before(first.time) <= most_bytes ? segment : nullptr;
+        }
         waiting_.pop_front();
         passed.push_back(std::move(segment));
     }
@@ -31,19 +35,28 @@ std::shared_ptr<Segment> Hints::next(Owners& passed) {
 }
 
 void Hints::read(const std::shared_ptr<Segment>& segment) {
-    if (!waiting_.empty() && is_same(waiting_.front().first, segment)) waiting_.pop_front();
+    if (!waiting_.empty() && is_same(waiting_.front().segment, segment)) waiting_.pop_front();
 }
 
 void Hints::end(std::uint64_t time, Owners& ended) {
-    while (!holding_.empty() && holding_.front().second <= time) {
-        const auto [hinted, since] = std::move(holding_.front());
+    while (!holding_.empty() && holding_.front().time <= time) {
+        const Hint hint = std::move(holding_.front());
         holding_.pop_front();
-        std::shared_ptr<Segment> segment = hinted.lock();
+        std::shared_ptr<Segment> segment = hint.segment.lock();
         if (!segment) continue;
-        std::uint64_t expected = since;  // a later hint at the same segment holds on
+        std::uint64_t expected = hint.time;  // a later hint at the same segment holds on
         segment->awaited_since.compare_exchange_strong(expected, 0, std::memory_order_relaxed);
         ended.push_back(std::move(segment));
     }
+}
+
+std::size_t Hints::bytes_before(std::uint64_t time) const noexcept {
+    std::size_t sum_bytes = 0;
+    for (const Hint& hint : holding_) {
+        if (hint.time >= time) break;
+        sum_bytes += hint.size_bytes;
+    }
+    return sum_bytes;
 }
 
 }  // namespace torch_offload

@@ -1,10 +1,10 @@
 // What callers said is used soon. Layer pager: includes base, page_table.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "pager/page_table.h"
@@ -20,15 +20,20 @@ public:
 
     /// Adds one. `now`: later than all before, and more than 0. Where there are too many, the oldest ends.
     void add(const std::shared_ptr<Segment>& segment, std::uint64_t now, Owners& ended);
-    /// The oldest that waits and still holds, or nullptr.
-    std::shared_ptr<Segment> next(Owners& passed);
+    /// The oldest that waits and still holds, unless hints before it, which hold, are for more than `most_bytes`.
+    std::shared_ptr<Segment> next(std::size_t most_bytes, Owners& passed);
     /// It does not wait any longer. Pre: next() has just returned it.
     void read(const std::shared_ptr<Segment>& segment);
     /// Ends those given at `time` or before; `ended` gets their segments, most of which are not awaited any more.
     void end(std::uint64_t time, Owners& ended);
 
 private:
-    using Hint = std::pair<std::weak_ptr<Segment>, std::uint64_t>;  // and when it was given
+    struct Hint {
+        std::weak_ptr<Segment> segment;
+        std::size_t size_bytes;
+        std::uint64_t time;
+    };
+    std::size_t bytes_before(std::uint64_t time) const noexcept;
 
     std::deque<Hint> waiting_;
     std::deque<Hint> holding_;

@@ -152,6 +152,8 @@ public:
     std::atomic<std::uint64_t> last_use{0};
     /// When a caller last said that it is used soon, on that clock; 0: that does not hold any more.
     std::atomic<std::uint64_t> awaited_since{0};
+    /// Whether a caller has ever said so: it probably will again.
+    std::atomic<bool> is_announced{false};
     /// Whether it is written down only when asked for: memory is not made by sending it away.
     bool stays = false;
     /// Its place in the queue of what could go, if it is there. The pager's lock covers it.

@@ -18,7 +18,10 @@ constexpr std::size_t kFewestReads = 2;
 // Of the budget, that reads on their way may take: of what comes next by the recording, and of what a caller wants.
 constexpr std::size_t kShareOfAhead = 48;
 constexpr std::size_t kShareOfWanted = 8;
+// Of the budget, that segments may have that were hinted at and not used yet: the rest is for what is used meanwhile.
+constexpr std::size_t kShareOfAwaited = 4;
 constexpr UsePosition kAwaited = 0;
+constexpr UsePosition kUnannounced = kNever - 1;
 constexpr std::int64_t kKickEveryNs = 1'000'000;
 
 // A read begins so long before it has to: what the disk may stall, and what a computation may be faster than before.
@@ -37,7 +40,10 @@ std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time
 /// which runs when the parameter it belongs to is first pinned: now, if it is pending, else in the following step.
 UsePosition Pager::Impl::next_use(const Segment& segment) const {
     if (segment.awaited_since.load(std::memory_order_relaxed) != 0) return kAwaited;
-    if (!trace.has_prediction()) return kNever;
+    if (!trace.has_prediction()) {
+        // What is announced can be read in time, so it goes before what would be missed.
+        return segment.is_announced.load(std::memory_order_relaxed) ? kNever : kUnannounced;
+    }
     const bool is_anchored = segment.anchor_id != kNoTrace;
     const Distance own = trace.next_in_step(segment.trace_id);
     const Distance anchor = is_anchored && segment.has_pending() ? trace.next_in_step(segment.anchor_id) : kNever;
@@ -200,7 +206,7 @@ void Pager::Impl::read_hinted() {
         Hints::Owners passed;  // outlives the lock
         {
             const std::lock_guard lock(mutex);
-            segment = hints.next(passed);
+            segment = hints.next(options.budget_bytes / kShareOfAwaited, passed);
         }
         if (!segment || !read_wanted(segment)) return;
         const std::lock_guard lock(mutex);
