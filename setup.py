@@ -23,6 +23,8 @@ CUDA_ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 USUAL_CUDA_HOME = "/usr/local/cuda"
 # Kernels for different processors give the same bits: no operation is fused with another, square roots are one.
 ARITHMETIC = ("-ffp-contract=off", "-fno-math-errno")
+# torch shares its threads through OpenMP only with code that was compiled for it; else at::parallel_for is a plain loop.
+THREADS = ("-fopenmp",)
 CUDA_ARITHMETIC = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false")
 COMPAT = runpy.run_path(str(ROOT / "torch_offload" / "_compat.py"))
 
@@ -163,7 +165,7 @@ def extension():
     else:
         print("torch_offload: liburing not found, building without io_uring (apt-get install liburing-dev adds it)")
     cuda_flags, nvcc_flags = cuda_options(cuda_architectures()) if WITH_CUDA else ([], [])
-    cxx_flags = ["-std=c++20", "-O3", "-g0", *ARITHMETIC, *cflags, *cuda_flags]
+    cxx_flags = ["-std=c++20", "-O3", "-g0", *ARITHMETIC, *THREADS, *cflags, *cuda_flags]
     return (CUDAExtension if WITH_CUDA else CppExtension)(
         name="torch_offload._C",
         sources=sources(with_cuda=WITH_CUDA),
@@ -171,7 +173,7 @@ def extension():
         depends=headers(),
         define_macros=macros,
         extra_compile_args={"cxx": cxx_flags, "nvcc": nvcc_flags},
-        extra_link_args=libraries,
+        extra_link_args=[*libraries, *THREADS],
     )
 
 

@@ -40,7 +40,7 @@ class Plan:
     )
     new_tokens: int = 8
     zeros: float = 0.885
-    slow_bytes_per_second: int = 250_000_000
+    slow_bytes_per_second: int = 100_000_000
     rounds: int = 5
     most_rounds: int = 9
     probe_bytes: int = 256 << 20
