@@ -16,7 +16,13 @@ constexpr int kPatience = 8;
 
 void Trace::touch(TraceId id, const TraceMoment& moment) {
     if (id == kNoTrace) return;
-    if (recorded_.empty() || recorded_.back().id != id) {
+    if (recorded_.size() == kMostUses) {
+        recorded_ = {};
+        is_endless_ = true;
+    }
+    if (is_endless_) {
+        // nothing is kept of it
+    } else if (recorded_.empty() || recorded_.back().id != id) {
         recorded_.push_back({id, {moment.busy_ns - step_start_ns_, moment.other_bytes}});
     } else {
         recorded_.back().moment.other_bytes = std::max(recorded_.back().moment.other_bytes, moment.other_bytes);
@@ -45,6 +51,10 @@ Distance Trace::last_in_step(TraceId id) const {
 }
 
 void Trace::end_step(std::int64_t busy_ns) {
+    if (is_endless_) {
+        is_endless_ = false;
+        step_start_ns_ = busy_ns;
+    }
     if (recorded_.empty()) return;
     step_ns_ = busy_ns - step_start_ns_;
     step_start_ns_ = busy_ns;

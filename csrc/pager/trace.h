@@ -36,6 +36,9 @@ struct UpcomingUse {
 /// Threads: none; the pager's lock covers it.
 class Trace {
 public:
+    /// Pins of a step that are recorded; what is longer is none, such as a program that only generates.
+    static constexpr std::size_t kMostUses = std::size_t{1} << 20;
+
     /// Notes a pin of role `id` and moves the cursor past its next recorded occurrence.
     void touch(TraceId id, const TraceMoment& moment = {});
 
@@ -67,6 +70,7 @@ private:
     };
 
     std::vector<Use> recorded_;
+    bool is_endless_ = false;  // the step is too long to be recorded
     std::vector<Use> predicted_;
     std::int64_t step_start_ns_ = 0;                     // of the running step
     std::int64_t step_ns_ = 0;                           // computing time of the predicted one

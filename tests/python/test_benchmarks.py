@@ -116,3 +116,15 @@ def test_moe_says_the_same_from_a_tenth_of_its_memory(scratch):
     result = smoke("moe", scratch)
     assert len(result["bars"]) == 7
     assert result["final"]["paged"]["prefetches"] > 0
+
+
+def test_expert_quality_judges_every_way():
+    """Every way was judged, at no more bits than were asked for, and adapters were trained over the coded experts."""
+    result = run_smoke("expert_quality")
+    (found,) = result["results"]
+    methods = [row["method"] for row in found["variants"]]
+    assert methods == ["bf16", "zeroed", "qmoe", "nearest", "nearest", "ours", "ours"]
+    assert [row["bits"] <= most for row, most in zip(found["variants"][-2:], (0.8, 2.0), strict=True)] == [True, True]
+    assert len({row["loss"] for row in found["variants"]}) == len(methods)
+    assert all(0 < ratio < 1 for ratio in found["rate_at_qmoes_error"])
+    assert found["adapters"]["loss_adapted"] != found["adapters"]["loss_coded"]

@@ -1,5 +1,7 @@
 """Coded matrices as tensors: what is coded comes back, products are those of the dequantised weight."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -132,6 +134,23 @@ def test_threads_change_nothing():
         torch.set_num_threads(before)
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+def test_threads_share_the_work():
+    """Method: time on the processor that other threads than the caller take; a plain loop leaves them none."""
+    weight = Weight(8192, 1024)
+    x = torch.randn(8, 1024)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        weight.times(x)
+        own, all_threads = time.thread_time(), time.process_time()
+        for _ in range(20):
+            weight.times(x)
+        own, all_threads = time.thread_time() - own, time.process_time() - all_threads
+    finally:
+        torch.set_num_threads(before)
+    assert all_threads - own > 0.3 * all_threads
 
 
 def test_any_shape_of_tokens():

@@ -91,5 +91,20 @@ TEST(Trace, SaysWhenAndBesideWhat) {
     EXPECT_EQ(trace.position_of(2), 3u);
 }
 
+// A program that never ends a step takes no more and more memory: what is too long is not recorded, and predicts
+// nothing; steps after it do. Method: two roles in turn, one pin more than is recorded.
+TEST(Trace, StepsWithoutEndAreNotRecorded) {
+    Trace trace;
+    for (std::size_t i = 0; i <= Trace::kMostUses; ++i) trace.touch(static_cast<TraceId>(i % 2));
+    trace.end_step(1000);
+    EXPECT_FALSE(trace.has_prediction());
+    trace.touch(0, {1100, 0});
+    trace.touch(1, {1150, 0});
+    trace.end_step(1200);
+    EXPECT_EQ(trace.length(), 2u);
+    trace.touch(0, {1300, 0});
+    EXPECT_EQ(trace.upcoming(0)->after_ns, 50);
+}
+
 }  // namespace
 }  // namespace torch_offload::test

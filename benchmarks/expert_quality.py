@@ -1,0 +1,270 @@
+"""What coding experts costs in held-out loss, against file bytes, on models whose experts have learned something.
+
+    python benchmarks/expert_quality.py --json --work DIR > benchmarks/results/expert_quality.json     (some hours)
+    python benchmarks/expert_quality.py --smoke
+
+Models of trained_experts.py, several seeds each; every one is judged as it is in bf16, with its experts zeroed, and
+with them made smaller by: rounding to nearest (RTN), QMoE as published, and this project at six rates. All see the same
+calibration texts. `value_retained` is (L zeroed - L) / (L zeroed - L bf16). Beside it, on single matrices of the same
+models: the bits that this project takes for the output error that QMoE has.
+
+Then adapters (PEFT's LoRA on the coded experts and on the router) are trained over the experts coded at 0.8 bits, and,
+for comparison, the same over the dense ones. `recovered` is what they win back of the loss that coding costs.
+
+What is done stays in DIR (texts, trained models, results of each model and seed), and the next call goes on with it.
+"""
+
+import argparse
+import copy
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import expert_rounding
+import torch
+from peft import LoraConfig, get_peft_model
+from reporting import at_least, at_most, emit, machine, progress, spread
+from torch import nn
+from trained_experts import (
+    RECIPES,
+    Recipe,
+    Texts,
+    held_out_loss,
+    smoke,
+    texts_for,
+    tokenizer_for,
+    train,
+    trained_model,
+)
+
+from torch_offload import gptq
+from torch_offload.coded_experts import DOWN, UP
+from torch_offload.expert_modules import experts_of
+
+OUR_BITS = (0.4, 0.6, 0.8, 1.0, 1.5, 2.0)
+SMOKE_BITS = (0.8, 2.0)
+NEAREST_ZEROS = (0.87, 0.55)  # some 0.8 and 1.5 bits
+LEAST_VALUE = 0.5  # nat that zeroing experts must cost
+ADAPTED_BITS = 0.8  # a twentieth of bf16
+ADAPTER_LEARNING_RATE = 1e-3
+COMPARED_EXPERTS = 3  # of the first and of the last layer
+COMPARED_SHARES = (0.35, 0.45, 0.55, 0.65, 0.8)  # of QMoE's bits
+
+
+def measure(recipe: Recipe, seed: int, folder: Path, rates: Sequence[float]) -> dict[str, Any]:
+    """Train a model of one seed and judge it in every way, or read what was found before."""
+    path = folder / f"result-{recipe.name}-{seed}.json"
+    if path.exists():
+        return dict(json.loads(path.read_text()))
+    texts = texts_for(recipe, tokenizer_for(recipe, folder), folder, seed=seed)
+    model = trained_model(recipe, texts, folder, seed=seed)
+    result = {
+        "model": recipe.name,
+        "seed": seed,
+        "held_out_tokens": texts.held_out.numel(),
+        "expert_weights": sum(experts.shapes.count * experts.shapes.weights_each for experts in experts_of(model)),
+        "variants": variants(model, texts, rates),
+        "rate_at_qmoes_error": rates_at_equal_error(model, texts),
+        "adapters": adapters(model, texts, recipe),
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def variants(model: nn.Module, texts: Texts, rates: Sequence[float]) -> list[dict[str, Any]]:
+    """Loss and bits per weight of each."""
+    ways: list[tuple[str, Callable[[nn.Module], float | None]]] = [
+        ("bf16", lambda _: 16.0),
+        ("zeroed", expert_rounding.zero),
+        ("qmoe", lambda one: expert_rounding.qmoe(one, texts.calibration)),
+        *(
+            ("nearest", lambda one, zeros=zeros: expert_rounding.nearest(one, texts.calibration, zeros=zeros))
+            for zeros in NEAREST_ZEROS
+        ),
+        *(("ours", lambda one, bits=bits: expert_rounding.ours(one, texts.calibration, bits=bits)) for bits in rates),
+    ]
+    rows: list[dict[str, Any]] = []
+    for name, make in ways:
+        one = copy.deepcopy(model)
+        bits = make(one)
+        rows.append({"method": name, "bits": bits or 0.0, "loss": held_out_loss(one, texts.held_out)})
+        progress(f"{name}: {rows[-1]['bits']:.3f} bits, loss {rows[-1]['loss']:.4f}")
+    whole, none = rows[0]["loss"], rows[1]["loss"]
+    return [row | {"value_retained": (none - row["loss"]) / (none - whole)} for row in rows]
+
+
+def rates_at_equal_error(model: nn.Module, texts: Texts) -> list[float]:
+    """For single matrices: bits of ours over bits of QMoE's where both lose the same of the output's energy."""
+    model = copy.deepcopy(model)
+    modules = experts_of(model)
+
+    def run() -> None:
+        held_out_loss(model, texts.calibration)
+
+    ratios: list[float] = []
+    chosen = (modules[0], modules[-1])
+    for moments in expert_rounding.moments_of(chosen, run).values():
+        (experts,) = [experts for experts in chosen if experts.name == moments.label]
+        for matrix in (UP, DOWN):
+            means = moments.means(matrix)
+            for expert in range(COMPARED_EXPERTS):
+                with torch.no_grad():
+                    ratios.append(rate_at_equal_error(experts.weight(expert, matrix).float(), means[expert]))
+    return ratios
+
+
+def rate_at_equal_error(weight: torch.Tensor, moment: torch.Tensor) -> float:
+    """Interpolated between rates, the logarithm of the error on a line; nan if QMoE's is beyond them."""
+    dense, qmoe_bytes = expert_rounding.qmoe_rounded(weight, moment)
+    target = math.log(lost(weight, dense, moment))
+    points: list[tuple[float, float]] = []
+    for share in COMPARED_SHARES:
+        terms = gptq.quantise(weight, moment, bits=share * qmoe_bytes * 8 / weight.numel())
+        total = torch.stack([term.dense() for term in terms]).sum(0)
+        points.append((expert_rounding.coded_bytes(terms) / qmoe_bytes, math.log(lost(weight, total, moment))))
+        if len(points) > 1 and points[-1][1] <= target <= points[-2][1]:
+            (low, first), (high, second) = points[-2:]
+            return low + (first - target) / (first - second) * (high - low)
+    return points[0][0] if points[0][1] <= target else math.nan
+
+
+def lost(weight: torch.Tensor, other: torch.Tensor, moment: torch.Tensor) -> float:
+    """Part of the output's energy."""
+    error = (weight - other).double()
+    exact = weight.double()
+    return float((error @ moment.double() * error).sum() / (exact @ moment.double() * exact).sum())
+
+
+def adapters(model: nn.Module, texts: Texts, recipe: Recipe) -> dict[str, Any]:
+    """Losses with adapters over coded and over dense experts, trained alike on what the model was trained on."""
+    coded = copy.deepcopy(model)
+    bits = expert_rounding.ours(coded, texts.calibration, bits=ADAPTED_BITS)
+    before = held_out_loss(coded, texts.held_out)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    dense = copy.deepcopy(model)
+    adapted, count = adapt(coded, ["coded.up", "coded.down"], [], texts, recipe)
+    reference, _ = adapt(dense, [], ["experts.gate_up_proj", "experts.down_proj"], texts, recipe)
+    return {
+        "bits": bits,
+        "parameters_share": count / parameters,
+        "loss_coded": before,
+        "loss_adapted": adapted,
+        "loss_dense_adapted": reference,
+    }
+
+
+def adapt(
+    model: nn.Module, modules: list[str], parameters: list[str], texts: Texts, recipe: Recipe
+) -> tuple[float, int]:
+    """Train LoRA factors on experts and router; returns the held-out loss and how many parameters were trained."""
+    torch.manual_seed(0)
+    rank = recipe.adapter_rank
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=modules, target_parameters=["gate.weight", *parameters]
+    )
+    adapted = get_peft_model(model, config)
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    train(adapted, trained, texts.training, recipe.with_learning_rate(ADAPTER_LEARNING_RATE), autocast=False)
+    return held_out_loss(adapted, texts.held_out), sum(parameter.numel() for parameter in trained)
+
+
+def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over the seeds of each model."""
+    summary: dict[str, Any] = {}
+    for name in dict.fromkeys(result["model"] for result in results):
+        of_model = [result for result in results if result["model"] == name]
+        per_variant = zip(*(result["variants"] for result in of_model), strict=True)
+        summary[name] = {
+            "value_of_experts": spread([value_of_experts(result) for result in of_model]),
+            "variants": [
+                {"method": rows[0]["method"]}
+                | {key: spread([row[key] for row in rows]) for key in ("bits", "loss", "value_retained")}
+                for rows in per_variant
+            ],
+            "rate_at_qmoes_error": spread([ratio for result in of_model for ratio in result["rate_at_qmoes_error"]]),
+            "recovered": spread([recovered(result) for result in of_model]),
+            "recovered_of_dense_with_adapters": spread([recovered_of_adapted(result) for result in of_model]),
+        }
+    return summary
+
+
+def loss_of(result: dict[str, Any], method: str) -> float:
+    return next(float(row["loss"]) for row in result["variants"] if row["method"] == method)
+
+
+def value_of_experts(result: dict[str, Any]) -> float:
+    """Nats that zeroing them costs."""
+    return loss_of(result, "zeroed") - loss_of(result, "bf16")
+
+
+def recovered(result: dict[str, Any]) -> float:
+    """Part of the loss that coding costs, won back by adapters."""
+    losses = result["adapters"]
+    return float((losses["loss_coded"] - losses["loss_adapted"]) / (losses["loss_coded"] - loss_of(result, "bf16")))
+
+
+def recovered_of_adapted(result: dict[str, Any]) -> float:
+    """The same against the dense model with adapters of its own."""
+    losses = result["adapters"]
+    return float(
+        (losses["loss_coded"] - losses["loss_adapted"]) / (losses["loss_coded"] - losses["loss_dense_adapted"])
+    )
+
+
+def bars_of(results: list[dict[str, Any]], *, judges_values: bool) -> list[dict[str, Any]]:
+    """Return what must hold for each model. Losses are reported, not judged."""
+    bars = []
+    for name, summary in summarise(results).items():
+        of_model = [result for result in results if result["model"] == name]
+        share = max(result["adapters"]["parameters_share"] for result in of_model)
+        bits = max(result["adapters"]["bits"] for result in of_model)
+        bars += [
+            at_most(f"{name}: adapters' part of the parameters", share, 0.01),
+            at_most(f"{name}: bits per weight below adapters", bits, 16 / 20),
+        ]
+        if judges_values:
+            bars += [
+                at_least(f"{name}: seeds", len(of_model), 3),
+                at_least(f"{name}: held-out tokens", min(result["held_out_tokens"] for result in of_model), 100_000),
+                at_least(f"{name}: nats that zeroing experts costs", summary["value_of_experts"]["min"], LEAST_VALUE),
+                at_most(
+                    f"{name}: bits over QMoE's at its output error",
+                    statistics.median(ratio for result in of_model for ratio in result["rate_at_qmoes_error"]),
+                    0.75,
+                ),
+                at_least(
+                    f"{name}: part of the loss that adapters win back",
+                    min(summary["recovered"]["median"], summary["recovered_of_dense_with_adapters"]["median"]),
+                    0.5,
+                ),
+            ]
+    return bars
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
+    parser.add_argument("--smoke", action="store_true", help="one small model for a minute: shows that it runs")
+    parser.add_argument("--models", nargs="+", choices=list(RECIPES), default=list(RECIPES))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--work", help="directory for what is kept; default: nothing is")
+    options = parser.parse_args()
+    recipes = [smoke(RECIPES["mixtral"])] if options.smoke else [RECIPES[name] for name in options.models]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(options.work or scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        rates = SMOKE_BITS if options.smoke else OUR_BITS
+        seeds = range(1 if options.smoke else options.seeds)
+        results = [measure(recipe, seed, folder, rates) for seed in seeds for recipe in recipes]
+    benchmark = {"benchmark": "expert_quality", "machine": machine(), "recipes": [asdict(one) for one in recipes]}
+    bars = bars_of(results, judges_values=not options.smoke)
+    emit(benchmark | {"results": results, "summary": summarise(results), "bars": bars}, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
