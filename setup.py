@@ -23,7 +23,7 @@ CUDA_ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 USUAL_CUDA_HOME = "/usr/local/cuda"
 # Kernels for different processors give the same bits: no operation is fused with another, square roots are one.
 ARITHMETIC = ("-ffp-contract=off", "-fno-math-errno")
-# torch shares its threads through OpenMP only with code that was compiled for it; else at::parallel_for is a plain loop.
+# Only code that was compiled for OpenMP shares the threads of torch: elsewhere at::parallel_for is a plain loop.
 THREADS = ("-fopenmp",)
 CUDA_ARITHMETIC = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false")
 COMPAT = runpy.run_path(str(ROOT / "torch_offload" / "_compat.py"))
