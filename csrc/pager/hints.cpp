@@ -1,5 +1,7 @@
 #include "pager/hints.h"
 
+#include <utility>
+
 namespace torch_offload {
 namespace {
 
@@ -21,17 +23,17 @@ void Hints::add(const std::shared_ptr<Segment>& segment, std::uint64_t now, Owne
     holding_.push_back(waiting_.back());
 }
 
-std::shared_ptr<Segment> Hints::next(std::size_t most_bytes, Owners& passed) {
+Hints::Next Hints::next(Owners& passed) {
     while (!waiting_.empty()) {
         const Hint& first = waiting_.front();
         std::shared_ptr<Segment> segment = first.segment.lock();
         if (segment && segment->last_use.load(std::memory_order_relaxed) == first.time) {
-            return bytes_before(first.time) <= most_bytes ? segment : nullptr;
+            return {std::move(segment), bytes_before(first.time)};
         }
         waiting_.pop_front();
         passed.push_back(std::move(segment));
     }
-    return nullptr;
+    return {};
 }
 
 void Hints::read(const std::shared_ptr<Segment>& segment) {

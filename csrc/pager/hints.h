@@ -20,8 +20,12 @@ public:
 
     /// Adds one. `now`: later than all before, and more than 0. Where there are too many, the oldest ends.
     void add(const std::shared_ptr<Segment>& segment, std::uint64_t now, Owners& ended);
-    /// The oldest that waits and still holds, unless hints before it, which hold, are for more than `most_bytes`.
-    std::shared_ptr<Segment> next(std::size_t most_bytes, Owners& passed);
+    struct Next {
+        std::shared_ptr<Segment> segment;  // or nullptr
+        std::size_t bytes_before = 0;      // of those that are awaited before it
+    };
+    /// The oldest that waits and still holds.
+    Next next(Owners& passed);
     /// It does not wait any longer. Pre: next() has just returned it.
     void read(const std::shared_ptr<Segment>& segment);
     /// Ends those given at `time` or before; `ended` gets their segments, most of which are not awaited any more.

@@ -149,6 +149,7 @@ struct Pager::Impl final : StoreClient {
     void read_what_is_due();
     void hint_at(const std::shared_ptr<Segment>& segment);
     void end_hints(std::uint64_t time);
+    bool is_free(std::size_t size_bytes);
     void read_hinted();
     bool read_wanted(const std::shared_ptr<Segment>& segment);
     bool start_reading(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use);

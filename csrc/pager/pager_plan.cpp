@@ -18,7 +18,8 @@ constexpr std::size_t kFewestReads = 2;
 // Of the budget, that reads on their way may take: of what comes next by the recording, and of what a caller wants.
 constexpr std::size_t kShareOfAhead = 48;
 constexpr std::size_t kShareOfWanted = 8;
-// Of the budget, that segments may have that were hinted at and not used yet: the rest is for what is used meanwhile.
+// Of the budget, that is made free for segments that were hinted at and not used yet: the rest is for what is used
+// meanwhile.
 constexpr std::size_t kShareOfAwaited = 4;
 constexpr UsePosition kAwaited = 0;
 constexpr UsePosition kUnannounced = kNever - 1;
@@ -188,6 +189,11 @@ void Pager::Impl::hint_at(const std::shared_ptr<Segment>& segment) {
     }
 }
 
+bool Pager::Impl::is_free(std::size_t size_bytes) {
+    const std::lock_guard lock(mutex);
+    return arena.usage().available_bytes() >= size_bytes;
+}
+
 /// A hint has come true. What earlier ones keep in memory, which nobody has used by now, may go like anything else.
 void Pager::Impl::end_hints(std::uint64_t time) {
     Hints::Owners ended;  // outlives the lock
@@ -202,15 +208,18 @@ void Pager::Impl::end_hints(std::uint64_t time) {
 /// ahead.
 void Pager::Impl::read_hinted() {
     while (true) {
-        std::shared_ptr<Segment> segment;
+        Hints::Next next;
         Hints::Owners passed;  // outlives the lock
         {
             const std::lock_guard lock(mutex);
-            segment = hints.next(options.budget_bytes / kShareOfAwaited, passed);
+            next = hints.next(passed);
         }
-        if (!segment || !read_wanted(segment)) return;
+        if (!next.segment) return;
+        const bool may_evict = next.bytes_before <= options.budget_bytes / kShareOfAwaited;
+        if (!may_evict && !is_free(next.segment->size_bytes() + spare_bytes())) return;
+        if (!read_wanted(next.segment)) return;
         const std::lock_guard lock(mutex);
-        hints.read(segment);
+        hints.read(next.segment);
     }
 }
 

@@ -157,6 +157,24 @@ TEST(PagerPlan, WhatWasReadForAHintStaysUntilItsUse) {
     EXPECT_EQ(pager.statistics().misses, 0u);
 }
 
+// Hints take what memory is free; only what has to be made free for them is limited. Method: more than that limit, in a
+// memory that has room for all.
+TEST(PagerPlan, HintsTakeMemoryThatIsFree) {
+    constexpr std::size_t kPages = 20;
+    Pager pager(options_with(kPages + 12));
+    const auto other = with_role(pager, 1000);
+    std::vector<std::shared_ptr<Segment>> wanted;
+    for (std::uint32_t seed = 0; seed < kPages; ++seed) wanted.push_back(filled_segment(pager, 1, seed));
+    for (const auto& segment : wanted) ASSERT_EQ(pager.evict(segment), 0u);
+    for (const auto& segment : wanted) pager.prefetch(segment);
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+        EXPECT_TRUE(comes_true([&] {
+            pager.touch(other);
+            return pager.is_resident(*wanted[i]);
+        })) << i;
+    }
+}
+
 // A hint that was wrong keeps nothing in memory once a later one has come true. Method: two that nobody uses, then more
 // that are used than memory holds.
 TEST(PagerPlan, WrongHintsGiveWay) {
