@@ -18,7 +18,6 @@ import argparse
 import copy
 import json
 import math
-import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -45,6 +44,7 @@ from trained_experts import (
 from torch_offload import gptq
 from torch_offload.coded_experts import DOWN, UP
 from torch_offload.expert_modules import experts_of
+from torch_offload.expert_moments import moments_of
 
 OUR_BITS = (0.4, 0.6, 0.8, 1.0, 1.5, 2.0)
 SMOKE_BITS = (0.8, 2.0)
@@ -108,7 +108,7 @@ def rates_at_equal_error(model: nn.Module, texts: Texts) -> list[float]:
 
     ratios: list[float] = []
     chosen = (modules[0], modules[-1])
-    for moments in expert_rounding.moments_of(chosen, run).values():
+    for moments in moments_of(chosen, run).values():
         (experts,) = [experts for experts in chosen if experts.name == moments.label]
         for matrix in (UP, DOWN):
             means = moments.means(matrix)
@@ -234,7 +234,7 @@ def bars_of(results: list[dict[str, Any]], *, judges_values: bool) -> list[dict[
                 at_least(f"{name}: nats that zeroing experts costs", summary["value_of_experts"]["min"], LEAST_VALUE),
                 at_most(
                     f"{name}: bits over QMoE's at its output error",
-                    statistics.median(ratio for result in of_model for ratio in result["rate_at_qmoes_error"]),
+                    summary["rate_at_qmoes_error"]["median"],
                     0.75,
                 ),
                 at_least(

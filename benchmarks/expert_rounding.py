@@ -9,8 +9,8 @@ import torch_offload
 from torch_offload import coded_linear, gptq, ternary
 from torch_offload.block_walk import BlockWalk, block_of
 from torch_offload.coded_experts import DOWN, UP
-from torch_offload.expert_modules import ExpertsModule, experts_of
-from torch_offload.expert_moments import ExpertMoments
+from torch_offload.expert_modules import experts_of
+from torch_offload.expert_moments import moments_of
 
 SCALE_BITS = 16
 
@@ -58,17 +58,6 @@ def coded_bytes(terms: Sequence[ternary.TernaryMatrix]) -> int:
         + (len(term.row_scale) + len(term.column_scale)) * SCALE_BITS // 8
         for term in terms
     )
-
-
-def moments_of(modules: Sequence[ExpertsModule], run: Callable[[], None]) -> dict[str, ExpertMoments]:
-    """Run something, and return what these modules' experts were given."""
-    moments = {experts.name: ExpertMoments(experts) for experts in modules}
-    for experts in modules:
-        experts.observe(moments[experts.name])
-    run()
-    for experts in modules:
-        experts.forget()
-    return moments
 
 
 def _layer_by_layer(model: nn.Module, rows: Tensor, rounded: Rounder) -> float:

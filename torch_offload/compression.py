@@ -24,7 +24,7 @@ from torch_offload.coded_files import PAGE_ALIGNMENT_BYTES
 from torch_offload.configured_model import loaded_model
 from torch_offload.errors import ConfigError
 from torch_offload.expert_modules import ExpertsModule, read_ahead
-from torch_offload.expert_moments import ExpertMoments
+from torch_offload.expert_moments import ExpertMoments, moments_of
 from torch_offload.finished_blocks import FOLDER, FinishedBlocks, fingerprint_of
 from torch_offload.gptq import Rounding
 from torch_offload.moe import experts_of
@@ -269,7 +269,7 @@ class _Compressor:
         if kept is not None:
             coded, results = kept[0], [ModuleResult(**said) for said in kept[1]]
         else:
-            moments = _observe(modules, lambda: walk.run(block))
+            moments = moments_of(modules, lambda: walk.run(block))
             coded, results = {}, []
             for experts in modules:
                 coded[experts.name], result = self._module(experts, moments[experts.name], pages[experts.name])
@@ -327,19 +327,6 @@ class _Compressor:
                 sweeps=self._sweeps,
             )
         return rounded
-
-
-def _observe(modules: Sequence[ExpertsModule], run: Callable[[], None]) -> dict[str, ExpertMoments]:
-    """Run something and return what the modules' experts were given."""
-    moments = {experts.name: ExpertMoments(experts) for experts in modules}
-    try:
-        for experts in modules:
-            experts.observe(moments[experts.name])
-        run()
-    finally:
-        for experts in modules:
-            experts.forget()
-    return moments
 
 
 def _curves(

@@ -1,7 +1,7 @@
 """What the experts of a module are given: the second moments of their inputs, gathered while the model runs."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,3 +66,16 @@ class ExpertMoments(nn.Module):
             for weight in [self._experts[0].weight(expert, DOWN).detach().to("cpu", torch.float32)]
         ]
         return torch.stack(each).clamp(min=0) * (self.tokens + 0.1 * self.tokens.mean() + 1e-6)
+
+
+def moments_of(modules: Sequence[ExpertsModule], run: Callable[[], None]) -> dict[str, ExpertMoments]:
+    """Run something and return what the modules' experts were given, by the modules' names."""
+    moments = {experts.name: ExpertMoments(experts) for experts in modules}
+    try:
+        for experts in modules:
+            experts.observe(moments[experts.name])
+        run()
+    finally:
+        for experts in modules:
+            experts.forget()
+    return moments
