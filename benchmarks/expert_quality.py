@@ -63,37 +63,47 @@ def measure(recipe: Recipe, seed: int, folder: Path, rates: Sequence[float]) -> 
         return dict(json.loads(path.read_text()))
     texts = texts_for(recipe, tokenizer_for(recipe, folder), folder, seed=seed)
     model = trained_model(recipe, texts, folder, seed=seed)
+    coded: dict[float, nn.Module] = {}
     result = {
         "model": recipe.name,
         "seed": seed,
-        "held_out_tokens": texts.held_out.numel(),
+        "held_out_tokens": texts.held_out.ids.numel(),
         "expert_weights": sum(experts.shapes.count * experts.shapes.weights_each for experts in experts_of(model)),
-        "variants": variants(model, texts, rates),
+        "variants": variants(model, texts, rates, coded),
         "rate_at_qmoes_error": rates_at_equal_error(model, texts),
-        "adapters": adapters(model, texts, recipe),
+        "adapters": adapters(model, coded[ADAPTED_BITS], texts, recipe),
     }
     path.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
-def variants(model: nn.Module, texts: Texts, rates: Sequence[float]) -> list[dict[str, Any]]:
-    """Loss and bits per weight of each."""
+def variants(
+    model: nn.Module, texts: Texts, rates: Sequence[float], coded: dict[float, nn.Module]
+) -> list[dict[str, Any]]:
+    """Loss and bits per weight of each. The one that adapters are trained over is put into `coded`, at its rate."""
+
+    def ours(bits: float) -> Callable[[nn.Module], float]:
+        def make(one: nn.Module) -> float:
+            if bits == ADAPTED_BITS:
+                coded[bits] = one
+            return expert_rounding.ours(one, texts.calibration, bits=bits)
+
+        return make
+
     ways: list[tuple[str, Callable[[nn.Module], float | None]]] = [
         ("bf16", lambda _: 16.0),
         ("zeroed", expert_rounding.zero),
         ("qmoe", lambda one: expert_rounding.qmoe(one, texts.calibration)),
-        *(
-            ("nearest", lambda one, zeros=zeros: expert_rounding.nearest(one, texts.calibration, zeros=zeros))
-            for zeros in NEAREST_ZEROS
-        ),
-        *(("ours", lambda one, bits=bits: expert_rounding.ours(one, texts.calibration, bits=bits)) for bits in rates),
+        *(("nearest", lambda one, zeros=zeros: expert_rounding.nearest(one, zeros=zeros)) for zeros in NEAREST_ZEROS),
+        *(("ours", ours(bits)) for bits in rates),
     ]
     rows: list[dict[str, Any]] = []
     for name, make in ways:
         one = copy.deepcopy(model)
         bits = make(one)
+        progress(f"{name}: {bits or 0.0:.3f} bits")
         rows.append({"method": name, "bits": bits or 0.0, "loss": held_out_loss(one, texts.held_out)})
-        progress(f"{name}: {rows[-1]['bits']:.3f} bits, loss {rows[-1]['loss']:.4f}")
+        progress(f"{name}: loss {rows[-1]['loss']:.4f}")
     whole, none = rows[0]["loss"], rows[1]["loss"]
     return [row | {"value_retained": (none - row["loss"]) / (none - whole)} for row in rows]
 
@@ -140,22 +150,15 @@ def lost(weight: torch.Tensor, other: torch.Tensor, moment: torch.Tensor) -> flo
     return float((error @ moment.double() * error).sum() / (exact @ moment.double() * exact).sum())
 
 
-def adapters(model: nn.Module, texts: Texts, recipe: Recipe) -> dict[str, Any]:
-    """Losses with adapters over coded and over dense experts, trained alike on what the model was trained on."""
-    coded = copy.deepcopy(model)
-    bits = expert_rounding.ours(coded, texts.calibration, bits=ADAPTED_BITS)
-    before = held_out_loss(coded, texts.held_out)
+def adapters(model: nn.Module, coded: nn.Module, texts: Texts, recipe: Recipe) -> dict[str, Any]:
+    """Losses with adapters over coded and over dense experts, trained alike on what the model was trained on.
+
+    Trains both in place.
+    """
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    dense = copy.deepcopy(model)
     adapted, count = adapt(coded, ["coded.up", "coded.down"], [], texts, recipe)
-    reference, _ = adapt(dense, [], ["experts.gate_up_proj", "experts.down_proj"], texts, recipe)
-    return {
-        "bits": bits,
-        "parameters_share": count / parameters,
-        "loss_coded": before,
-        "loss_adapted": adapted,
-        "loss_dense_adapted": reference,
-    }
+    reference, _ = adapt(model, [], ["experts.gate_up_proj", "experts.down_proj"], texts, recipe)
+    return {"parameters_share": count / parameters, "loss_adapted": adapted, "loss_dense_adapted": reference}
 
 
 def adapt(
@@ -169,7 +172,8 @@ def adapt(
     )
     adapted = get_peft_model(model, config)
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-    train(adapted, trained, texts.training, recipe.with_learning_rate(ADAPTER_LEARNING_RATE), autocast=False)
+    rows = texts.training.first(recipe.adapter_tokens // recipe.sequence)
+    train(adapted, rows, recipe.with_learning_rate(ADAPTER_LEARNING_RATE), autocast=False)
     return held_out_loss(adapted, texts.held_out), sum(parameter.numel() for parameter in trained)
 
 
@@ -197,6 +201,12 @@ def loss_of(result: dict[str, Any], method: str) -> float:
     return next(float(row["loss"]) for row in result["variants"] if row["method"] == method)
 
 
+def below_adapters(result: dict[str, Any]) -> dict[str, Any]:
+    """The variant that adapters were trained over."""
+    ours = [row for row in result["variants"] if row["method"] == "ours"]
+    return min(ours, key=lambda row: abs(float(row["bits"]) - ADAPTED_BITS))
+
+
 def value_of_experts(result: dict[str, Any]) -> float:
     """Nats that zeroing them costs."""
     return loss_of(result, "zeroed") - loss_of(result, "bf16")
@@ -204,16 +214,14 @@ def value_of_experts(result: dict[str, Any]) -> float:
 
 def recovered(result: dict[str, Any]) -> float:
     """Part of the loss that coding costs, won back by adapters."""
-    losses = result["adapters"]
-    return float((losses["loss_coded"] - losses["loss_adapted"]) / (losses["loss_coded"] - loss_of(result, "bf16")))
+    coded = below_adapters(result)["loss"]
+    return float((coded - result["adapters"]["loss_adapted"]) / (coded - loss_of(result, "bf16")))
 
 
 def recovered_of_adapted(result: dict[str, Any]) -> float:
     """The same against the dense model with adapters of its own."""
-    losses = result["adapters"]
-    return float(
-        (losses["loss_coded"] - losses["loss_adapted"]) / (losses["loss_coded"] - losses["loss_dense_adapted"])
-    )
+    coded, losses = below_adapters(result)["loss"], result["adapters"]
+    return float((coded - losses["loss_adapted"]) / (coded - losses["loss_dense_adapted"]))
 
 
 def bars_of(results: list[dict[str, Any]], *, judges_values: bool) -> list[dict[str, Any]]:
@@ -222,7 +230,7 @@ def bars_of(results: list[dict[str, Any]], *, judges_values: bool) -> list[dict[
     for name, summary in summarise(results).items():
         of_model = [result for result in results if result["model"] == name]
         share = max(result["adapters"]["parameters_share"] for result in of_model)
-        bits = max(result["adapters"]["bits"] for result in of_model)
+        bits = max(below_adapters(result)["bits"] for result in of_model)
         bars += [
             at_most(f"{name}: adapters' part of the parameters", share, 0.01),
             at_most(f"{name}: bits per weight below adapters", bits, 16 / 20),

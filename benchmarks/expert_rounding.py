@@ -1,9 +1,11 @@
 """Experts of a model made smaller in the ways that are compared; each returns the bits per weight it took."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from trained_experts import Rows
 
 import torch_offload
 from torch_offload import coded_linear, gptq, ternary
@@ -13,9 +15,10 @@ from torch_offload.expert_modules import experts_of
 from torch_offload.expert_moments import moments_of
 
 SCALE_BITS = 16
+CALIBRATED_AT_ONCE = 8  # rows
 
-Rounder = Callable[[Tensor, Tensor], tuple[Tensor, int]]
-"""A matrix [rows, columns] and the second moment of its inputs to what stands for it, and the bytes that takes."""
+Rounded = tuple[Tensor, int]
+"""What stands for a matrix [rows, columns], and the bytes that takes."""
 
 
 def zero(model: nn.Module) -> None:
@@ -26,27 +29,69 @@ def zero(model: nn.Module) -> None:
                 experts.weight(expert, DOWN).zero_()
 
 
-def ours(model: nn.Module, rows: Tensor, *, bits: float) -> float:
+def ours(model: nn.Module, rows: Rows, *, bits: float) -> float:
     """The compressor of this project; the model runs on coded experts. Everything in the file counts."""
-    return torch_offload.compress(model, bits=bits, calibration=list(rows)).bits
+    return torch_offload.compress(model, bits=bits, calibration=_batches(rows, model)).bits
 
 
-def qmoe(model: nn.Module, rows: Tensor) -> float:
-    """QMoE's rounding with its dictionary coder."""
-    return _layer_by_layer(model, rows, qmoe_rounded)
+def qmoe(model: nn.Module, rows: Rows) -> float:
+    """QMoE's rounding with its dictionary coder; each layer is given what the rounded ones before it say, as ours."""
+    walk = BlockWalk(model, _batches(rows, model))
+    rounding = _Rounding()
+    with torch.no_grad():
+        for experts in experts_of(model):
+            block = block_of(experts.name, model)
+            (moments,) = moments_of([experts], lambda block=block: walk.run(block)).values()
+            for matrix in (UP, DOWN):
+                means = moments.means(matrix)
+                for expert in range(experts.shapes.count):
+                    weight = experts.weight(expert, matrix)
+                    rounding.put(weight, qmoe_rounded(weight.float(), means[expert]))
+            walk.go_past(block)
+    return rounding.bits
 
 
-def nearest(model: nn.Module, rows: Tensor, *, zeros: float) -> float:
+def nearest(model: nn.Module, *, zeros: float) -> float:
     """Each row's smallest values become zero, the rest plus or minus their mean; coded by our coder."""
-    return _layer_by_layer(model, rows, lambda weight, _: nearest_rounded(weight, zeros))
+    rounding = _Rounding()
+    with torch.no_grad():
+        for experts in experts_of(model):
+            for matrix, expert in itertools.product((UP, DOWN), range(experts.shapes.count)):
+                weight = experts.weight(expert, matrix)
+                rounding.put(weight, nearest_rounded(weight.float(), zeros))
+    return rounding.bits
 
 
-def qmoe_rounded(weight: Tensor, moment: Tensor) -> tuple[Tensor, int]:
+class _Rounding:
+    """Matrices that were replaced, and the bytes that stand for them."""
+
+    def __init__(self) -> None:
+        self._taken_bytes = 0
+        self._weights = 0
+
+    def put(self, weight: Tensor, rounded: Rounded) -> None:
+        """Replace a matrix."""
+        dense, size_bytes = rounded
+        weight.copy_(dense)
+        self._taken_bytes += size_bytes
+        self._weights += weight.numel()
+
+    @property
+    def bits(self) -> float:
+        """Per weight."""
+        return self._taken_bytes * 8 / self._weights
+
+
+def _batches(rows: Rows, model: nn.Module) -> list[dict[str, Tensor]]:
+    return [part.inputs(model) for part in rows.split(CALIBRATED_AT_ONCE)]
+
+
+def qmoe_rounded(weight: Tensor, moment: Tensor) -> Rounded:
     rounded = gptq.qmoe_quantise(weight, moment)
     return rounded.dense(), rounded.coded_bytes
 
 
-def nearest_rounded(weight: Tensor, zeros: float) -> tuple[Tensor, int]:
+def nearest_rounded(weight: Tensor, zeros: float) -> Rounded:
     term = ternary.nearest(weight, zeros=zeros)
     return term.dense(), coded_bytes([term])
 
@@ -58,23 +103,3 @@ def coded_bytes(terms: Sequence[ternary.TernaryMatrix]) -> int:
         + (len(term.row_scale) + len(term.column_scale)) * SCALE_BITS // 8
         for term in terms
     )
-
-
-def _layer_by_layer(model: nn.Module, rows: Tensor, rounded: Rounder) -> float:
-    """Round every expert in place; each layer is given what the rounded ones before it say, as with ours."""
-    walk = BlockWalk(model, [{"input_ids": row[None]} for row in rows])
-    taken_bytes, weights = 0, 0
-    with torch.no_grad():
-        for experts in experts_of(model):
-            block = block_of(experts.name, model)
-            (moments,) = moments_of([experts], lambda block=block: walk.run(block)).values()
-            for matrix in (UP, DOWN):
-                means = moments.means(matrix)
-                for expert in range(experts.shapes.count):
-                    weight = experts.weight(expert, matrix)
-                    dense, size_bytes = rounded(weight.float(), means[expert])
-                    weight.copy_(dense)
-                    taken_bytes += size_bytes
-                    weights += weight.numel()
-            walk.go_past(block)
-    return taken_bytes * 8 / weights

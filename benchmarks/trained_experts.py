@@ -1,7 +1,8 @@
 """Models with experts that have learned something, made here: no hub has to be reached.
 
-    upcycled    SmolLM2-135M, the real one: five of its thirty MLPs become eight experts each, copies with noise, of
-                which a token takes two (sparse upcycling, Komatsuzaki et al., arXiv 2212.05055), trained briefly
+    upcycled    SmolLM2-135M, the real one: the MLPs of its last five layers become eight experts each, copies with
+                noise, of which a token takes two (sparse upcycling, Komatsuzaki et al., arXiv 2212.05055), and these
+                layers are trained briefly. The 25 layers below stay as they are, so they are run once on every text
     mixtral     a small Mixtral, eight experts, two per token, from scratch
     qwen3       a small Qwen3-MoE, sixteen experts, four per token, from scratch
 
@@ -11,7 +12,7 @@ All are trained and judged on docstrings of packages (package_text.py); what is 
 import math
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     MixtralConfig,
@@ -37,7 +39,9 @@ from demo_model import convert_model
 
 SMALL_VOCABULARY = 4096
 PIECE = 20_000  # characters
-UPCYCLED_LAYERS = (5, 11, 17, 23, 29)
+FIRST_UPCYCLED = 25
+AT_ONCE = 4  # rows
+LOSSES_AT_ONCE = 128  # tokens: their logits stay in the cache
 COPY_NOISE = 0.2  # of a weight's standard deviation
 WARMUP_SHARE = 0.1
 
@@ -51,6 +55,7 @@ class Recipe:
     training_tokens: int
     held_out_tokens: int = 102_400
     calibration_tokens: int = 65_536
+    adapter_tokens: int = 65_536  # the first of those for training
     sequence: int = 512
     batch: int = 4
     width: int = 256
@@ -68,7 +73,7 @@ class Recipe:
 
 
 RECIPES = {
-    "upcycled": Recipe("upcycled", learning_rate=1e-4, training_tokens=65_536, width=576),
+    "upcycled": Recipe("upcycled", learning_rate=1e-4, training_tokens=65_536, calibration_tokens=32_768, width=576),
     "mixtral": Recipe("mixtral", learning_rate=3e-3, training_tokens=409_600, sequence=256, adapter_rank=2),
     "qwen3": Recipe("qwen3", learning_rate=3e-3, training_tokens=409_600, sequence=256, adapter_rank=1),
 }
@@ -81,6 +86,7 @@ def smoke(recipe: Recipe) -> Recipe:
         training_tokens=4096,
         held_out_tokens=2048,
         calibration_tokens=2048,
+        adapter_tokens=4096,
         sequence=64,
         width=192,
         adapter_rank=1,
@@ -90,12 +96,45 @@ def smoke(recipe: Recipe) -> Recipe:
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Rows of token ids [rows, sequence] for each use; no text is in two of them."""
+class Rows:
+    """Rows of text, and of what the layers below say of them where a model begins above these.
 
-    training: Tensor
-    calibration: Tensor
-    held_out: Tensor
+    Attributes:
+        ids: Tokens [rows, sequence].
+        states: bfloat16 [rows, sequence, hidden], or None.
+    """
+
+    ids: Tensor
+    states: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def first(self, rows: int) -> "Rows":
+        return self._between(0, rows)
+
+    def split(self, rows: int) -> Iterator["Rows"]:
+        """In parts of so many rows."""
+        for begin in range(0, len(self), rows):
+            yield self._between(begin, begin + rows)
+
+    def _between(self, begin: int, end: int) -> "Rows":
+        return Rows(self.ids[begin:end], None if self.states is None else self.states[begin:end])
+
+    def inputs(self, model: nn.Module) -> dict[str, Tensor]:
+        """What the model is called with."""
+        if self.states is None:
+            return {"input_ids": self.ids}
+        return {"inputs_embeds": self.states.to(next(model.parameters()).dtype)}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Rows for each use; no text is in two of them."""
+
+    training: Rows
+    calibration: Rows
+    held_out: Rows
 
 
 def texts_for(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path, *, seed: int) -> Texts:
@@ -109,7 +148,22 @@ def texts_for(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path, 
     chosen = training[order[: trained_rows + calibration_rows]]
     if len(chosen) < trained_rows + calibration_rows:
         raise SystemExit(f"{len(training)} rows of text are too few for {recipe}")
-    return Texts(chosen[:trained_rows], chosen[trained_rows:], held_out)
+    complete = _with_states(_smollm2(folder)) if recipe.is_upcycled else Rows
+    return Texts(complete(chosen[:trained_rows]), complete(chosen[trained_rows:]), complete(held_out))
+
+
+def _with_states(path: Path) -> Callable[[Tensor], Rows]:
+    """Adds what the layers below the upcycled ones say."""
+    below = AutoModel.from_pretrained(path, dtype=torch.bfloat16).eval()
+    below.layers = below.layers[:FIRST_UPCYCLED]
+    below.norm = nn.Identity()
+
+    def complete(ids: Tensor) -> Rows:
+        with torch.no_grad():
+            states = [below(input_ids=part, use_cache=False).last_hidden_state for part in ids.split(AT_ONCE)]
+        return Rows(ids, torch.cat(states))
+
+    return complete
 
 
 def _text(folder: Path, packages: Sequence[str]) -> str:
@@ -159,7 +213,7 @@ def trained_model(recipe: Recipe, texts: Texts, folder: Path, *, seed: int) -> n
     if path.exists():
         model.load_state_dict(torch.load(path))
     else:
-        train(model, model.parameters(), texts.training, recipe, autocast=True)
+        train(model, texts.training, recipe, autocast=True)
         torch.save(model.state_dict(), path)
     return model.bfloat16().eval()
 
@@ -190,7 +244,11 @@ def _small(recipe: Recipe) -> nn.Module:
 
 
 def _upcycled(path: Path) -> nn.Module:
-    """Experts start as noisy copies of the MLP they replace; two of them, with weights of sum 1, say what it did."""
+    """The layers above `FIRST_UPCYCLED` and the head.
+
+    Experts start as noisy copies of the MLP they replace; two of them, with weights of sum 1, say what it did. The head
+    is the embedding too, which the layers below were run with: it is not trained.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     config = MixtralConfig(
         hidden_size=model.config.hidden_size,
@@ -199,14 +257,16 @@ def _upcycled(path: Path) -> nn.Module:
         num_experts_per_tok=2,
         hidden_act=model.config.hidden_act,
     )
-    for layer in UPCYCLED_LAYERS:
-        dense = model.model.layers[layer].mlp
+    model.get_output_embeddings().requires_grad_(requires_grad=False)
+    model.model.layers = model.model.layers[FIRST_UPCYCLED:]
+    for layer in model.model.layers:
+        dense = layer.mlp
         block = MixtralSparseMoeBlock(config)
         with torch.no_grad():
             block.experts.gate_up_proj.copy_(_noisy(torch.cat([dense.gate_proj.weight, dense.up_proj.weight])))
             block.experts.down_proj.copy_(_noisy(dense.down_proj.weight))
             block.gate.weight.normal_(std=config.initializer_range)
-        model.model.layers[layer].mlp = block
+        layer.mlp = block
     return model
 
 
@@ -214,19 +274,17 @@ def _noisy(weight: Tensor) -> Tensor:
     return weight + COPY_NOISE * weight.std() * torch.randn(8, *weight.shape)
 
 
-def train(
-    model: nn.Module, parameters: Iterable[nn.Parameter], rows: Tensor, recipe: Recipe, *, autocast: bool
-) -> None:
+def train(model: nn.Module, rows: Rows, recipe: Recipe, *, autocast: bool) -> None:
     """Go once over the rows, in order: AdamW, a warm-up and a cosine to a tenth."""
     model.train()
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     steps = len(rows) // recipe.batch
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_rate(step, steps))
-    for step, batch in enumerate(rows[: steps * recipe.batch].split(recipe.batch)):
+    for step, batch in enumerate(rows.first(steps * recipe.batch).split(recipe.batch)):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = model(input_ids=batch, use_cache=False).logits
-        loss = _losses(logits, batch).mean()
+            logits = model(**batch.inputs(model), use_cache=False).logits
+        loss = _losses(logits[:, :-1], batch.ids[:, 1:]).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -243,19 +301,17 @@ def _share_of_rate(step: int, steps: int) -> float:
     return min((step + 1) / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def _losses(logits: Tensor, rows: Tensor) -> Tensor:
-    """Of every token but the first of each row, in nats."""
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="none")
+def _losses(logits: Tensor, ids: Tensor) -> Tensor:
+    """Of each of [rows, tokens], in nats."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten(), reduction="none")
 
 
-def held_out_loss(model: nn.Module, rows: Tensor) -> float:
+def held_out_loss(model: nn.Module, rows: Rows) -> float:
     """Mean over all predicted tokens, in nats."""
     total = torch.zeros((), dtype=torch.float64)
     with torch.inference_mode():
-        for batch in _batches(rows):
-            total += _losses(model(input_ids=batch, use_cache=False).logits, batch).double().sum()
-    return float(total / (rows.shape[0] * (rows.shape[1] - 1)))
-
-
-def _batches(rows: Tensor) -> Iterator[Tensor]:
-    yield from rows.split(4)
+        for batch in rows.split(AT_ONCE):
+            logits = model(**batch.inputs(model), use_cache=False).logits[:, :-1]
+            parts = zip(logits.split(LOSSES_AT_ONCE, 1), batch.ids[:, 1:].split(LOSSES_AT_ONCE, 1), strict=True)
+            total += sum(_losses(said, right).double().sum() for said, right in parts)
+    return float(total / (rows.ids.shape[0] * (rows.ids.shape[1] - 1)))
