@@ -25,6 +25,15 @@ constexpr ActivityLane lane_of(StallCause cause) noexcept {
     return kLanes[static_cast<std::size_t>(cause)];
 }
 
+/// False if memory that only reads should be allowed to stays open to writes.
+bool can_protect(Memory& memory, std::span<std::byte> range) noexcept try {
+    memory.protect(range, Protection::read);
+    return true;
+} catch (const std::exception& error) {
+    OFFLOAD_LOG(info, "a page that could not be moved counts as changed: ", error.what());
+    return false;
+}
+
 }  // namespace
 
 void PageAccess::hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count) {
@@ -195,15 +204,15 @@ bool Pager::Impl::map_page(Page& page, PageWord seen, Access access) {
     return true;
 }
 
-/// Pre: the page is busy and was mapped. Its bytes end up in its frame's slot; if this throws, it is mapped as before.
+/// Pre: the page is busy and was mapped. Its bytes end up in its frame's slot; if this throws, it is mapped as before,
+/// or, where writes to it would not be noticed any more, as one that was written to.
 void Pager::Impl::unmap_page(Page& page) {
     check_idle(mapped_range(page));
     try {
         memory.move(mapped_range(page), page.frame.slot.data(), Protection::read_write);
     } catch (...) {
-        page.enter(PageState::mapped);
-        const bool is_writable = page.load().has(PageWord::kWritable);
-        memory.protect(mapped_range(page), is_writable ? Protection::read_write : Protection::read);
+        const bool is_as_before = page.load().has(PageWord::kWritable) || can_protect(memory, mapped_range(page));
+        page.enter(PageState::mapped, is_as_before ? 0 : PageWord::kWritable | PageWord::kDirty);
         throw;
     }
 }

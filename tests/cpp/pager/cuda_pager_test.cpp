@@ -165,6 +165,26 @@ TEST(CudaPager, FailedMovesLoseNothing) {
     }
 }
 
+// A page that could neither be moved nor protected again counts as changed: who writes to it now is not noticed.
+// Method: both calls fail for a page that lies below unchanged; what it holds afterwards has to go below once more.
+TEST(CudaPager, WhatCannotBeProtectedAgainCountsAsChanged) {
+    GpuTiers tiers;
+    const auto segment = filled_segment(tiers.top, 1, 1);
+    tiers.top.evict(segment);
+    {
+        const PinGuard guard = pin(tiers.top, segment, Access::read);
+    }
+    const std::uint64_t written_bytes = total(tiers.top.statistics().written_bytes);
+    tiers.gpu.driver.fail("cuMemUnmap", CuResult::not_permitted, 0);
+    tiers.gpu.driver.fail("cuMemSetAccess", CuResult::not_permitted, 1);  // the first gives back what the move took
+    EXPECT_THROW(tiers.top.evict(segment), LogicError);
+    fill(*segment, 2);
+    tiers.top.evict(segment);
+    EXPECT_EQ(total(tiers.top.statistics().written_bytes), written_bytes + kPageBytes);
+    const PinGuard guard = pin(tiers.top, segment, Access::read);
+    EXPECT_TRUE(holds(*segment, 2));
+}
+
 // A device that is lost while pages move is said to every access, holds nobody up, and ends quietly. Method: one copy
 // of many fails, in both directions.
 TEST(CudaPager, LostDeviceIsSaidAndHoldsNobodyUp) {
