@@ -11,7 +11,7 @@ models: the bits that this project takes for the output error that QMoE has.
 Then adapters (PEFT's LoRA on the coded experts and on the router) are trained over the experts coded at 0.8 bits, and,
 for comparison, the same over the dense ones. `recovered` is what they win back of the loss that coding costs.
 
-What is done stays in DIR (texts, trained models, results of each model and seed), and the next call goes on with it.
+What is done stays in DIR (texts, trained models, each number that was found), and the next call goes on with it.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,54 +59,54 @@ COMPARED_SHARES = (0.35, 0.45, 0.55, 0.65, 0.8)  # of QMoE's bits
 
 def measure(recipe: Recipe, seed: int, folder: Path, rates: Sequence[float]) -> dict[str, Any]:
     """Train a model of one seed and judge it in every way, or read what was found before."""
-    path = folder / f"result-{recipe.name}-{seed}.json"
-    if path.exists():
-        return dict(json.loads(path.read_text()))
+    begun = folder / f"{recipe.name}-{seed}"
+    begun.mkdir(exist_ok=True)
     texts = texts_for(recipe, tokenizer_for(recipe, folder), folder, seed=seed)
     model = trained_model(recipe, texts, folder, seed=seed)
-    coded: dict[float, nn.Module] = {}
-    result = {
+    return {
         "model": recipe.name,
         "seed": seed,
         "held_out_tokens": texts.held_out.ids.numel(),
         "expert_weights": sum(experts.shapes.count * experts.shapes.weights_each for experts in experts_of(model)),
-        "variants": variants(model, texts, rates, coded),
-        "rate_at_qmoes_error": rates_at_equal_error(model, texts),
-        "adapters": adapters(model, coded[ADAPTED_BITS], texts, recipe),
+        "variants": variants(model, texts, begun, rates),
+        "rate_at_qmoes_error": once(begun / "rate_at_qmoes_error.json", lambda: rates_at_equal_error(model, texts)),
+        "adapters": once(begun / "adapters.json", lambda: adapters(model, texts, recipe)),
     }
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return result
 
 
-def variants(
-    model: nn.Module, texts: Texts, rates: Sequence[float], coded: dict[float, nn.Module]
-) -> list[dict[str, Any]]:
-    """Loss and bits per weight of each. The one that adapters are trained over is put into `coded`, at its rate."""
+def once(path: Path, find: Callable[[], Any]) -> Any:
+    """Find something, or read what was found before."""
+    if not path.exists():
+        path.write_text(json.dumps(find(), indent=1) + "\n")
+    return json.loads(path.read_text())
 
-    def ours(bits: float) -> Callable[[nn.Module], float]:
-        def make(one: nn.Module) -> float:
-            if bits == ADAPTED_BITS:
-                coded[bits] = one
-            return expert_rounding.ours(one, texts.calibration, bits=bits)
 
-        return make
+Way = Callable[[nn.Module], float | None]
+"""Makes a model's experts smaller in place; returns their bits per weight."""
 
-    ways: list[tuple[str, Callable[[nn.Module], float | None]]] = [
-        ("bf16", lambda _: 16.0),
-        ("zeroed", expert_rounding.zero),
-        ("qmoe", lambda one: expert_rounding.qmoe(one, texts.calibration)),
-        *(("nearest", lambda one, zeros=zeros: expert_rounding.nearest(one, zeros=zeros)) for zeros in NEAREST_ZEROS),
-        *(("ours", ours(bits)) for bits in rates),
-    ]
-    rows: list[dict[str, Any]] = []
-    for name, make in ways:
-        one = copy.deepcopy(model)
-        bits = make(one)
-        progress(f"{name}: {bits or 0.0:.3f} bits")
-        rows.append({"method": name, "bits": bits or 0.0, "loss": held_out_loss(one, texts.held_out)})
-        progress(f"{name}: loss {rows[-1]['loss']:.4f}")
+
+def variants(model: nn.Module, texts: Texts, begun: Path, rates: Sequence[float]) -> list[dict[str, Any]]:
+    """Loss and bits per weight of each."""
+    ways: dict[str, Way] = {
+        "bf16": lambda _: 16.0,
+        "zeroed": expert_rounding.zero,
+        "qmoe": lambda one: expert_rounding.qmoe(one, texts.calibration),
+        **{f"nearest-{zeros}": partial(expert_rounding.nearest, zeros=zeros) for zeros in NEAREST_ZEROS},
+        **{f"ours-{bits}": partial(expert_rounding.ours, rows=texts.calibration, bits=bits) for bits in rates},
+    }
+    rows = [once(begun / f"{name}.json", partial(judge, name, way, model, texts)) for name, way in ways.items()]
     whole, none = rows[0]["loss"], rows[1]["loss"]
     return [row | {"value_retained": (none - row["loss"]) / (none - whole)} for row in rows]
+
+
+def judge(name: str, way: Way, model: nn.Module, texts: Texts) -> dict[str, Any]:
+    """Make a copy of the model smaller and find its loss."""
+    one = copy.deepcopy(model)
+    bits = way(one) or 0.0
+    progress(f"{name}: {bits:.3f} bits")
+    row = {"method": name.partition("-")[0], "bits": bits, "loss": held_out_loss(one, texts.held_out)}
+    progress(f"{name}: loss {row['loss']:.4f}")
+    return row
 
 
 def rates_at_equal_error(model: nn.Module, texts: Texts) -> list[float]:
@@ -121,10 +122,9 @@ def rates_at_equal_error(model: nn.Module, texts: Texts) -> list[float]:
     for moments in moments_of(chosen, run).values():
         (experts,) = [experts for experts in chosen if experts.name == moments.label]
         for matrix in (UP, DOWN):
-            means = moments.means(matrix)
             for expert in range(COMPARED_EXPERTS):
-                with torch.no_grad():
-                    ratios.append(rate_at_equal_error(experts.weight(expert, matrix).float(), means[expert]))
+                weight = experts.weight(expert, matrix).detach().float()
+                ratios.append(rate_at_equal_error(weight, moments.means(matrix, [expert])[0]))
     return ratios
 
 
@@ -150,12 +150,11 @@ def lost(weight: torch.Tensor, other: torch.Tensor, moment: torch.Tensor) -> flo
     return float((error @ moment.double() * error).sum() / (exact @ moment.double() * exact).sum())
 
 
-def adapters(model: nn.Module, coded: nn.Module, texts: Texts, recipe: Recipe) -> dict[str, Any]:
-    """Losses with adapters over coded and over dense experts, trained alike on what the model was trained on.
-
-    Trains both in place.
-    """
+def adapters(model: nn.Module, texts: Texts, recipe: Recipe) -> dict[str, Any]:
+    """Losses with adapters over coded and over dense experts, trained alike on what the model was trained on."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    coded, model = copy.deepcopy(model), copy.deepcopy(model)
+    expert_rounding.ours(coded, texts.calibration, bits=ADAPTED_BITS)
     adapted, count = adapt(coded, ["coded.up", "coded.down"], [], texts, recipe)
     reference, _ = adapt(model, [], ["experts.gate_up_proj", "experts.down_proj"], texts, recipe)
     return {"parameters_share": count / parameters, "loss_adapted": adapted, "loss_dense_adapted": reference}

@@ -43,10 +43,9 @@ def qmoe(model: nn.Module, rows: Rows) -> float:
             block = block_of(experts.name, model)
             (moments,) = moments_of([experts], lambda block=block: walk.run(block)).values()
             for matrix in (UP, DOWN):
-                means = moments.means(matrix)
                 for expert in range(experts.shapes.count):
                     weight = experts.weight(expert, matrix)
-                    rounding.put(weight, qmoe_rounded(weight.float(), means[expert]))
+                    rounding.put(weight, qmoe_rounded(weight.float(), moments.means(matrix, [expert])[0]))
             walk.go_past(block)
     return rounding.bits
 

@@ -382,13 +382,20 @@ def compress(
     ] = 0.8,
     rows: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Rows of tokens to use, from the beginning.")] = 256,
     sequence: Annotated[int, typer.Option(min=2, metavar="COUNT", help="Tokens of a row.")] = 512,
+    ram: Ram = None,
+    ssd: Ssd = None,
     as_json: AsJson = False,
 ) -> None:
-    """Code the experts of a mixture-of-experts model to so many bits per weight. Everything else stays as it is."""
+    """Code the experts of a mixture-of-experts model to so many bits per weight. Everything else stays as it is.
+
+    The model may be larger than memory: it is paged while it is compressed.
+    """
     with _plain_errors():
         with _needs_transformers():
             from torch_offload.compression import compress_folder
-        done = compress_folder(model, bits=bits, calibration=calibration, out=out, rows=rows, sequence=sequence)
+        done = compress_folder(
+            model, bits=bits, calibration=calibration, out=out, rows=rows, sequence=sequence, ram=ram, ssd=ssd
+        )
     if as_json:
         _print_json(done.to_dict())
     else:

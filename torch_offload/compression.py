@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torch_offload import calibration as calibrations
 from torch_offload import coded_files, gptq
+from torch_offload import session as sessions
 from torch_offload.block_walk import BlockWalk, block_of
 from torch_offload.byte_shares import RateCurve, bytes_in, least_pages, share_pages
 from torch_offload.calibration import DEFAULT_SEQUENCE, Sample
@@ -27,14 +28,19 @@ from torch_offload.expert_modules import ExpertsModule, read_ahead
 from torch_offload.expert_moments import ExpertMoments, moments_of
 from torch_offload.finished_blocks import FOLDER, FinishedBlocks, fingerprint_of
 from torch_offload.gptq import Rounding
+from torch_offload.loading import loading
 from torch_offload.moe import experts_of
 from torch_offload.rounding import Problem
 from torch_offload.ternary import SCALE_DTYPE, check_finite, coded_experts
+from torch_offload.wrap import wrap
 
 LOG = logging.getLogger(__name__)
 
-_AT_ONCE_ELEMENTS = 1 << 25
-"""Weights that are rounded together."""
+_MOST_AT_ONCE_ELEMENTS = 1 << 25
+"""Of matrices that are rounded together, and of the second moments of their inputs."""
+
+_BUDGET_BYTES_PER_ELEMENT = 256
+"""Of a model that is paged: rounding takes up to 16 copies in float32, a quarter of the budget then."""
 
 _CURVE_ROWS = 96
 
@@ -99,10 +105,11 @@ def compress(
     """Code all experts of a model in place, one block after the other; all else stays as it is.
 
     The texts are run through the model; each block sees what the coded ones before it say. Memory: the model, the
-    hidden states of all texts, and the second moments of one block's experts.
+    hidden states of all texts, and the second moments of one block's experts. Of a model that is wrapped there is only
+    so much in memory as its budget has room for beside the others, which count as well.
 
     Args:
-        model: Of transformers, in memory.
+        model: Of transformers.
         bits: Per weight of the experts, everything counted: pages with headers, tables and fill, scales, names.
         calibration: Texts, token ids, or what the model is called with; some hundred thousand tokens of the kind that
             the model is meant for.
@@ -116,6 +123,7 @@ def compress(
     Raises:
         ConfigError: If a layout is not known, a weight is not finite, the rate is out of reach, or `out` holds the
             beginning of another compression. The message names the module.
+        OutOfTierMemory: If the model is wrapped and its budget is too small for one block.
         OSError: If `out` cannot be written.
     """
     batches = calibrations.batches_of(calibration, model, tokenizer=tokenizer, sequence=sequence)
@@ -140,9 +148,17 @@ def compress(
 
 
 def compress_folder(
-    path: Path, *, bits: float, calibration: Path, out: Path, rows: int, sequence: int = DEFAULT_SEQUENCE
+    path: Path,
+    *,
+    bits: float,
+    calibration: Path,
+    out: Path,
+    rows: int,
+    sequence: int = DEFAULT_SEQUENCE,
+    ram: int | str | None = None,
+    ssd: str | os.PathLike[str] | None = None,
 ) -> Compression:
-    """Compress a saved model with its tokenizer into another folder.
+    """Compress a saved model with its tokenizer into another folder. The model is paged: it may be larger than memory.
 
     Args:
         path: Of the model.
@@ -151,12 +167,17 @@ def compress_folder(
         out: Of what is written.
         rows: The most rows of tokens that are used, the first ones of the file.
         sequence: Tokens of a row.
+        ram: See ``torch_offload.wrap``.
+        ssd: See ``torch_offload.wrap``.
 
     Raises:
         ConfigError: As :func:`compress`, and if a file is missing or cannot be read.
+        OutOfTierMemory: If `ram` is too small for one block, or a disk for what `ram` cannot hold.
+        TierIOError: If a scratch file cannot be made or written.
     """
     texts = calibrations.texts_in(calibration)
-    model = loaded_model(path)
+    with loading(ram=ram, ssd=ssd):
+        model = wrap(loaded_model(path).requires_grad_(requires_grad=False), ram=ram, ssd=ssd)
     from transformers import AutoTokenizer
 
     try:
@@ -315,13 +336,12 @@ class _Compressor:
         self, experts: ExpertsModule, moments: ExpertMoments, matrix: int, pages: Sequence[Sequence[int]]
     ) -> list[Rounding]:
         """Round one matrix of all experts, with these pages for each plane."""
-        means = moments.means(matrix)
         rounded: list[Rounding] = []
         for part in _parts(experts, matrix):
             limits = [[bytes_in(count) for count in pages[expert]] for expert in part]
             rounded += gptq.quantise_all(
                 _stacked(experts, part, matrix),
-                means[part],
+                moments.means(matrix, part),
                 limits_bytes=limits,
                 damping=self._damping,
                 sweeps=self._sweeps,
@@ -338,11 +358,10 @@ def _curves(
     damping: float,
 ) -> list[RateCurve]:
     """Return what one matrix of each expert loses at some rates."""
-    means = moments.means(matrix)
     curves: list[RateCurve] = []
     for part in _parts(experts, matrix):
         weights = _stacked(experts, part, matrix)
-        problem = Problem.make(weights, means[part], damping=damping)
+        problem = Problem.make(weights, moments.means(matrix, part), damping=damping)
         entropies, errors = gptq.curve(problem.take(torch.arange(len(part)), most_rows=_CURVE_ROWS))
         curves += [
             RateCurve.make(
@@ -356,8 +375,15 @@ def _curves(
 def _parts(experts: ExpertsModule, matrix: int) -> list[list[int]]:
     """Experts that are rounded together, by number."""
     shapes = experts.shapes
-    size = max(1, _AT_ONCE_ELEMENTS // math.prod(shapes.up if matrix == UP else shapes.down))
+    rows, columns = shapes.up if matrix == UP else shapes.down
+    size = max(1, _at_once_elements() // (columns * (rows + columns)))
     return [list(range(begin, min(begin + size, shapes.count))) for begin in range(0, shapes.count, size)]
+
+
+def _at_once_elements() -> int:
+    session = sessions.current()
+    ram = None if session is None else session.config.ram
+    return _MOST_AT_ONCE_ELEMENTS if ram is None else min(_MOST_AT_ONCE_ELEMENTS, ram // _BUDGET_BYTES_PER_ELEMENT)
 
 
 def _stacked(experts: ExpertsModule, part: Sequence[int], matrix: int) -> Tensor:

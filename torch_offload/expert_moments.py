@@ -27,12 +27,14 @@ class ExpertMoments(nn.Module):
         self._experts = [experts]  # in a list: not a part of this module
         columns = (self.shapes.up[1], self.shapes.down[1])
         self._sums = [torch.zeros(self.shapes.count, width, width) for width in columns]
+        self._pooled: dict[int, Tensor] = {}
         self.tokens = torch.zeros(self.shapes.count)
 
     def _product(self, matrix: int, expert: int, x: Tensor) -> Tensor:
         """Multiply tokens [tokens, columns] by one matrix of an expert."""
         exact = x.detach().to("cpu", torch.float32)
         self._sums[matrix][expert].addmm_(exact.T, exact)
+        self._pooled.clear()
         if matrix == UP:
             self.tokens[expert] += len(x)
         return nn.functional.linear(x, self._experts[0].weight(expert, matrix))
@@ -44,24 +46,27 @@ class ExpertMoments(nn.Module):
     def announce(self, chosen: Sequence[int]) -> None:
         """Nothing has to be read."""
 
-    def means(self, matrix: int) -> Tensor:
-        """Return second moments [experts, columns, columns], those of experts that saw few tokens near the layer's.
+    def means(self, matrix: int, experts: Sequence[int]) -> Tensor:
+        """Return second moments of some experts, [experts, columns, columns].
 
-        Pre: matrix is ``UP`` or ``DOWN``. Without any token they are all zero.
+        Those of an expert that saw few tokens are near the layer's; without any token they are all zero.
+
+        Pre: matrix is ``UP`` or ``DOWN``.
         """
         sums = self._sums[matrix]
-        pooled = sums.sum(0) / self.tokens.sum().clamp(min=1)
+        if matrix not in self._pooled:
+            self._pooled[matrix] = sums.sum(0) / self.tokens.sum().clamp(min=1)
         borrowed = _TOKENS_OF_THE_REST * sums.shape[-1]
-        return (sums + borrowed * pooled) / (self.tokens + borrowed)[:, None, None]
+        tokens = self.tokens[list(experts)] + borrowed
+        return sums[list(experts)].add_(self._pooled[matrix], alpha=borrowed).div_(tokens[:, None, None])
 
     def energies(self) -> Tensor:
         """Return how much each expert adds to the layer's output, [experts]: the sum over its tokens of its square.
 
         Experts without tokens get a tenth of a mean expert's tokens, for texts that were not among these.
         """
-        means = self.means(DOWN)
         each = [
-            (weight @ means[expert] * weight).sum()
+            (weight @ self.means(DOWN, [expert])[0] * weight).sum()
             for expert in range(self.shapes.count)
             for weight in [self._experts[0].weight(expert, DOWN).detach().to("cpu", torch.float32)]
         ]

@@ -218,11 +218,9 @@ def test_folders_of_something_else_are_named(command, tmp_path, monkeypatch, cap
     assert "is damaged" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    """A plain model with a tokenizer of letters, and texts."""
-    folder = tmp_path_factory.mktemp("saved")
-    tiny_moe("mixtral", hidden_size=192, intermediate_size=256, num_hidden_layers=1).save_pretrained(folder)
+def save_plain(folder: Path, **sizes: int) -> Path:
+    """A model with a tokenizer of letters, and texts."""
+    tiny_moe("mixtral", **sizes).save_pretrained(folder)
     letters = {chr(code): code for code in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -230,6 +228,13 @@ def saved(tmp_path_factory) -> Path:
     lines = [json.dumps({"text": "the quick brown fox jumps over the lazy dog " * 3}) for _ in range(8)]
     (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
     return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A plain model of one layer."""
+    folder = tmp_path_factory.mktemp("saved")
+    return save_plain(folder, hidden_size=192, intermediate_size=256, num_hidden_layers=1)
 
 
 def test_compress_as_a_command(saved, tmp_path, monkeypatch, capsys):
@@ -246,6 +251,24 @@ def test_compress_as_a_command(saved, tmp_path, monkeypatch, capsys):
     assert model(input_ids=ids).logits.isfinite().all()
     with safe_open(str(experts_file(tmp_path)), framework="pt") as file:
         assert len(list(file.keys())) == EXPERTS
+
+
+def test_a_model_larger_than_memory_is_compressed(tmp_path, monkeypatch, capsys):
+    """Method: a model of three times the budget, which is never exceeded; the same files as in memory."""
+    saved = save_plain(tmp_path, hidden_size=128, intermediate_size=256, num_hidden_layers=24)
+    files = {}
+    for ram in ("1GiB", "12MiB"):
+        out = tmp_path / ram
+        arguments = ("--bits", "1.3", "--calibration", str(saved / "text.jsonl"), "--sequence", "64", "--rows", "2")
+        assert run_main(monkeypatch, "compress", str(saved), *arguments, "--out", str(out), "--ram", ram) == 0
+        report = torch_offload.report()
+        files[ram] = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+    model_bytes = (saved / "model.safetensors").stat().st_size
+    assert model_bytes > 3 * report.budget_bytes
+    assert report.host_peak_bytes <= report.budget_bytes == 12 << 20
+    assert report.ssd_read_bytes > model_bytes, report
+    assert len(files["1GiB"]) == 2
+    assert files["12MiB"] == files["1GiB"]
 
 
 @pytest.mark.parametrize(
