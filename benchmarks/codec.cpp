@@ -30,7 +30,8 @@ namespace torch_offload {
 namespace {
 
 constexpr std::size_t kColumns = 2048;
-constexpr std::size_t kTokens = 8;  // of the bf16 product with several
+constexpr std::size_t kTokens = 8;   // of the bf16 product with several
+constexpr std::size_t kClasses = 4;  // of columns, where they are sorted
 constexpr std::size_t kTokenCounts[] = {1, 2, 4, 8, 16, 32, 64};
 
 double entropy(double zero) {
@@ -237,6 +238,8 @@ public:
           values_(random_ternary(rows * kColumns, zero, 2)),
           tun12_(encode(matrix(), {.coder = CoderChoice::tun12})),
           rans4_(encode(matrix(), {.coder = CoderChoice::rans4})),
+          sorted_tun12_(encode_in_classes(CoderChoice::tun12)),
+          sorted_rans4_(encode_in_classes(CoderChoice::rans4)),
           weights_(rows * kColumns, 0x3F80),
           several_(kTokens, kColumns),
           sums_(rows) {
@@ -283,6 +286,13 @@ private:
     }
 
     TernaryView matrix() const { return {values_.data(), rows_, kColumns}; }
+
+    /// Sorted, though these columns gain nothing by it: tables and order are what matters here.
+    ExtentBuffer encode_in_classes(CoderChoice coder) const {
+        SortedColumns sorted = sorted_columns(matrix(), kClasses);
+        return encode(matrix(),
+                      {.coder = coder, .classes = std::move(sorted.classes), .order = std::move(sorted.order)});
+    }
 
     void add(const std::string& name, std::size_t threads, double operations, std::function<void()> run) {
         if (name.find(only_) == std::string::npos) return;
@@ -347,6 +357,8 @@ private:
         add_products("tun12 avx2", coded_tun12_, threads, InstructionSet::avx2, 8);
         add_products("rans4 avx512", coded_rans4_, threads, InstructionSet::avx512, 8);
         add_products("rans4 avx2", coded_rans4_, threads, InstructionSet::avx2, 1);
+        add_products("tun12 avx512 in 4 classes", coded_sorted_tun12_, threads, InstructionSet::avx512, 8);
+        add_products("rans4 avx512 in 4 classes", coded_sorted_rans4_, threads, InstructionSet::avx512, 8);
         add_products("tun12 portable", coded_tun12_, threads, InstructionSet::portable, 1);
         if (threads > 1) return;
         add_transposed();
@@ -360,8 +372,12 @@ private:
     std::vector<std::int8_t> values_;
     ExtentBuffer tun12_;
     ExtentBuffer rans4_;
+    ExtentBuffer sorted_tun12_;
+    ExtentBuffer sorted_rans4_;
     CodedMatrix coded_tun12_{tun12_.bytes()};
     CodedMatrix coded_rans4_{rans4_.bytes()};
+    CodedMatrix coded_sorted_tun12_{sorted_tun12_.bytes()};
+    CodedMatrix coded_sorted_rans4_{sorted_rans4_.bytes()};
     std::vector<std::uint16_t> weights_;
     TokenPanel several_;
     std::vector<float> sums_;

@@ -6,7 +6,7 @@
 Models of trained_experts.py, several seeds each; every one is judged as it is in bf16, with its experts zeroed, and
 with them made smaller by: rounding to nearest (RTN), QMoE as published, and this project at six rates. All see the same
 calibration texts. `value_retained` is (L zeroed - L) / (L zeroed - L bf16). Beside it, on single matrices of the same
-models: the bits that this project takes for the output error that QMoE has.
+models: the bits that this project takes for the output error that QMoE has, and what sorting columns saves.
 
 Then adapters (PEFT's LoRA on the coded experts and on the router) are trained over the experts coded at 0.8 bits, and,
 for comparison, the same over the dense ones. `recovered` is what they win back of the loss that coding costs.
@@ -42,7 +42,7 @@ from trained_experts import (
     trained_model,
 )
 
-from torch_offload import gptq
+from torch_offload import coded_linear, gptq
 from torch_offload.coded_experts import DOWN, UP
 from torch_offload.expert_modules import experts_of
 from torch_offload.expert_moments import moments_of
@@ -54,6 +54,7 @@ LEAST_VALUE = 0.5  # nat that zeroing experts must cost
 ADAPTED_BITS = 0.8  # a twentieth of bf16
 ADAPTER_LEARNING_RATE = 1e-3
 COMPARED_EXPERTS = 3  # of the first and of the last layer
+SORTED_CLASSES = (2, 4, 8, 16)
 COMPARED_SHARES = (0.35, 0.45, 0.55, 0.65, 0.8)  # of QMoE's bits
 
 
@@ -70,6 +71,7 @@ def measure(recipe: Recipe, seed: int, folder: Path, rates: Sequence[float]) -> 
         "expert_weights": sum(experts.shapes.count * experts.shapes.weights_each for experts in experts_of(model)),
         "variants": variants(model, texts, begun, rates),
         "rate_at_qmoes_error": once(begun / "rate_at_qmoes_error.json", lambda: rates_at_equal_error(model, texts)),
+        "bytes_by_classes": once(begun / "bytes_by_classes.json", lambda: bytes_by_classes(model, texts)),
         "adapters": once(begun / "adapters.json", lambda: adapters(model, texts, recipe)),
     }
 
@@ -109,23 +111,40 @@ def judge(name: str, way: Way, model: nn.Module, texts: Texts) -> dict[str, Any]
     return row
 
 
-def rates_at_equal_error(model: nn.Module, texts: Texts) -> list[float]:
-    """For single matrices: bits of ours over bits of QMoE's where both lose the same of the output's energy."""
+def compared_matrices(model: nn.Module, texts: Texts) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Some matrices of the first and of the last layer, and the second moments of their inputs."""
     model = copy.deepcopy(model)
     modules = experts_of(model)
+    chosen = {experts.name: experts for experts in (modules[0], modules[-1])}
 
     def run() -> None:
         held_out_loss(model, texts.calibration)
 
-    ratios: list[float] = []
-    chosen = (modules[0], modules[-1])
-    for moments in moments_of(chosen, run).values():
-        (experts,) = [experts for experts in chosen if experts.name == moments.label]
-        for matrix in (UP, DOWN):
-            for expert in range(COMPARED_EXPERTS):
-                weight = experts.weight(expert, matrix).detach().float()
-                ratios.append(rate_at_equal_error(weight, moments.means(matrix, [expert])[0]))
-    return ratios
+    moments = moments_of(list(chosen.values()), run)
+    return [
+        (experts.weight(expert, matrix).detach().float(), moments[name].means(matrix, [expert])[0])
+        for name, experts in chosen.items()
+        for matrix in (UP, DOWN)
+        for expert in range(COMPARED_EXPERTS)
+    ]
+
+
+def rates_at_equal_error(model: nn.Module, texts: Texts) -> list[float]:
+    """For single matrices: bits of ours over bits of QMoE's where both lose the same of the output's energy."""
+    return [rate_at_equal_error(weight, moment) for weight, moment in compared_matrices(model, texts)]
+
+
+def bytes_by_classes(model: nn.Module, texts: Texts) -> list[dict[str, float]]:
+    """For single matrices at 0.8 bits: what columns sorted into some classes take of what they take in one."""
+    shares: list[dict[str, float]] = []
+    for weight, moment in compared_matrices(model, texts):
+        (term,) = gptq.quantise(weight, moment, bits=ADAPTED_BITS)
+        alone, *sorted_ = (
+            coded_linear.extents(coded_linear.encode(term.values, most_classes=classes))[0].coded_bytes
+            for classes in (1, *SORTED_CLASSES)
+        )
+        shares.append({str(count): size / alone for count, size in zip(SORTED_CLASSES, sorted_, strict=True)})
+    return shares
 
 
 def rate_at_equal_error(weight: torch.Tensor, moment: torch.Tensor) -> float:
@@ -190,6 +209,10 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
                 for rows in per_variant
             ],
             "rate_at_qmoes_error": spread([ratio for result in of_model for ratio in result["rate_at_qmoes_error"]]),
+            "bytes_by_classes": {
+                str(count): spread([row[str(count)] for result in of_model for row in result["bytes_by_classes"]])
+                for count in SORTED_CLASSES
+            },
             "recovered": spread([recovered(result) for result in of_model]),
             "recovered_of_dense_with_adapters": spread([recovered_of_adapted(result) for result in of_model]),
         }

@@ -98,7 +98,7 @@ def nearest_rounded(weight: Tensor, zeros: float) -> Rounded:
 def coded_bytes(terms: Sequence[ternary.TernaryMatrix]) -> int:
     """Extents and scales of a matrix; what fills pages is left out, as for QMoE."""
     return sum(
-        coded_linear.extents(coded_linear.encode(term.values))[0].coded_bytes
+        coded_linear.extents(ternary.coded(term))[0].coded_bytes
         + (len(term.row_scale) + len(term.column_scale)) * SCALE_BITS // 8
         for term in terms
     )

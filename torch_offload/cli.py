@@ -382,6 +382,9 @@ def compress(
     ] = 0.8,
     rows: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Rows of tokens to use, from the beginning.")] = 256,
     sequence: Annotated[int, typer.Option(min=2, metavar="COUNT", help="Tokens of a row.")] = 512,
+    coder: Annotated[
+        str, typer.Option(metavar="NAME", help="smallest, or tun12: some more bytes, multiplied by faster.")
+    ] = "smallest",
     ram: Ram = None,
     ssd: Ssd = None,
     as_json: AsJson = False,
@@ -394,7 +397,15 @@ def compress(
         with _needs_transformers():
             from torch_offload.compression import compress_folder
         done = compress_folder(
-            model, bits=bits, calibration=calibration, out=out, rows=rows, sequence=sequence, ram=ram, ssd=ssd
+            model,
+            bits=bits,
+            calibration=calibration,
+            out=out,
+            rows=rows,
+            sequence=sequence,
+            coder=coder,
+            ram=ram,
+            ssd=ssd,
         )
     if as_json:
         _print_json(done.to_dict())

@@ -280,8 +280,11 @@ def _coders_in(extent: Tensor) -> list[str]:
     def number(offset: int, count: int) -> int:
         return int.from_bytes(bytes(extent[offset : offset + count].tolist()), "little")
 
-    rows, tile_rows, classes, tables = number(40, 4), number(48, 4), number(52, 2), number(54, 1)
-    begin = 56 + classes * (4 + (6 if tables & 1 else 0) + (162 if tables & 2 else 0))
+    rows, columns, tile_rows = (number(offset, 4) for offset in (40, 44, 48))
+    classes, tables, bits_per_column = number(52, 2), number(54, 1), number(55, 1)
+    begin = (
+        56 + classes * (4 + (6 if tables & 1 else 0) + (162 if tables & 2 else 0)) + -(-columns * bits_per_column // 8)
+    )
     return [_CODERS.get(number(begin + 8 * tile, 1), "unknown") for tile in range(-(-rows // tile_rows))]
 
 

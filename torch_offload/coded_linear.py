@@ -40,13 +40,15 @@ class CodedExtent:
     classes: int
 
 
-def encode(values: Tensor, *, classes: Sequence[int] = (0,), coder: str = "smallest") -> Tensor:
+def encode(values: Tensor, *, classes: Sequence[int] = (0,), coder: str = "smallest", most_classes: int = 1) -> Tensor:
     """Code a matrix; the same bytes on every machine and for any number of threads.
 
     Args:
         values: int8 [rows, columns] of -1, 0 and +1; at least one of each.
         classes: First column of each class of columns of like odds, at most 16; the first is 0.
         coder: One of ``CODERS``.
+        most_classes: More than 1 sorts the columns into up to so many classes, at most 16, if that takes fewer bytes
+            than `classes`. What is decoded and multiplied by has its columns where they were.
 
     Returns:
         The extent, uint8, a multiple of 4096.
@@ -54,7 +56,7 @@ def encode(values: Tensor, *, classes: Sequence[int] = (0,), coder: str = "small
     Raises:
         ConfigError: If a value is none of the three, or the classes are no cut of the columns.
     """
-    page: Tensor = torch.ops.torch_offload.encode_ternary(values, list(classes), coder)
+    page: Tensor = torch.ops.torch_offload.encode_ternary(values, list(classes), coder, most_classes)
     return page
 
 

@@ -22,6 +22,7 @@ from torch_offload.byte_shares import RateCurve, bytes_in, least_pages, share_pa
 from torch_offload.calibration import DEFAULT_SEQUENCE, Sample
 from torch_offload.coded_experts import DOWN, UP, CodedExperts, ExpertShapes, scale_widths
 from torch_offload.coded_files import PAGE_ALIGNMENT_BYTES
+from torch_offload.coded_linear import CODERS
 from torch_offload.configured_model import loaded_model
 from torch_offload.errors import ConfigError
 from torch_offload.expert_modules import ExpertsModule, read_ahead
@@ -43,6 +44,8 @@ _BUDGET_BYTES_PER_ELEMENT = 256
 """Of a model that is paged: rounding takes up to 16 copies in float32, a quarter of the budget then."""
 
 _CURVE_ROWS = 96
+
+_CODERS = tuple(coder for coder in CODERS if coder != "qmoe")
 
 _NAME_BYTES = 110
 """What a page's entry in the header of its file takes beside its name, at most."""
@@ -101,6 +104,7 @@ def compress(
     sequence: int = DEFAULT_SEQUENCE,
     damping: float = 0.01,
     sweeps: int = 2,
+    coder: str = "smallest",
 ) -> Compression:
     """Code all experts of a model in place, one block after the other; all else stays as it is.
 
@@ -119,6 +123,8 @@ def compress(
         sequence: Tokens of a row that texts are cut into.
         damping: See ``gptq.quantise``.
         sweeps: See ``gptq.quantise``.
+        coder: ``"smallest"`` codes to the fewest bytes; ``"tun12"`` to some more, which are multiplied by faster, for
+            experts that are mostly in memory.
 
     Raises:
         ConfigError: If a layout is not known, a weight is not finite, the rate is out of reach, or `out` holds the
@@ -126,18 +132,19 @@ def compress(
         OutOfTierMemory: If the model is wrapped and its budget is too small for one block.
         OSError: If `out` cannot be written.
     """
+    _check_coder(coder)
     batches = calibrations.batches_of(calibration, model, tokenizer=tokenizer, sequence=sequence)
     found = [experts for experts in experts_of(model) if not experts.is_coded]
     if not found:
         raise ConfigError(f"{type(model).__name__} has no experts that are not coded")
-    settings = {"bits": bits, "damping": damping, "sweeps": sweeps, "version": 1}
+    settings = {"bits": bits, "damping": damping, "sweeps": sweeps, "coder": coder, "version": 2}
     budget = ByteBudget(found, bits=bits)
     folder = None if out is None else Path(out)
     finished = FinishedBlocks(
         None if folder is None else folder / FOLDER,
         "" if folder is None else fingerprint_of(model, batches, settings),
     )
-    run = _Compressor(model, budget, finished, damping=damping, sweeps=sweeps)
+    run = _Compressor(model, budget, finished, damping=damping, sweeps=sweeps, coder=coder)
     with _evaluating(model), torch.no_grad():
         results = run.run(_by_block(found, model), BlockWalk(model, batches))
     read_ahead(model)
@@ -155,6 +162,7 @@ def compress_folder(
     out: Path,
     rows: int,
     sequence: int = DEFAULT_SEQUENCE,
+    coder: str = "smallest",
     ram: int | str | None = None,
     ssd: str | os.PathLike[str] | None = None,
 ) -> Compression:
@@ -167,6 +175,7 @@ def compress_folder(
         out: Of what is written.
         rows: The most rows of tokens that are used, the first ones of the file.
         sequence: Tokens of a row.
+        coder: See :func:`compress`.
         ram: See ``torch_offload.wrap``.
         ssd: See ``torch_offload.wrap``.
 
@@ -175,6 +184,7 @@ def compress_folder(
         OutOfTierMemory: If `ram` is too small for one block, or a disk for what `ram` cannot hold.
         TierIOError: If a scratch file cannot be made or written.
     """
+    _check_coder(coder)
     texts = calibrations.texts_in(calibration)
     with loading(ram=ram, ssd=ssd):
         model = wrap(loaded_model(path).requires_grad_(requires_grad=False), ram=ram, ssd=ssd)
@@ -185,9 +195,14 @@ def compress_folder(
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path} has no tokenizer that transformers can load: {error}") from None
     batches = calibrations.batches_of(texts, model, tokenizer=tokenizer, sequence=sequence)[:rows]
-    done = compress(model, bits=bits, calibration=batches, out=out)
+    done = compress(model, bits=bits, calibration=batches, out=out, coder=coder)
     tokenizer.save_pretrained(str(out))
     return done
+
+
+def _check_coder(coder: str) -> None:
+    if coder not in _CODERS:
+        raise ConfigError(f"coder: {coder!r} is none of {', '.join(_CODERS)}")
 
 
 def _by_block(found: Sequence[ExpertsModule], model: nn.Module) -> dict[str, list[ExpertsModule]]:
@@ -263,13 +278,21 @@ class _Compressor:
     """Codes blocks one after the other."""
 
     def __init__(
-        self, model: nn.Module, budget: ByteBudget, finished: FinishedBlocks, *, damping: float, sweeps: int
+        self,
+        model: nn.Module,
+        budget: ByteBudget,
+        finished: FinishedBlocks,
+        *,
+        damping: float,
+        sweeps: int,
+        coder: str,
     ) -> None:
         self._model = model
         self._budget = budget
         self._finished = finished
         self._damping = damping
         self._sweeps = sweeps
+        self._coder = coder
 
     def run(self, blocks: Mapping[str, list[ExpertsModule]], walk: BlockWalk) -> list[ModuleResult]:
         results: list[ModuleResult] = []
@@ -318,7 +341,10 @@ class _Compressor:
             for matrix in (UP, DOWN)
         )
         coded = coded_experts(
-            shapes, [(first.terms, last.terms) for first, last in zip(up, down, strict=True)], label=experts.name
+            shapes,
+            [(first.terms, last.terms) for first, last in zip(up, down, strict=True)],
+            label=experts.name,
+            coder=self._coder,
         )
         page_bytes = sum(page.numel() for name, page in coded.named_buffers() if ".page_" in name)
         result = ModuleResult(
@@ -345,6 +371,7 @@ class _Compressor:
                 limits_bytes=limits,
                 damping=self._damping,
                 sweeps=self._sweeps,
+                coder=self._coder,
             )
         return rounded
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_offload.coded_linear import encode, extents
 from torch_offload.errors import ConfigError
 from torch_offload.rounding import Problem, Rounded, Setting, round_with
-from torch_offload.ternary import SCALE_DTYPE, TernaryMatrix, check_finite
+from torch_offload.ternary import SCALE_DTYPE, TernaryMatrix, check_finite, coded
 
 MOST_BITS_OF_A_PLANE = 1.4
 """Bits per weight above which one plane is worse than two."""
@@ -83,6 +83,7 @@ def quantise(
     planes: int | None = None,
     damping: float = 0.01,
     sweeps: int = 2,
+    coder: str = "smallest",
 ) -> list[TernaryMatrix]:
     """Round a matrix to terms whose coded matrices, headers and tables included, have at most `bits` per weight.
 
@@ -93,6 +94,7 @@ def quantise(
         planes: How many terms; None leaves it to the rate.
         damping: Part of the mean of the Hessian's diagonal that is added to it.
         sweeps: How often each value gets another choice.
+        coder: One of ``coded_linear.CODERS``.
 
     Raises:
         ConfigError: If a weight is not finite, or a coded matrix of this shape takes more bits than that.
@@ -100,7 +102,9 @@ def quantise(
     shares = split(bits, planes_for(bits) if planes is None else planes)
     limits_bytes = [[int(share * weight.numel() / 8) for share in shares]]
     hessians = None if hessian is None else hessian[None]
-    (rounding,) = quantise_all(weight[None], hessians, limits_bytes=limits_bytes, damping=damping, sweeps=sweeps)
+    (rounding,) = quantise_all(
+        weight[None], hessians, limits_bytes=limits_bytes, damping=damping, sweeps=sweeps, coder=coder
+    )
     return rounding.terms
 
 
@@ -111,6 +115,7 @@ def quantise_all(
     limits_bytes: Sequence[Sequence[int]],
     damping: float = 0.01,
     sweeps: int = 2,
+    coder: str = "smallest",
 ) -> list[Rounding]:
     """Round matrices of one shape.
 
@@ -120,6 +125,7 @@ def quantise_all(
         limits_bytes: For each matrix, for each plane, what its coded matrix may take; as many planes for all.
         damping: See :func:`quantise`.
         sweeps: See :func:`quantise`.
+        coder: See :func:`quantise`.
 
     Raises:
         ConfigError: As :func:`quantise`.
@@ -129,7 +135,7 @@ def quantise_all(
     energy = problem.energy().clamp(min=1e-30)
     planes = []
     for limits in zip(*limits_bytes, strict=True):
-        planes.append(_fit(problem, limits, sweeps=sweeps))
+        planes.append(_fit(problem, limits, sweeps=sweeps, coder=coder))
         problem = problem.without([plane.term for plane in planes[-1]])
     errors = (problem.energy() / energy).tolist()
     return [
@@ -146,9 +152,9 @@ class CodedTerm:
     coded_bytes: int
 
     @classmethod
-    def make(cls, term: TernaryMatrix) -> "CodedTerm":
+    def make(cls, term: TernaryMatrix, coder: str) -> "CodedTerm":
         """Code the term and look."""
-        return cls(term, extents(encode(term.values))[0].coded_bytes)
+        return cls(term, extents(coded(term, coder=coder))[0].coded_bytes)
 
 
 class _StepSearch:
@@ -242,7 +248,7 @@ def entropy_of(values: Tensor) -> Tensor:
     return total
 
 
-def _fit(problem: Problem, limits_bytes: Sequence[int], *, sweeps: int) -> list[CodedTerm]:
+def _fit(problem: Problem, limits_bytes: Sequence[int], *, sweeps: int, coder: str) -> list[CodedTerm]:
     """Round to as many coded bytes as there may be, and no more."""
     count, columns, rows = problem.rest.shape
     per_weight = 8 / (rows * columns)
@@ -257,7 +263,7 @@ def _fit(problem: Problem, limits_bytes: Sequence[int], *, sweeps: int) -> list[
             break
         tried = Setting(steps.step[waiting], setting.dead_zone[waiting])
         rounded = round_with(problem.take(waiting), tried, sweeps=sweeps)
-        found = dict(zip(waiting.tolist(), _coded(rounded), strict=True))
+        found = dict(zip(waiting.tolist(), _coded(rounded, coder), strict=True))
         measured = bits.clone()
         for position, term in found.items():
             measured[position] = term.coded_bytes * per_weight
@@ -266,28 +272,28 @@ def _fit(problem: Problem, limits_bytes: Sequence[int], *, sweeps: int) -> list[
                 best[position] = term
         steps.move(measured)
         waiting = torch.tensor([at for at in range(count) if not _is_full(best.get(at), limits_bytes[at])]).long()
-    return [best.get(at) or _all_zero(rows, columns, limit_bytes) for at, limit_bytes in enumerate(limits_bytes)]
+    return [best.get(at) or _all_zero(rows, columns, limit_bytes, coder) for at, limit_bytes in enumerate(limits_bytes)]
 
 
 def _is_full(found: CodedTerm | None, limit_bytes: int) -> bool:
     return found is not None and found.coded_bytes >= _FULL_ENOUGH * limit_bytes
 
 
-def _coded(rounded: Rounded) -> list[CodedTerm]:
-    return [CodedTerm.make(rounded.term(position)) for position in range(len(rounded.values))]
+def _coded(rounded: Rounded, coder: str) -> list[CodedTerm]:
+    return [CodedTerm.make(rounded.term(position), coder) for position in range(len(rounded.values))]
 
 
-def _all_zero(rows: int, columns: int, limit_bytes: int) -> CodedTerm:
+def _all_zero(rows: int, columns: int, limit_bytes: int, coder: str) -> CodedTerm:
     """Return what takes the fewest bytes of all."""
     values = torch.zeros(rows, columns, dtype=torch.int8)
     scales = torch.zeros(rows, dtype=SCALE_DTYPE), torch.zeros(columns, dtype=SCALE_DTYPE)
-    coded = CodedTerm.make(TernaryMatrix(values, *scales))
-    if coded.coded_bytes > limit_bytes:
+    empty = CodedTerm.make(TernaryMatrix(values, *scales), coder)
+    if empty.coded_bytes > limit_bytes:
         raise ConfigError(
-            f"a coded matrix of {rows} x {columns} takes {coded.coded_bytes} bytes at least, {limit_bytes} are "
-            f"allowed; give it at least {coded.coded_bytes * 8 / (rows * columns):.3g} bits per weight and plane"
+            f"a coded matrix of {rows} x {columns} takes {empty.coded_bytes} bytes at least, {limit_bytes} are "
+            f"allowed; give it at least {empty.coded_bytes * 8 / (rows * columns):.3g} bits per weight and plane"
         )
-    return coded
+    return empty
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from torch_offload.errors import ConfigError
 SCALE_DTYPE = torch.bfloat16
 """Of scales that are kept."""
 
+COLUMN_CLASSES = 4
+"""Into which columns are sorted by their odds: more of them save less than their tables take (docs/adr/0007)."""
+
 
 @dataclass(frozen=True)
 class TernaryMatrix:
@@ -69,22 +72,30 @@ def check_finite(weight: Tensor) -> None:
         raise ConfigError(f"{int(wrong.sum())} of {weight.numel()} weights are not finite, the first at {first}")
 
 
-def coded_page(up: TernaryMatrix, down: TernaryMatrix) -> Tensor:
+def coded(matrix: TernaryMatrix, *, coder: str = "smallest") -> Tensor:
+    """Code the values of a matrix. TUN12 is for speed, which its tables of several classes would take away."""
+    return encode(matrix.values, coder=coder, most_classes=1 if coder == "tun12" else COLUMN_CLASSES)
+
+
+def coded_page(up: TernaryMatrix, down: TernaryMatrix, *, coder: str = "smallest") -> Tensor:
     """Code both matrices of an expert, one behind the other."""
-    return torch.cat([encode(up.values), encode(down.values)])
+    return torch.cat([coded(up, coder=coder), coded(down, coder=coder)])
 
 
 ExpertTerms = tuple[Sequence[TernaryMatrix], Sequence[TernaryMatrix]]
 """One expert: terms of its first and of its last matrix, as many of each."""
 
 
-def coded_experts(shapes: ExpertShapes, experts: Sequence[ExpertTerms], *, label: str) -> CodedExperts:
+def coded_experts(
+    shapes: ExpertShapes, experts: Sequence[ExpertTerms], *, label: str, coder: str = "smallest"
+) -> CodedExperts:
     """Code experts.
 
     Args:
         shapes: Of the experts.
         experts: Their terms; all as many.
         label: The module's name.
+        coder: One of ``coded_linear.CODERS``.
     """
     counts = {len(terms) for expert in experts for terms in expert}
     if len(counts) != 1:
@@ -93,12 +104,14 @@ def coded_experts(shapes: ExpertShapes, experts: Sequence[ExpertTerms], *, label
     for term in range(counts.pop()):
         up = [expert[0][term] for expert in experts]
         down = [expert[1][term] for expert in experts]
-        planes.append(_plane(shapes, up, down))
+        planes.append(_plane(shapes, up, down, coder=coder))
     return CodedExperts(shapes, planes, label=label)
 
 
-def _plane(shapes: ExpertShapes, up: Sequence[TernaryMatrix], down: Sequence[TernaryMatrix]) -> CodedPlane:
-    pages = [coded_page(*matrices) for matrices in zip(up, down, strict=True)]
+def _plane(
+    shapes: ExpertShapes, up: Sequence[TernaryMatrix], down: Sequence[TernaryMatrix], *, coder: str
+) -> CodedPlane:
+    pages = [coded_page(*matrices, coder=coder) for matrices in zip(up, down, strict=True)]
     plane = CodedPlane(shapes, [page.numel() for page in pages], dtype=SCALE_DTYPE)
     buffers = {page_name(expert): page for expert, page in enumerate(pages)} | {
         "up_row_scale": torch.stack([matrix.row_scale for matrix in up]),

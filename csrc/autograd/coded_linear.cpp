@@ -38,18 +38,16 @@ CodedMatrix matrix_of(const at::Tensor& page, std::int64_t index) {
     return CodedMatrix(extents[static_cast<std::size_t>(index)], shared_tables());
 }
 
-TokenPanel panel_of(const at::Tensor& tokens, const at::Tensor& scale) {
-    TokenPanel panel(static_cast<std::size_t>(tokens.size(0)), static_cast<std::size_t>(tokens.size(1)));
-    panel.fill(tokens.const_data_ptr<float>(), scale.const_data_ptr<float>());
-    return panel;
-}
+/// One side of a product: what its floats are multiplied by, and where they lie in panels.
+struct Side {
+    const at::Tensor& scale;
+    std::span<const std::uint32_t> order = {};
+};
 
-/// Copies a panel's tokens, scaled, to `to`: [tokens, width] floats.
-void write_scaled(const TokenPanel& panel, const at::Tensor& scale, float* to) {
-    const float* const factors = scale.const_data_ptr<float>();
-    for (std::size_t token = 0; token < panel.tokens(); ++token) {
-        for (std::size_t i = 0; i < panel.width(); ++i) *to++ = panel.token(token)[i] * factors[i];
-    }
+TokenPanel panel_of(const at::Tensor& tokens, const Side& side) {
+    TokenPanel panel(static_cast<std::size_t>(tokens.size(0)), static_cast<std::size_t>(tokens.size(1)));
+    panel.fill(tokens.const_data_ptr<float>(), side.scale.const_data_ptr<float>(), side.order);
+    return panel;
 }
 
 void multiply_in_parallel(const CodedMatrix& matrix, const TokenPanel& x, TokenPanel& y) {
@@ -76,17 +74,18 @@ void multiply_transposed_in_parallel(const CodedMatrix& matrix, const TokenPanel
     }
 }
 
-/// Multiplies tokens of `from` by what `multiply` does to a panel; `width` is that of the result.
+/// Multiplies tokens of `from` by what `multiply` does to a panel.
 template <typename Multiply>
-at::Tensor multiplied(const at::Tensor& from, const at::Tensor& scale_before, const at::Tensor& scale_after,
-                      std::int64_t width, Multiply multiply) {
+at::Tensor multiplied(const at::Tensor& from, const Side& before, const Side& after, Multiply multiply) {
+    const std::int64_t width = after.scale.numel();
     at::Tensor result = at::empty({from.size(0), width}, from.options());
     for (std::int64_t first = 0; first < from.size(0); first += kTokensAtOnce) {
         const std::int64_t count = std::min(kTokensAtOnce, from.size(0) - first);
-        const TokenPanel panel = panel_of(from.narrow(0, first, count), scale_before);
+        const TokenPanel panel = panel_of(from.narrow(0, first, count), before);
         TokenPanel product(panel.tokens(), static_cast<std::size_t>(width));
         multiply(panel, product);
-        write_scaled(product, scale_after, result.mutable_data_ptr<float>() + first * width);
+        product.write(result.mutable_data_ptr<float>() + first * width, after.scale.const_data_ptr<float>(),
+                      after.order);
     }
     return result;
 }
@@ -111,8 +110,9 @@ at::Tensor coded_linear(const at::Tensor& x, const at::Tensor& page, std::int64_
         const CodedMatrix matrix = matrix_of(page, index);
         const CodedScales scales(matrix.rows(), matrix.columns(), row_scale, column_scale);
         const at::Tensor from = coded_tokens("x", x, matrix.columns());
+        const std::vector<std::uint32_t> order = matrix.column_order();
         const auto product = [&](const TokenPanel& in, TokenPanel& out) { multiply_in_parallel(matrix, in, out); };
-        return tokens_like(x, multiplied(from, scales.columns, scales.rows, scales.rows.numel(), product));
+        return tokens_like(x, multiplied(from, {scales.columns, order}, {scales.rows}, product));
     });
 }
 
@@ -122,14 +122,16 @@ at::Tensor coded_linear_transposed(const at::Tensor& g, const at::Tensor& page, 
         const CodedMatrix matrix = matrix_of(page, index);
         const CodedScales scales(matrix.rows(), matrix.columns(), row_scale, column_scale);
         const at::Tensor from = coded_tokens("g", g, matrix.rows());
+        const std::vector<std::uint32_t> order = matrix.column_order();
         const auto product = [&](const TokenPanel& in, TokenPanel& out) {
             multiply_transposed_in_parallel(matrix, in, out);
         };
-        return tokens_like(g, multiplied(from, scales.rows, scales.columns, scales.columns.numel(), product));
+        return tokens_like(g, multiplied(from, {scales.rows}, {scales.columns, order}, product));
     });
 }
 
-at::Tensor encode_ternary(const at::Tensor& values, at::IntArrayRef classes, c10::string_view coder) {
+at::Tensor encode_ternary(const at::Tensor& values, at::IntArrayRef classes, c10::string_view coder,
+                          std::int64_t most_classes) {
     TORCH_CHECK_TYPE(values.scalar_type() == at::kChar, "encode_ternary: values are int8, got ", values.scalar_type());
     TORCH_CHECK_VALUE(values.dim() == 2, "encode_ternary: values are [rows, columns], got sizes ", values.sizes());
     EncodeOptions options;
@@ -137,12 +139,13 @@ at::Tensor encode_ternary(const at::Tensor& values, at::IntArrayRef classes, c10
     options.thread_count = static_cast<std::size_t>(at::get_num_threads());
     options.classes.clear();
     for (const std::int64_t first : classes) options.classes.push_back({static_cast<std::size_t>(first)});
+    TORCH_CHECK_VALUE(most_classes >= 1, "encode_ternary: most_classes is at least 1, got ", most_classes);
     const at::Tensor dense = values.contiguous();
     return across_torch([&] {
         const ExtentBuffer extent =
-            encode({dense.const_data_ptr<std::int8_t>(), static_cast<std::size_t>(dense.size(0)),
-                    static_cast<std::size_t>(dense.size(1))},
-                   options);
+            encode_sorted({dense.const_data_ptr<std::int8_t>(), static_cast<std::size_t>(dense.size(0)),
+                           static_cast<std::size_t>(dense.size(1))},
+                          static_cast<std::size_t>(most_classes), options);
         at::Tensor page =
             at::empty({static_cast<std::int64_t>(extent.bytes().size())}, values.options().dtype(at::kByte));
         std::memcpy(page.mutable_data_ptr(), extent.bytes().data(), extent.bytes().size());

@@ -20,9 +20,10 @@ inline constexpr const char* kCodedLinearSchema =
 inline constexpr const char* kCodedLinearTransposedSchema =
     "coded_linear_transposed(Tensor g, Tensor page, int matrix, Tensor row_scale, Tensor column_scale) -> Tensor";
 /// A matrix of -1, 0 and +1, int8 [rows, columns], to its coded extent, uint8. `classes`: the first column of each
-/// class of columns of like odds. `coder`: "tun12", "rans4", "qmoe" or "smallest".
+/// class of columns of like odds. `coder`: "tun12", "rans4", "qmoe" or "smallest". `most_classes`: more than 1 sorts
+/// columns into so many.
 inline constexpr const char* kEncodeTernarySchema =
-    "encode_ternary(Tensor values, int[] classes=[0], str coder='smallest') -> Tensor";
+    "encode_ternary(Tensor values, int[] classes=[0], str coder='smallest', int most_classes=1) -> Tensor";
 /// The matrix again.
 inline constexpr const char* kDecodeTernarySchema = "decode_ternary(Tensor page, int matrix=0) -> Tensor";
 /// One line of int64 for each extent of a page, all checked: offset, size, coded bytes, rows, columns, classes.
@@ -38,7 +39,8 @@ at::Tensor coded_linear(const at::Tensor& x, const at::Tensor& page, std::int64_
                         const at::Tensor& column_scale);
 at::Tensor coded_linear_transposed(const at::Tensor& g, const at::Tensor& page, std::int64_t matrix,
                                    const at::Tensor& row_scale, const at::Tensor& column_scale);
-at::Tensor encode_ternary(const at::Tensor& values, at::IntArrayRef classes, c10::string_view coder);
+at::Tensor encode_ternary(const at::Tensor& values, at::IntArrayRef classes, c10::string_view coder,
+                          std::int64_t most_classes);
 at::Tensor decode_ternary(const at::Tensor& page, std::int64_t matrix);
 at::Tensor coded_extents(const at::Tensor& page);
 

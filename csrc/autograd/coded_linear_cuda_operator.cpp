@@ -81,17 +81,23 @@ private:
     at::TensorOptions bytes_;
 };
 
+/// One side of a product: what its floats are multiplied by, and where they lie in it.
+struct Side {
+    const at::Tensor& scale;
+    const std::uint32_t* order = nullptr;
+};
+
 /// What goes into products and what comes out, some tokens at a time. `use(from, to)` queues one round.
 template <typename Use>
-at::Tensor multiplied(const at::Tensor& from, const at::Tensor& scale_before, const at::Tensor& scale_after, Use use) {
-    const std::int64_t width = scale_after.numel();
+at::Tensor multiplied(const at::Tensor& from, const Side& before, const Side& after, Use use) {
+    const std::int64_t width = after.scale.numel();
     at::Tensor result = at::empty({from.size(0), width}, from.options());
     for (std::int64_t first = 0; first < from.size(0); first += kTokensAtOnce) {
         const auto count = static_cast<std::uint32_t>(std::min(kTokensAtOnce, from.size(0) - first));
-        use(ScaledTokens{from.const_data_ptr<float>() + first * from.size(1), scale_before.const_data_ptr<float>(),
-                         count, static_cast<std::uint32_t>(from.size(1))},
-            ScaledSums{result.mutable_data_ptr<float>() + first * width, scale_after.const_data_ptr<float>(), count,
-                       static_cast<std::uint32_t>(width)});
+        use(ScaledTokens{from.const_data_ptr<float>() + first * from.size(1), before.scale.const_data_ptr<float>(),
+                         before.order, count, static_cast<std::uint32_t>(from.size(1))},
+            ScaledSums{result.mutable_data_ptr<float>() + first * width, after.scale.const_data_ptr<float>(),
+                       after.order, count, static_cast<std::uint32_t>(width)});
     }
     return result;
 }
@@ -147,12 +153,12 @@ at::Tensor coded_linear_cuda(const at::Tensor& x, const at::Tensor& page, std::i
         const bool is_few = from.size(0) <= kMostGroupTokens && current.is_all_tun12();
         const bool is_split = wants_tensor_cores(from.size(0));
         const at::Tensor decoded = is_few && !is_split ? at::Tensor() : current.decoded();
-        const at::Tensor y =
-            multiplied(from, scales.columns, scales.rows, [&](const ScaledTokens& in, const ScaledSums& out) {
-                if (is_split) return multiply_on_tensor_cores(current, decoded, in, out);
-                if (is_few) return multiply_codewords(current, in, out);
-                multiply_decoded(current, decoded, in, out);
-            });
+        const at::Tensor y = multiplied(from, {scales.columns, current.matrix().order}, {scales.rows},
+                                        [&](const ScaledTokens& in, const ScaledSums& out) {
+                                            if (is_split) return multiply_on_tensor_cores(current, decoded, in, out);
+                                            if (is_few) return multiply_codewords(current, in, out);
+                                            multiply_decoded(current, decoded, in, out);
+                                        });
         return tokens_like(x, y);
     });
 }
@@ -166,12 +172,13 @@ at::Tensor coded_linear_transposed_cuda(const at::Tensor& g, const at::Tensor& p
         const at::Tensor from = coded_tokens("g", g, current.matrix().rows);
         const at::Tensor decoded = current.decoded();
         const at::Tensor z =
-            multiplied(from, scales.rows, scales.columns, [&](const ScaledTokens& in, const ScaledSums& out) {
-                const TokenGroups groups = groups_of(in.tokens);
-                const at::Tensor panels = panels_of(current, in, groups);
-                launch_transposed_product(current.matrix(), CurrentMatrix::quad_rows(decoded),
-                                          panels.const_data_ptr<float>(), groups, out, current.stream());
-            });
+            multiplied(from, {scales.rows}, {scales.columns, current.matrix().order},
+                       [&](const ScaledTokens& in, const ScaledSums& out) {
+                           const TokenGroups groups = groups_of(in.tokens);
+                           const at::Tensor panels = panels_of(current, in, groups);
+                           launch_transposed_product(current.matrix(), CurrentMatrix::quad_rows(decoded),
+                                                     panels.const_data_ptr<float>(), groups, out, current.stream());
+                       });
         return tokens_like(g, z);
     });
 }

@@ -27,7 +27,8 @@ inline TokenGroups groups_of(std::uint32_t tokens) noexcept {
     return {group_tokens, (tokens + group_tokens - 1) / group_tokens};
 }
 
-/// Panels of all groups, [groups, from.width, group_tokens]: values times their scale.
+/// Panels of all groups, [groups, from.width, group_tokens]: values times their scale. What has a matrix's columns,
+/// here and below, is told its order (KernelMatrix).
 void launch_panels(const ScaledTokens& from, const TokenGroups& groups, float* panels, cudaStream_t stream);
 
 /// y = T x for one group, from codewords: T is never in memory. Order of the sums and what it means for infinities:
@@ -38,7 +39,7 @@ void launch_codeword_product(const KernelMatrix& matrix, const float* panel, std
 /// T, for kernels that use it more than once: the rows of tiles that have the coder. `to`: of all rows.
 void launch_tun12_decode(const KernelMatrix& matrix, const QuadRows& to, cudaStream_t stream);
 void launch_rans4_decode(const KernelMatrix& matrix, const QuadRows& to, cudaStream_t stream);
-/// One byte for each value. `to`: [rows, columns].
+/// One byte for each value, columns in their own order. `to`: [rows, columns].
 void launch_expand(const KernelMatrix& matrix, const QuadRows& from, std::int8_t* to, cudaStream_t stream);
 
 /// y = T x and z = T^T g with the sums of product.h. `panels`: of x, [groups, columns, group_tokens]; of g, with rows.

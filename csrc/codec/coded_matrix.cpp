@@ -19,6 +19,11 @@ ExtentDecoders decoders_alone(const ExtentHeader& header) {
     return {header, tables};
 }
 
+void copy_row(const std::int8_t* from, std::span<const std::uint32_t> order, std::span<std::int8_t> to) noexcept {
+    if (order.empty()) std::memcpy(to.data(), from, to.size());
+    for (std::size_t place = 0; place < order.size(); ++place) to[order[place]] = from[place];
+}
+
 }  // namespace
 
 ExtentDecoders::ExtentDecoders(const ExtentHeader& header, CoderTables& tables) {
@@ -49,6 +54,7 @@ std::unique_ptr<TileReader> CodedMatrix::read(const CodedTile& tile, Instruction
 }
 
 void CodedMatrix::decode(std::int8_t* to, InstructionSet set) const {
+    const std::vector<std::uint32_t> order = column_order();
     for (const CodedTile& tile : tiles()) {
         const auto reader = read(tile, set);
         const std::size_t step = std::min<std::size_t>(reader->rows_at_once(), tile.row_count);
@@ -57,7 +63,7 @@ void CodedMatrix::decode(std::int8_t* to, InstructionSet set) const {
             const std::size_t count = std::min<std::size_t>(step, tile.row_count - row);
             reader->read(count, panel.rows());
             for (std::size_t i = 0; i < count; ++i) {
-                std::memcpy(to + (tile.first_row + row + i) * columns(), panel.rows().row(i), columns());
+                copy_row(panel.rows().row(i), order, std::span(to + (tile.first_row + row + i) * columns(), columns()));
             }
         }
     }

@@ -43,10 +43,15 @@ public:
     std::size_t columns() const noexcept { return header_.columns; }
     std::span<const CodedTile> tiles() const noexcept { return header_.tiles; }
     const ExtentHeader& header() const noexcept { return header_; }
+    /// Which column of T lies in each place of the decoded rows, [columns()]; empty if all lie in their own.
+    std::vector<std::uint32_t> column_order() const {
+        return columns_in_order(header_.order, header_.classes, header_.columns);
+    }
 
+    /// Rows with their columns in the order of column_order().
     /// Throws: CorruptPage if the tile cannot have its rows.
     std::unique_ptr<TileReader> read(const CodedTile& tile, InstructionSet set) const;
-    /// All of T, the same for every instruction set.
+    /// All of T, its columns in their own order, the same for every instruction set.
     /// `to`: [rows(), columns()], row-major.
     /// Throws: CorruptPage where bytes are no rows; what has been decoded until then is in `to`.
     void decode(std::int8_t* to, InstructionSet set = best_instruction_set()) const;

@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "codec/class_counter.h"
+#include "codec/column_order.h"
 #include "codec/qmoe.h"
 #include "codec/rans4.h"
 #include "codec/tun12.h"
@@ -32,6 +33,8 @@ void check_shape(const TernaryView& matrix, const EncodeOptions& options) {
     }
     OFFLOAD_CHECK(is_cut, InvalidArgument, "classes of columns begin at 0 and then each further right, at most ",
                   kMaxClasses, " of them and inside ", matrix.columns, " columns");
+    OFFLOAD_CHECK(fits(options.order, classes, matrix.columns), InvalidArgument,
+                  "each class has as many columns as the order of columns puts into it");
     OFFLOAD_CHECK(options.rows_per_tile <= kMaxRows, InvalidArgument, "a tile has at most ", kMaxRows, " rows, not ",
                   options.rows_per_tile);
 }
@@ -138,11 +141,28 @@ void drop_unused_tables(ExtentHeader& header) {
     if (!uses(Coder::rans4)) header.frequencies.clear();
 }
 
+/// Of each row the columns in another order. [rows, columns]
+std::vector<std::int8_t> reordered(const TernaryView& matrix, const std::vector<std::uint32_t>& order) {
+    std::vector<std::int8_t> values(matrix.rows * matrix.columns);
+    for (std::size_t row = 0; row < matrix.rows; ++row) {
+        std::int8_t* const to = values.data() + row * matrix.columns;
+        for (std::size_t place = 0; place < matrix.columns; ++place) to[place] = matrix.row(row)[order[place]];
+    }
+    return values;
+}
+
 }  // namespace
 
-ExtentBuffer encode(const TernaryView& matrix, const EncodeOptions& options) {
-    check_shape(matrix, options);
+ExtentBuffer encode(const TernaryView& unordered, const EncodeOptions& options) {
+    check_shape(unordered, options);
+    TernaryView matrix = unordered;
+    std::vector<std::int8_t> values;
+    if (options.order.bits != 0) {
+        values = reordered(unordered, columns_in_order(options.order, options.classes, unordered.columns));
+        matrix.values = values.data();
+    }
     ExtentHeader header;
+    header.order = options.order;
     header.rows = matrix.rows;
     header.columns = matrix.columns;
     header.rows_per_tile = options.rows_per_tile > 0 ? options.rows_per_tile : rows_per_tile(matrix.rows);
@@ -171,6 +191,20 @@ ExtentBuffer encode(const TernaryView& matrix, const EncodeOptions& options) {
     });
     drop_unused_tables(header);
     return build_extent(std::move(header), tiles);
+}
+
+ExtentBuffer encode_sorted(const TernaryView& matrix, std::size_t most_classes, const EncodeOptions& options) {
+    OFFLOAD_CHECK(most_classes >= 1 && most_classes <= kMaxClasses, InvalidArgument, "columns are sorted into 1 to ",
+                  kMaxClasses, " classes, not ", most_classes);
+    ExtentBuffer plain = encode(matrix, options);
+    if (most_classes == 1 || options.coder == CoderChoice::qmoe) return plain;
+    SortedColumns columns = sorted_columns(matrix, most_classes);
+    EncodeOptions by_odds = options;
+    by_odds.classes = std::move(columns.classes);
+    by_odds.order = std::move(columns.order);
+    ExtentBuffer sorted = encode(matrix, by_odds);
+    const auto coded_bytes = [](const ExtentBuffer& extent) { return read_header(extent.bytes()).coded_bytes; };
+    return coded_bytes(sorted) < coded_bytes(plain) ? std::move(sorted) : std::move(plain);
 }
 
 }  // namespace torch_offload

@@ -42,8 +42,9 @@ std::vector<std::byte> header_bytes(const ExtentHeader& header, std::uint32_t he
     append_number(to, static_cast<std::uint16_t>(header.classes.size()));
     append_number(to, static_cast<std::uint8_t>((header.tunstall.empty() ? 0 : kHasTunstall) |
                                                 (header.frequencies.empty() ? 0 : kHasFrequencies)));
-    append_number(to, std::uint8_t{0});
+    append_number(to, static_cast<std::uint8_t>(header.order.bits));
     for (const ColumnClass& one : header.classes) append_number(to, static_cast<std::uint32_t>(one.first_column));
+    to.insert(to.end(), header.order.packed.begin(), header.order.packed.end());
     for (const TunstallClass& one : header.tunstall) {
         append_number(to, one.odds.zero);
         append_number(to, one.odds.plus);
@@ -70,6 +71,18 @@ ColumnClasses take_classes(NumberReader& numbers, std::size_t count, std::size_t
         classes.push_back({first});
     }
     return classes;
+}
+
+ColumnOrder take_order(NumberReader& numbers, unsigned bits, const ColumnClasses& classes, std::size_t columns) {
+    OFFLOAD_CHECK(bits <= 2 || bits == 4, CorruptPage, "a coded extent says it has ", bits, " bits for each column");
+    ColumnOrder order{bits, {}};
+    const std::span<const std::byte> packed = numbers.take_bytes(ColumnOrder::packed_bytes(columns, bits));
+    order.packed.assign(packed.begin(), packed.end());
+    const std::size_t unused_bits = packed.size() * 8 - columns * bits;
+    OFFLOAD_CHECK(fits(order, classes, columns) &&
+                      (packed.empty() || std::to_integer<unsigned>(packed.back()) >> (8 - unused_bits) == 0),
+                  CorruptPage, "a coded extent's columns are not in the classes that it says it has");
+    return order;
 }
 
 std::vector<TunstallClass> take_tunstall(NumberReader& numbers, std::size_t count) {
@@ -174,16 +187,17 @@ ExtentHeader read_header(std::span<const std::byte> extent) {
     header.rows_per_tile = numbers.take<std::uint32_t>();
     const std::size_t class_count = numbers.take<std::uint16_t>();
     const auto tables = numbers.take<std::uint8_t>();
-    const auto zero = numbers.take<std::uint8_t>();
+    const unsigned order_bits = numbers.take<std::uint8_t>();
     OFFLOAD_CHECK(header.rows >= 1 && header.rows <= kMaxRows && header.columns >= 1 && header.columns <= kMaxColumns &&
                       header.rows_per_tile >= 1,
                   CorruptPage, "a coded extent has ", header.rows, " rows in tiles of ", header.rows_per_tile, " and ",
                   header.columns, " columns");
     OFFLOAD_CHECK(header.coded_bytes <= extent.size() && extent.size() - header.coded_bytes >= kTileSlackBytes &&
-                      header_size <= header.coded_bytes && tables <= (kHasTunstall | kHasFrequencies) && zero == 0,
+                      header_size <= header.coded_bytes && tables <= (kHasTunstall | kHasFrequencies),
                   CorruptPage, "a coded extent's header of ", header_size, " bytes says ", header.coded_bytes, " of ",
                   extent.size(), " bytes are coded");
     header.classes = take_classes(numbers, class_count, header.columns);
+    header.order = take_order(numbers, order_bits, header.classes, header.columns);
     if (tables & kHasTunstall) header.tunstall = take_tunstall(numbers, class_count);
     if (tables & kHasFrequencies) header.frequencies = take_frequencies(numbers, class_count);
     take_tiles(numbers, header_size, header);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "codec/column_class.h"
+#include "codec/column_order.h"
 #include "codec/rans_model.h"
 #include "codec/tile_coder.h"
 #include "codec/tun12.h"
@@ -37,6 +38,7 @@ struct ExtentHeader {
     std::size_t columns = 0;
     std::size_t rows_per_tile = 0;
     ColumnClasses classes;
+    ColumnOrder order;
     std::vector<TunstallClass> tunstall;         // per class, or empty
     std::vector<SymbolFrequencies> frequencies;  // per class, or empty
     std::vector<CodedTile> tiles;

@@ -70,6 +70,9 @@ KernelTables::KernelTables(std::span<const std::byte> extent, CoderTables& table
     take_tiles(matrix);
     take_classes(header, tables);
     if (has_tun12_) take_first_words(extent, header, tables);
+    const std::vector<std::uint32_t> order = matrix.column_order();
+    has_order_ = !order.empty();
+    if (has_order_) order_offset_ = append(bytes_, order);
 }
 
 void KernelTables::take_tiles(const CodedMatrix& matrix) {
@@ -127,6 +130,7 @@ KernelMatrix KernelTables::placed(const std::byte* extent, const std::byte* tabl
     KernelMatrix matrix = shape_;
     matrix.extent = extent;
     matrix.tiles = reinterpret_cast<const KernelTile*>(tables + tiles_offset_);
+    if (has_order_) matrix.order = reinterpret_cast<const std::uint32_t*>(tables + order_offset_);
     if (has_tun12_) matrix.first_words = reinterpret_cast<const std::uint32_t*>(tables + first_words_offset_);
     for (std::size_t i = 0; i < class_offsets_.size(); ++i) {
         if (has_tun12_) matrix.classes[i].words = tables + class_offsets_[i].words;

@@ -51,6 +51,7 @@ struct KernelMatrix {
     KernelClass classes[kMaxClasses];
     const std::byte* extent = nullptr;
     const KernelTile* tiles = nullptr;           // [tile_count]
+    const std::uint32_t* order = nullptr;        // [columns] as CodedMatrix::column_order, if they are not in their own
     const std::uint32_t* first_words = nullptr;  // [rows]: the codeword of its tile with which a row of TUN12 begins
 };
 
@@ -82,6 +83,8 @@ private:
     std::vector<ClassOffsets> class_offsets_;
     std::size_t tiles_offset_ = 0;
     std::size_t first_words_offset_ = 0;
+    std::size_t order_offset_ = 0;
+    bool has_order_ = false;
     bool has_tun12_ = false;
     bool has_rans4_ = false;
     std::vector<std::byte> bytes_;

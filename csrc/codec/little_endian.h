@@ -41,6 +41,13 @@ public:
         taken_ += sizeof(Number);
         return number;
     }
+    /// Throws: as take().
+    std::span<const std::byte> take_bytes(std::size_t count) {
+        OFFLOAD_CHECK(count <= bytes_.size() - taken_, CorruptPage, "a coded extent's header ends after ",
+                      bytes_.size(), " bytes, inside ", count, " at ", taken_);
+        taken_ += count;
+        return bytes_.subspan(taken_ - count, count);
+    }
     std::size_t taken_bytes() const noexcept { return taken_; }
 
 private:

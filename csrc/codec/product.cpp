@@ -56,11 +56,21 @@ TokenPanel::TokenPanel(std::size_t tokens, std::size_t width)
 
 void TokenPanel::Free::operator()(float* values) const noexcept { operator delete[](values, kPanelAlignment); }
 
-void TokenPanel::fill(const float* from, const float* scale) noexcept {
+void TokenPanel::fill(const float* from, const float* scale, std::span<const std::uint32_t> order) noexcept {
     for (std::size_t i = 0; i < tokens_; ++i) {
-        for (std::size_t j = 0; j < width_; ++j) {
+        for (std::size_t place = 0; place < width_; ++place) {
+            const std::size_t j = order.empty() ? place : order[place];
             const float value = from[i * width_ + j];
-            token(i)[j] = scale ? value * scale[j] : value;
+            token(i)[place] = scale ? value * scale[j] : value;
+        }
+    }
+}
+
+void TokenPanel::write(float* to, const float* scale, std::span<const std::uint32_t> order) const noexcept {
+    for (std::size_t i = 0; i < tokens_; ++i) {
+        for (std::size_t place = 0; place < width_; ++place) {
+            const std::size_t j = order.empty() ? place : order[place];
+            to[i * width_ + j] = token(i)[place] * scale[j];
         }
     }
 }

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 
 #include "base/instruction_set.h"
 #include "codec/coded_matrix.h"
@@ -30,8 +31,11 @@ public:
     std::size_t stride() const noexcept { return stride_; }  // floats from one token to the next
     float* token(std::size_t index) noexcept { return values_.get() + index * stride_; }
     const float* token(std::size_t index) const noexcept { return values_.get() + index * stride_; }
-    /// `from`: [tokens, width]. `scale`: [width] factors, folded in as T's columns need them, or nullptr.
-    void fill(const float* from, const float* scale = nullptr) noexcept;
+    /// `from`: [tokens, width]. `scale`: [width] factors, folded in as T's columns need them, or nullptr. `order`: as
+    /// CodedMatrix::column_order has it; place i gets value order[i] of a token.
+    void fill(const float* from, const float* scale = nullptr, std::span<const std::uint32_t> order = {}) noexcept;
+    /// The other way: `to` [tokens, width] gets what the panel has, times `scale`.
+    void write(float* to, const float* scale, std::span<const std::uint32_t> order = {}) const noexcept;
 
 private:
     struct Free {
@@ -43,7 +47,7 @@ private:
     std::unique_ptr<float[], Free> values_;
 };
 
-/// y = T x for the rows of one tile.
+/// y = T x for the rows of one tile. Panels by column are in the order of CodedMatrix::column_order, here and below.
 /// `x`: tokens of columns() floats. `y`: tokens of at least rows() floats; only the tile's rows are written.
 /// Throws: InvalidArgument if widths or counts do not fit; CorruptPage where the tile cannot be decoded.
 /// Threads: any; different tiles of one product at once.

@@ -66,12 +66,14 @@ __global__ void __launch_bounds__(kBlockColumns* kBlockTiles)
 }
 
 __global__ void __launch_bounds__(kBlockThreads)
-    expand_kernel(const QuadRows from, std::uint32_t columns, std::size_t count, std::int8_t* to) {
+    expand_kernel(const QuadRows from, std::uint32_t columns, const std::uint32_t* order, std::size_t count,
+                  std::int8_t* to) {
     const std::size_t step = std::size_t{gridDim.x} * kBlockThreads;
     for (std::size_t i = std::size_t{blockIdx.x} * kBlockThreads + threadIdx.x; i < count; i += step) {
-        const std::size_t column = i % columns;
-        const std::uint32_t word = from.words[i / columns * from.stride + column / kValuesOfWord];
-        to[i] = static_cast<std::int8_t>(ternary_of(word, column % kValuesOfWord));
+        const std::size_t place = i % columns;
+        const std::uint32_t word = from.words[i / columns * from.stride + place / kValuesOfWord];
+        to[i - place + (order ? order[place] : place)] =
+            static_cast<std::int8_t>(ternary_of(word, place % kValuesOfWord));
     }
 }
 
@@ -129,7 +131,7 @@ void launch_transposed_product(const KernelMatrix& matrix, const QuadRows& rows,
 void launch_expand(const KernelMatrix& matrix, const QuadRows& from, std::int8_t* to, cudaStream_t stream) {
     const std::size_t count = std::size_t{matrix.rows} * matrix.columns;
     const unsigned blocks = blocks_for(expand_kernel, kBlockThreads, (count + kBlockThreads - 1) / kBlockThreads);
-    expand_kernel<<<blocks, kBlockThreads, 0, stream>>>(from, matrix.columns, count, to);
+    expand_kernel<<<blocks, kBlockThreads, 0, stream>>>(from, matrix.columns, matrix.order, count, to);
     check_cuda(cudaGetLastError(), "launching the expansion of T");
 }
 

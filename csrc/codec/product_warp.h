@@ -19,8 +19,12 @@ template <typename Float>
 struct Scaled {
     Float* values = nullptr;       // [tokens, width]
     const float* scale = nullptr;  // [width]
+    /// [width]: which of a token's values is in each place of the product; nullptr if all are in their own.
+    const std::uint32_t* order = nullptr;
     std::uint32_t tokens = 0;
     std::uint32_t width = 0;
+
+    OFFLOAD_HOST_DEVICE std::size_t value_at(std::size_t place) const noexcept { return order ? order[place] : place; }
 };
 using ScaledTokens = Scaled<const float>;
 using ScaledSums = Scaled<float>;
@@ -50,13 +54,15 @@ OFFLOAD_HOST_DEVICE inline float ternary_of(std::uint32_t word, unsigned index) 
 /// Element `index` of a panel of `from`, in groups of kTokens; tokens that there are not are zeros.
 template <unsigned kTokens>
 OFFLOAD_HOST_DEVICE inline float panel_element(const ScaledTokens& from, std::size_t index) noexcept {
-    const std::size_t column = index / kTokens % from.width;
+    const std::size_t column = from.value_at(index / kTokens % from.width);
     const std::size_t token = index / kTokens / from.width * kTokens + index % kTokens;
     return token < from.tokens ? from.values[token * from.width + column] * from.scale[column] : 0;
 }
 
 /// Writes one sum, scaled, if its token is there.
-OFFLOAD_HOST_DEVICE inline void write_sum(const ScaledSums& to, std::size_t token, std::size_t at, float sum) noexcept {
+OFFLOAD_HOST_DEVICE inline void write_sum(const ScaledSums& to, std::size_t token, std::size_t place,
+                                          float sum) noexcept {
+    const std::size_t at = to.value_at(place);
     if (token < to.tokens) to.values[token * to.width + at] = sum * to.scale[at];
 }
 

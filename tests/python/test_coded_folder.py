@@ -279,6 +279,7 @@ def test_a_model_larger_than_memory_is_compressed(tmp_path, monkeypatch, capsys)
         ({"--calibration": "{saved}/bad.jsonl"}, 'bad.jsonl:2: no object with a "text"'),
         ({"--bits": "0.2"}, "0.2 bits per weight are out of reach"),
         ({"--bits": "many"}, "'--bits'"),
+        ({"--coder": "zip"}, "coder: 'zip' is none of smallest, tun12, rans4"),
     ],
 )
 def test_mistakes_of_compress_are_named(saved, tmp_path, monkeypatch, capsys, changes, expected):

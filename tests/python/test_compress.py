@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, SwitchTransformersForConditionalGeneration
 
 import torch_offload
-from torch_offload import ConfigError, calibration, finished_blocks, gptq, moe, ternary
+from torch_offload import ConfigError, calibration, coded_folder, finished_blocks, gptq, moe, ternary
 from torch_offload.byte_shares import RateCurve, share_pages
 from torch_offload.coded_experts import DOWN, UP, CodedExperts
 from torch_offload.expert_moments import ExpertMoments
@@ -304,6 +304,17 @@ def test_what_cannot_be_done_is_named():
         torch_offload.compress(model_of(), calibration=["text"])
     with pytest.raises(ConfigError, match="no tokens"):
         torch_offload.compress(model_of(), calibration=[])
+    with pytest.raises(ConfigError, match="coder: 'qmoe' is none of smallest, tun12, rans4"):
+        torch_offload.compress(model_of(), calibration=tokens(), coder="qmoe")
+
+
+def test_the_coder_is_a_choice(tmp_path):
+    """Method: what the folder says of its tiles; the total holds for each coder."""
+    for coder in ("tun12", "rans4"):
+        done = torch_offload.compress(model_of(), bits=1.2, calibration=tokens(), coder=coder, out=tmp_path / coder)
+        tiles = [set(module.tiles) for module in coded_folder.inspect(tmp_path / coder).modules]
+        assert tiles == [{coder.upper()}, {coder.upper()}]
+        assert 0.97 * done.target_bytes < done.coded_bytes <= done.target_bytes
 
 
 def test_texts_are_cut_into_rows():

@@ -38,7 +38,8 @@ def dense(terms: list[ternary.TernaryMatrix]) -> Tensor:
 
 
 def bits_of(terms: list[ternary.TernaryMatrix], *, coder: str = "smallest") -> float:
-    pages = [coded_linear.encode(term.values, coder=coder) for term in terms]
+    classes = ternary.COLUMN_CLASSES
+    pages = [coded_linear.encode(term.values, coder=coder, most_classes=classes) for term in terms]
     return sum(coded_linear.extents(page)[0].coded_bytes for page in pages) * 8 / terms[0].values.numel()
 
 

@@ -28,7 +28,7 @@ constexpr std::size_t kColumnsAt = 44;
 constexpr std::size_t kTileRowsAt = 48;
 constexpr std::size_t kClassCountAt = 52;
 constexpr std::size_t kTablesAt = 54;
-constexpr std::size_t kReservedAt = 55;
+constexpr std::size_t kOrderBitsAt = 55;
 constexpr std::size_t kClassesAt = 56;
 
 /// A copy of an extent that a test changes. Its memory ends where the extent does, so that a sanitizer sees reads
@@ -115,7 +115,7 @@ TEST_P(Corruption, OfTheHeaderIsFound) {
     for (const std::uint32_t rows : {0U, 1U, 70U}) expect_refused("rows of a tile", kTileRowsAt, rows);
     for (const std::uint16_t count : {0, 1, 3, 17, 65535}) expect_refused("classes", kClassCountAt, count);
     for (const std::uint8_t tables : {4, 255}) expect_refused("tables", kTablesAt, tables);
-    expect_refused("reserved", kReservedAt, std::uint8_t{1});
+    for (const std::uint8_t bits : {1, 2, 3, 4, 8, 255}) expect_refused("bits per column", kOrderBitsAt, bits);
     expect_refused("first class", kClassesAt, std::uint32_t{1});
     for (const std::uint32_t first : {0U, 90U, UINT32_MAX}) expect_refused("second class", kClassesAt + 4, first);
     const bool has_tables = GetParam() != CoderChoice::qmoe;
@@ -124,6 +124,27 @@ TEST_P(Corruption, OfTheHeaderIsFound) {
     expect_refused("coder", directory, std::uint8_t{0});
     expect_refused("size of a tile", directory + 1, std::uint8_t{0xFF});
     expect_refused("size of a tile", directory + 7, std::uint8_t{0x80});
+}
+
+// Classes of columns that are not as wide as the header says are refused, even with the right checksum. Method: each
+// bit of them in turn, those behind the last column included.
+TEST_P(Corruption, OfSortedColumnsIsFound) {
+    constexpr std::size_t kColumns = 90;
+    for (const std::size_t most_classes : {2, 3, 4, 9}) {
+        const Matrix matrix = uneven_columns(70, kColumns, 3);
+        EncodeOptions options{.coder = GetParam()};
+        sort_columns(matrix, most_classes, options);
+        const ExtentBuffer whole = encode(matrix.view(), options);
+        const ExtentHeader header = read_header(whole.bytes());
+        ASSERT_EQ(header.classes.size(), most_classes);
+        const std::size_t first = kClassesAt + 4 * most_classes;
+        for (std::size_t bit = 0; bit < 8 * ColumnOrder::packed_bytes(kColumns, header.order.bits); ++bit) {
+            Changed changed(whole);
+            changed.bytes()[first + bit / 8] ^= std::byte{1} << bit % 8;
+            changed.seal();
+            EXPECT_THROW(CodedMatrix(changed.bytes()), CorruptPage) << most_classes << " classes, bit " << bit;
+        }
+    }
 }
 
 // Tiles leave room behind them for whole vectors. Method: the last tile is said to reach nearly to the extent's end,
@@ -288,7 +309,7 @@ void expect_one_outcome(const CodedMatrix& coded, const Outcome& expected, const
     }
     if (expected.error.empty()) {
         const Matrix matrix{coded.rows(), coded.columns(), expected.values};
-        ASSERT_TRUE(expected == outcome_of(matrix, coded.header().rows_per_tile, inputs)) << what;
+        ASSERT_TRUE(expected == outcome_of(matrix, coded, inputs)) << what;
     } else {
         ASSERT_EQ(expected.error, expected.error_of_sums) << what;
         ASSERT_EQ(expected.error, expected.error_of_transposed_sums) << what;

@@ -37,32 +37,37 @@ struct Case {
     std::vector<float> before = uneven_floats(from_width, 2);
     std::vector<float> after = uneven_floats(to_width, 3);
     std::vector<float> actual = std::vector<float>(tokens * to_width, 55.0F);
+    std::vector<std::uint32_t> from_order = {};
+    std::vector<std::uint32_t> to_order = {};
 
     ScaledTokens from() const {
-        return {inputs.data(), before.data(), static_cast<std::uint32_t>(tokens),
+        return {inputs.data(), before.data(), pointer_to(from_order), static_cast<std::uint32_t>(tokens),
                 static_cast<std::uint32_t>(from_width)};
     }
     ScaledSums to() {
-        return {actual.data(), after.data(), static_cast<std::uint32_t>(tokens), static_cast<std::uint32_t>(to_width)};
+        return {actual.data(), after.data(), pointer_to(to_order), static_cast<std::uint32_t>(tokens),
+                static_cast<std::uint32_t>(to_width)};
     }
     template <typename Multiply>
     std::vector<float> expected(Multiply multiply) const {
         TokenPanel in(tokens, from_width);
-        in.fill(inputs.data(), before.data());
+        in.fill(inputs.data(), before.data(), from_order);
         TokenPanel out(tokens, to_width);
         multiply(in, out);
-        std::vector<float> values;
-        for (std::size_t token = 0; token < tokens; ++token) {
-            for (std::size_t i = 0; i < to_width; ++i) values.push_back(out.token(token)[i] * after[i]);
-        }
+        std::vector<float> values(tokens * to_width);
+        out.write(values.data(), after.data(), to_order);
         return values;
+    }
+    static const std::uint32_t* pointer_to(const std::vector<std::uint32_t>& order) {
+        return order.empty() ? nullptr : order.data();
     }
 };
 
-ExtentBuffer coded(const Matrix& matrix, CoderChoice coder, std::size_t rows_per_tile) {
+ExtentBuffer coded(const Matrix& matrix, CoderChoice coder, std::size_t rows_per_tile, bool is_sorted = false) {
     EncodeOptions options{.coder = coder, .rows_per_tile = rows_per_tile};
     if (matrix.columns > 20) options.classes.push_back({20});
     if (matrix.columns > 100) options.classes.push_back({99});
+    if (is_sorted) sort_columns(matrix, 3, options);
     return encode(matrix.view(), options);
 }
 
@@ -94,10 +99,13 @@ template <unsigned kTokens>
 void expect_codewords_give_portable_sums(std::size_t tokens) {
     for (const Shape& shape : kShapes) {
         for (const double zero : {0.5, 0.885, 0.99}) {
-            const Matrix matrix = random_matrix(shape.rows, shape.columns, zero, shape.columns);
-            KernelSample sample(coded(matrix, CoderChoice::tun12, shape.rows_per_tile));
+            const bool is_sorted = zero == 0.5;
+            const Matrix matrix = is_sorted ? uneven_columns(shape.rows, shape.columns, shape.columns)
+                                            : random_matrix(shape.rows, shape.columns, zero, shape.columns);
+            KernelSample sample(coded(matrix, CoderChoice::tun12, shape.rows_per_tile, is_sorted));
             const CodedMatrix opened(sample.extent());
             Case one{tokens, shape.columns, shape.rows};
+            one.from_order = opened.column_order();
             const auto expected = one.expected(
                 [&](const TokenPanel& x, TokenPanel& y) { multiply(opened, x, y, InstructionSet::portable); });
             for (const unsigned stride : {1U, 5U}) {
@@ -146,14 +154,20 @@ class KernelProductOfQuads : public testing::TestWithParam<CoderChoice> {};
 // Products of decoded rows, forward and transposed, have the bits of the portable ones, infinities included. Method: as
 // above, with more tokens than a group has; then an input that is infinite.
 TEST_P(KernelProductOfQuads, HasPortableBits) {
+    int sorted = 0;
     for (const Shape& shape : kShapes) {
-        const Matrix matrix = random_matrix(shape.rows, shape.columns, 0.7, shape.columns);
-        KernelSample sample(coded(matrix, GetParam(), shape.rows_per_tile));
+        const bool is_sorted = shape.columns % 2 == 0;
+        const Matrix matrix = is_sorted ? uneven_columns(shape.rows, shape.columns, shape.columns)
+                                        : random_matrix(shape.rows, shape.columns, 0.7, shape.columns);
+        KernelSample sample(coded(matrix, GetParam(), shape.rows_per_tile, is_sorted));
         const CodedMatrix opened(sample.extent());
+        const std::vector<std::uint32_t> order = opened.column_order();
+        sorted += !order.empty();
         std::vector<std::uint32_t> words = quad_words_of(sample.matrix());
         const QuadRows rows{words.data(), quad_row_words(shape.columns)};
         for (const bool is_finite : {true, false}) {
             Case forward{11, shape.columns, shape.rows};
+            forward.from_order = order;
             if (!is_finite) forward.inputs[shape.columns / 2] = std::numeric_limits<float>::infinity();
             const auto y = forward.expected(
                 [&](const TokenPanel& from, TokenPanel& to) { multiply(opened, from, to, InstructionSet::portable); });
@@ -165,17 +179,20 @@ TEST_P(KernelProductOfQuads, HasPortableBits) {
             }
         }
         Case alone{1, shape.columns, shape.rows};
+        alone.from_order = order;
         const auto y = alone.expected(
             [&](const TokenPanel& from, TokenPanel& to) { multiply(opened, from, to, InstructionSet::portable); });
         multiply_quads<2, 1>(sample.matrix(), rows, alone);
         EXPECT_EQ(bits_of(alone.actual), bits_of(y)) << shape.rows << " x " << shape.columns;
         Case back{11, shape.rows, shape.columns};
+        back.to_order = order;
         const auto z = back.expected([&](const TokenPanel& from, TokenPanel& to) {
             multiply_transposed(opened, from, to, InstructionSet::portable);
         });
         multiply_quads_transposed<8>(sample.matrix(), rows, back);
         EXPECT_EQ(bits_of(back.actual), bits_of(z)) << shape.rows << " x " << shape.columns;
     }
+    EXPECT_GT(sorted, 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Coders, KernelProductOfQuads,

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -39,15 +40,18 @@ inline std::vector<std::uint32_t> bits_of(const TokenPanel& panel) {
     return bits;
 }
 
-/// y = T x as product.h says, one addition after the other.
-inline std::vector<std::uint32_t> forward_formula(const Matrix& matrix, const TokenPanel& x) {
+/// y = T x as product.h says, one addition after the other. `order`: the column that lies in each place, if they are
+/// not in their own.
+inline std::vector<std::uint32_t> forward_formula(const Matrix& matrix, const TokenPanel& x,
+                                                  std::span<const std::uint32_t> order = {}) {
     TokenPanel y(x.tokens(), matrix.rows);
     for (std::size_t token = 0; token < x.tokens(); ++token) {
         for (std::size_t row = 0; row < matrix.rows; ++row) {
             float sums[kSumLanes] = {};
-            for (std::size_t column = 0; column < matrix.columns; ++column) {
+            for (std::size_t place = 0; place < matrix.columns; ++place) {
+                const std::size_t column = order.empty() ? place : order[place];
                 const float weight = matrix.values[row * matrix.columns + column];
-                sums[column % kSumLanes] += weight * x.token(token)[column];
+                sums[place % kSumLanes] += weight * x.token(token)[column];
             }
             for (const std::size_t half : {8, 4, 2, 1}) {
                 for (std::size_t i = 0; i < half; ++i) sums[i] += sums[i + half];
@@ -90,11 +94,13 @@ struct Outcome {
 
 /// What a matrix is multiplied by.
 struct Inputs {
-    TokenPanel x;
+    std::size_t tokens;
+    std::vector<float> x;
     TokenPanel g;
 
-    Inputs(std::size_t rows, std::size_t columns, std::size_t tokens, std::uint32_t seed)
-        : x(panel_of(some_floats(tokens * columns, seed), tokens)),
+    Inputs(std::size_t rows, std::size_t columns, std::size_t tokens_wanted, std::uint32_t seed)
+        : tokens(tokens_wanted),
+          x(some_floats(tokens * columns, seed)),
           g(panel_of(some_floats(tokens * rows, seed + 1), tokens)) {}
 };
 
@@ -111,23 +117,28 @@ inline Outcome outcome_by(InstructionSet set, const CodedMatrix& coded, const In
     };
     outcome.error = refused_by([&] { outcome.values = decoded(coded, set); });
     outcome.error_of_sums = refused_by([&] {
-        TokenPanel y(inputs.x.tokens(), coded.rows());
-        multiply(coded, inputs.x, y, set);
+        TokenPanel x(inputs.tokens, coded.columns());
+        x.fill(inputs.x.data(), nullptr, coded.column_order());
+        TokenPanel y(inputs.tokens, coded.rows());
+        multiply(coded, x, y, set);
         outcome.sums = bits_of(y);
     });
     outcome.error_of_transposed_sums = refused_by([&] {
-        TokenPanel z(inputs.g.tokens(), coded.columns());
+        TokenPanel z(inputs.tokens, coded.columns());
         multiply_transposed(coded, inputs.g, z, set);
-        outcome.transposed_sums = bits_of(z);
+        const std::vector<float> ones(coded.columns(), 1.0F);
+        std::vector<float> in_matrix(inputs.tokens * coded.columns());
+        z.write(in_matrix.data(), ones.data(), coded.column_order());
+        outcome.transposed_sums = bits_of(panel_of(in_matrix, inputs.tokens));
     });
     return outcome;
 }
 
-/// What all of them have to come to for a matrix of these values.
-inline Outcome outcome_of(const Matrix& matrix, std::size_t rows_per_tile, const Inputs& inputs) {
+/// What all of them have to come to for `coded` if it is a matrix of these values.
+inline Outcome outcome_of(const Matrix& matrix, const CodedMatrix& coded, const Inputs& inputs) {
     return {matrix.values,
-            forward_formula(matrix, inputs.x),
-            transposed_formula(matrix, rows_per_tile, inputs.g),
+            forward_formula(matrix, panel_of(inputs.x, inputs.tokens), coded.column_order()),
+            transposed_formula(matrix, coded.header().rows_per_tile, inputs.g),
             {},
             {},
             {}};

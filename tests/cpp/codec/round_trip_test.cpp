@@ -31,25 +31,32 @@ protected:
         ASSERT_EQ(coded.rows(), matrix.rows) << what;
         ASSERT_EQ(coded.columns(), matrix.columns) << what;
         const Inputs inputs(matrix.rows, matrix.columns, 1 + returned_ % 3, static_cast<std::uint32_t>(returned_));
-        const Outcome expected = outcome_of(matrix, coded.header().rows_per_tile, inputs);
+        const Outcome expected = outcome_of(matrix, coded, inputs);
         for (const InstructionSet set : available_sets()) {
             ASSERT_TRUE(outcome_by(set, coded, inputs) == expected)
                 << what << ", instruction set " << static_cast<int>(set);
         }
         ++returned_;
+        sorted_ += coded.header().order.bits != 0;
     }
+    /// Of that many at least a tenth had their columns sorted.
     void expect_returned(int count) {
         RecordProperty("matrices", returned_);
+        RecordProperty("sorted", sorted_);
+        EXPECT_GE(sorted_, count / 10);
         RecordProperty("instruction_sets", static_cast<int>(available_sets().size()));
         EXPECT_EQ(returned_, count);
     }
 
 private:
     int returned_ = 0;  // matrices that came back
+    int sorted_ = 0;    // of them, those whose columns were sorted
 };
 
-/// Ones that a coder meets: zeros of any share from none to all, signs that balance or do not, or runs.
+/// Ones that a coder meets: zeros of any share from none to all, signs that balance or do not, columns of unlike odds,
+/// or runs.
 Matrix any_matrix(std::size_t kind, std::size_t rows, std::size_t columns, std::mt19937_64& random) {
+    if (kind % 5 == 3) return uneven_columns(rows, columns, random());
     if (kind % 7 == 0) return matrix_of_runs(rows, columns, 1 + random() % 60, random());
     const double least = kind % 2 ? 0.3 : 0;
     const double zero = std::uniform_real_distribution<>(least, 1)(random);
@@ -58,8 +65,8 @@ Matrix any_matrix(std::size_t kind, std::size_t rows, std::size_t columns, std::
 }
 
 // Every random matrix comes back, and so do its products, by every set of kernels. Method: 5,000 per coder, so that the
-// two have 10,000 (a tenth under a sanitizer), of random shape, odds, signs, runs, tile height and classes; products
-// against the documented order of sums.
+// two have 10,000 (a tenth under a sanitizer), of random shape, odds, signs, runs, tile height and classes, given or
+// found; products against the documented order of sums.
 TEST_P(RoundTrip, OfRandomMatrices) {
     std::mt19937_64 random(7 + static_cast<std::uint64_t>(GetParam()));
     const auto up_to = [&](std::size_t most) { return 1 + random() % most; };
@@ -74,7 +81,9 @@ TEST_P(RoundTrip, OfRandomMatrices) {
             if (first >= columns) break;
             chosen.classes.push_back({first});
         }
-        expect_returns(any_matrix(i, rows, columns, random), chosen,
+        const Matrix matrix = any_matrix(i, rows, columns, random);
+        if (i % 5 == 3) sort_columns(matrix, up_to(kMaxClasses), chosen);
+        expect_returns(matrix, chosen,
                        std::to_string(i) + ": " + std::to_string(rows) + " x " + std::to_string(columns));
         if (HasFatalFailure()) return;
     }
@@ -125,7 +134,9 @@ TEST_P(RoundTrip, OfHardMatrices) {
         EncodeOptions chosen = options();
         if (i % 3 == 0) chosen.rows_per_tile = 1 + random() % (2 * rows);
         if (i % 4 == 1 && columns > 1) chosen.classes.push_back({1 + random() % (columns - 1)});
-        expect_returns(hard_matrix(i % 8, rows, columns, random), chosen,
+        const Matrix matrix = hard_matrix(i % 8, rows, columns, random);
+        if (i % 4 == 2) sort_columns(matrix, 2 + random() % (kMaxClasses - 1), chosen);
+        expect_returns(matrix, chosen,
                        std::to_string(i) + ": " + std::to_string(rows) + " x " + std::to_string(columns));
         if (HasFatalFailure()) return;
     }

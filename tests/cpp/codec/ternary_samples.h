@@ -52,6 +52,27 @@ inline Matrix matrix_of_runs(std::size_t rows, std::size_t columns, std::size_t 
     return matrix;
 }
 
+/// Columns whose share of zeros is anything.
+inline Matrix uneven_columns(std::size_t rows, std::size_t columns, std::uint64_t seed) {
+    Matrix matrix = filled_matrix(rows, columns, 0);
+    std::mt19937_64 random(seed);
+    for (std::size_t column = 0; column < columns; ++column) {
+        const std::uint64_t zeros_of_100 = random() % 101;
+        for (std::size_t row = 0; row < rows; ++row) {
+            if (random() % 100 < zeros_of_100) continue;
+            matrix.values[row * columns + column] = random() % 2 ? 1 : -1;
+        }
+    }
+    return matrix;
+}
+
+/// Has columns sorted into classes whatever that costs.
+inline void sort_columns(const Matrix& matrix, std::size_t most_classes, EncodeOptions& options) {
+    SortedColumns sorted = sorted_columns(matrix.view(), most_classes);
+    options.classes = std::move(sorted.classes);
+    options.order = std::move(sorted.order);
+}
+
 inline std::vector<std::int8_t> decoded(const CodedMatrix& coded, InstructionSet set) {
     std::vector<std::int8_t> values(coded.rows() * coded.columns(), 77);
     coded.decode(values.data(), set);

@@ -16,7 +16,8 @@ constexpr std::size_t kMostValues = 1 << 16;
 std::optional<std::vector<std::int8_t>> outcome(const CodedMatrix& matrix, InstructionSet set) {
     std::vector<std::int8_t> values(matrix.rows() * matrix.columns());
     const std::size_t panel_bytes = kRansLanes * (matrix.columns() + kRowSlack + 64);
-    const AllocationLimit limit(matrix.tiles().size() * (panel_bytes + 1024) + 4096);
+    const std::size_t order_bytes = matrix.columns() * sizeof(std::uint32_t);
+    const AllocationLimit limit(matrix.tiles().size() * (panel_bytes + 1024) + order_bytes + 4096);
     try {
         matrix.decode(values.data(), set);
     } catch (const CorruptPage&) {

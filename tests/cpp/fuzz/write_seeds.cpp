@@ -25,7 +25,12 @@ void write_seeds(const std::filesystem::path& folder) {
             for (const double zero : {0.4, 0.9, 1.0}) {
                 EncodeOptions options{.coder = coder, .rows_per_tile = columns == 1 ? 1 : (rows + 1) / 2};
                 if (columns > 20) options.classes = {{0}, {17}};
-                const ExtentBuffer extent = encode(random_matrix(rows, columns, zero, 1).view(), options);
+                Matrix matrix = random_matrix(rows, columns, zero, 1);
+                if (zero == 0.4) {
+                    matrix = uneven_columns(rows, columns, 1);
+                    sort_columns(matrix, columns % 5 + 1, options);
+                }
+                const ExtentBuffer extent = encode(matrix.view(), options);
                 const std::string name = name_of(coder) + "-" + std::to_string(rows) + "x" + std::to_string(columns) +
                                          "-" + std::to_string(static_cast<int>(100 * zero));
                 write_seed(folder / name, extent, CodedMatrix(extent.bytes()).header().coded_bytes);
