@@ -4,7 +4,8 @@
     python benchmarks/expert_quality.py --smoke
 
 Models of trained_experts.py, several seeds each; every one is judged as it is in bf16, with its experts zeroed, and
-with them made smaller by: rounding to nearest (RTN), QMoE as published, and this project at six rates. All see the same
+with them made smaller by: rounding to nearest (RTN), QMoE as published, QMoE with each token counting the same as this
+project has it, and this project at six rates. All see the same
 calibration texts. `value_retained` is (L zeroed - L) / (L zeroed - L bf16). Beside it, on single matrices of the same
 models: the bits that this project takes for the output error that QMoE has, and what sorting columns saves.
 
@@ -92,7 +93,8 @@ def variants(model: nn.Module, texts: Texts, begun: Path, rates: Sequence[float]
     ways: dict[str, Way] = {
         "bf16": lambda _: 16.0,
         "zeroed": expert_rounding.zero,
-        "qmoe": lambda one: expert_rounding.qmoe(one, texts.calibration),
+        "qmoe": partial(expert_rounding.qmoe, rows=texts.calibration, is_by_length=True),
+        "qmoe of equal tokens": partial(expert_rounding.qmoe, rows=texts.calibration, is_by_length=False),
         **{f"nearest-{zeros}": partial(expert_rounding.nearest, zeros=zeros) for zeros in NEAREST_ZEROS},
         **{f"ours-{bits}": partial(expert_rounding.ours, rows=texts.calibration, bits=bits) for bits in rates},
     }

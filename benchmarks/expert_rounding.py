@@ -34,14 +34,18 @@ def ours(model: nn.Module, rows: Rows, *, bits: float) -> float:
     return torch_offload.compress(model, bits=bits, calibration=_batches(rows, model)).bits
 
 
-def qmoe(model: nn.Module, rows: Rows) -> float:
-    """QMoE's rounding with its dictionary coder; each layer is given what the rounded ones before it say, as ours."""
+def qmoe(model: nn.Module, rows: Rows, *, is_by_length: bool) -> float:
+    """QMoE's rounding with its dictionary coder; each layer is given what the rounded ones before it say, as ours.
+
+    As published, long tokens count more (`is_by_length`); with ours each token counts the same.
+    """
     walk = BlockWalk(model, _batches(rows, model))
     rounding = _Rounding()
     with torch.no_grad():
         for experts in experts_of(model):
             block = block_of(experts.name, model)
-            (moments,) = moments_of([experts], lambda block=block: walk.run(block)).values()
+            seen = moments_of([experts], lambda block=block: walk.run(block), is_by_length=is_by_length)
+            (moments,) = seen.values()
             for matrix in (UP, DOWN):
                 for expert in range(experts.shapes.count):
                     weight = experts.weight(expert, matrix)

@@ -16,12 +16,22 @@ _TOKENS_OF_THE_REST = 1.0
 class ExpertMoments(nn.Module):
     """Stands for coded experts while a model runs: multiplies by the weights as they are and keeps ``sum x x^T``.
 
+    Each token counts the same: x is brought to a length of one. A few tokens of a model have activations hundreds of
+    times larger than others' ("massive activations", Sun et al., arXiv 2402.17762), and would decide alone; what an
+    error costs behind the next normalisation is its part of a token's length, not its size.
+
     Memory: two square matrices in float32 for each expert.
     """
 
-    def __init__(self, experts: ExpertsModule) -> None:
-        """Begin with nothing seen."""
+    def __init__(self, experts: ExpertsModule, *, is_by_length: bool = False) -> None:
+        """Begin with nothing seen.
+
+        Args:
+            experts: What this stands for.
+            is_by_length: Whether tokens count as they are, the long ones more, as in GPTQ.
+        """
         super().__init__()
+        self._is_by_length = is_by_length
         self.shapes = experts.shapes
         self.label = experts.name
         self._experts = [experts]  # in a list: not a part of this module
@@ -33,6 +43,8 @@ class ExpertMoments(nn.Module):
     def _product(self, matrix: int, expert: int, x: Tensor) -> Tensor:
         """Multiply tokens [tokens, columns] by one matrix of an expert."""
         exact = x.detach().to("cpu", torch.float32)
+        if not self._is_by_length:
+            exact = nn.functional.normalize(exact, dim=1)
         self._sums[matrix][expert].addmm_(exact.T, exact)
         self._pooled.clear()
         if matrix == UP:
@@ -61,7 +73,7 @@ class ExpertMoments(nn.Module):
         return sums[list(experts)].add_(self._pooled[matrix], alpha=borrowed).div_(tokens[:, None, None])
 
     def energies(self) -> Tensor:
-        """Return how much each expert adds to the layer's output, [experts]: the sum over its tokens of its square.
+        """Return how much each expert adds to the layer's output, [experts]: its square, summed over its tokens.
 
         Experts without tokens get a tenth of a mean expert's tokens, for texts that were not among these.
         """
@@ -73,9 +85,11 @@ class ExpertMoments(nn.Module):
         return torch.stack(each).clamp(min=0) * (self.tokens + 0.1 * self.tokens.mean() + 1e-6)
 
 
-def moments_of(modules: Sequence[ExpertsModule], run: Callable[[], None]) -> dict[str, ExpertMoments]:
+def moments_of(
+    modules: Sequence[ExpertsModule], run: Callable[[], None], *, is_by_length: bool = False
+) -> dict[str, ExpertMoments]:
     """Run something and return what the modules' experts were given, by the modules' names."""
-    moments = {experts.name: ExpertMoments(experts) for experts in modules}
+    moments = {experts.name: ExpertMoments(experts, is_by_length=is_by_length) for experts in modules}
     try:
         for experts in modules:
             experts.observe(moments[experts.name])

@@ -148,7 +148,24 @@ def test_moments_are_those_of_the_tokens_routed_there():
     inputs = torch.cat(seen)
     choices = model.config.num_experts_per_tok
     assert moments.tokens.sum() == choices * len(inputs)
-    torch.testing.assert_close(moments._sums[UP].sum(0), choices * inputs.T @ inputs, rtol=1e-4, atol=1e-3)
+    units = nn.functional.normalize(inputs, dim=1)
+    torch.testing.assert_close(moments._sums[UP].sum(0), choices * units.T @ units, rtol=1e-4, atol=1e-3)
+
+
+def test_every_token_counts_the_same():
+    """Method: the same tokens, some of them a thousand times longer, which decide alone where length counts."""
+    (experts, *_) = experts_of(model_of())
+    x = torch.randn(50, SIZES["hidden_size"])
+    longer = x * torch.where(torch.arange(50) % 10 == 0, 1000.0, 1.0)[:, None]
+    equal, stretched, by_length = (
+        ExpertMoments(experts, is_by_length=is_by_length) for is_by_length in (False, False, True)
+    )
+    for moments, tokens_given in ((equal, x), (stretched, longer), (by_length, longer)):
+        first, _ = moments.open()
+        with torch.no_grad():
+            first(0, tokens_given)
+    torch.testing.assert_close(stretched.means(UP, [0]), equal.means(UP, [0]), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(by_length._sums[UP][0], longer.T @ longer, rtol=1e-4, atol=1.0)
 
 
 def test_later_layers_see_what_coded_ones_say(monkeypatch):
