@@ -48,7 +48,8 @@ SortedColumns sorted_columns(const TernaryView& matrix, std::size_t most_classes
 }
 
 bool fits(const ColumnOrder& order, const ColumnClasses& classes, std::size_t columns) noexcept {
-    if (order.bits == 0) return order.packed.empty();
+    if (order.packed.size() != ColumnOrder::packed_bytes(columns, order.bits)) return false;
+    if (order.bits == 0) return true;
     std::array<std::size_t, kMaxClasses> counts{};
     for (std::size_t column = 0; column < columns; ++column) ++counts[order.class_of(column)];
     for (std::size_t i = 0; i < counts.size(); ++i) {

@@ -56,14 +56,37 @@ def test_products_have_the_bits_of_the_cpu(device, coder, rows, columns, tokens)
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, columns, generator=generator)
     g = torch.randn(tokens, rows, generator=generator)
-    results = []
-    for place in (torch.device("cpu"), device):
-        args = [t.to(place) for t in (page, *scales(rows, columns))]
-        inputs = x.to(place).requires_grad_()
-        y = coded.coded_linear(inputs, args[0], 0, *args[1:])
-        (back,) = torch.autograd.grad(y, inputs, g.to(place))
-        results.append([digest(y.cpu()), digest(back.cpu())])
-    assert results[0] == results[1]
+    assert products(page, x, g, torch.device("cpu")) == products(page, x, g, device)
+
+
+def products(page: Tensor, x: Tensor, g: Tensor, place: torch.device) -> list[str]:
+    """Digests of both products of a page, forward and backward."""
+    args = [t.to(place) for t in (page, *scales(g.shape[1], x.shape[1]))]
+    inputs = x.to(place).requires_grad_()
+    y = coded.coded_linear(inputs, args[0], 0, *args[1:])
+    (back,) = torch.autograd.grad(y, inputs, g.to(place))
+    return [digest(y.cpu()), digest(back.cpu())]
+
+
+@pytest.mark.parametrize("coder", CODERS)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.usefixtures("precise")
+def test_sorted_columns(device, coder, tokens):
+    """Method: columns of unlike odds in four classes; T, both products, and the one on tensor cores."""
+    rows, columns = 600, 300
+    values = ternary(rows, columns, zeros=0.3)
+    values[:, torch.rand(columns) < 0.5] *= (torch.rand(rows, 1) < 0.1).to(torch.int8)
+    page = coded.encode(values, coder=coder, most_classes=4)
+    assert coded.extents(page)[0].classes == 4
+    assert torch.equal(coded.decode(page.to(device)).cpu(), values)
+    x, g = torch.randn(tokens, columns), torch.randn(tokens, rows)
+    assert products(page, x, g, torch.device("cpu")) == products(page, x, g, device)
+    torch.set_float32_matmul_precision("high")
+    row_scale, column_scale = scales(rows, columns)
+    y = coded.coded_linear(x.to(device), page.to(device), 0, row_scale.to(device), column_scale.to(device))
+    weight = row_scale[:, None].double() * values.double() * column_scale.double()
+    error = (y.cpu().double() - x.double() @ weight.T).abs()
+    assert bool((error <= x.double().abs() @ weight.abs().T / 2**14 + 1e-30).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

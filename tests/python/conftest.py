@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ import torch
 from torch_offload import Config, budget, session
 
 ROOT = Path(__file__).resolve().parents[2]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell runs in the background: children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
