@@ -109,8 +109,8 @@ def compress(
     """Code all experts of a model in place, one block after the other; all else stays as it is.
 
     The texts are run through the model; each block sees what the coded ones before it say. Memory: the model, the
-    hidden states of all texts, and the second moments of one block's experts. Of a model that is wrapped there is only
-    so much in memory as its budget has room for beside the others, which count as well.
+    hidden states of all texts, and the second moments of one block's experts. A wrapped model stays paged, and all of
+    this counts in its budget.
 
     Args:
         model: Of transformers.
