@@ -36,6 +36,7 @@ from trained_experts import (
     Recipe,
     Texts,
     held_out_loss,
+    parameters_below,
     smoke,
     texts_for,
     tokenizer_for,
@@ -53,7 +54,6 @@ SMOKE_BITS = (0.8, 2.0)
 NEAREST_ZEROS = (0.87, 0.55)  # some 0.8 and 1.5 bits
 LEAST_VALUE = 0.5  # nat that zeroing experts must cost
 ADAPTED_BITS = 0.8  # a twentieth of bf16
-ADAPTER_LEARNING_RATE = 1e-3
 COMPARED_EXPERTS = 3  # of the first and of the last layer
 SORTED_CLASSES = (2, 4, 8, 16)
 COMPARED_SHARES = (0.35, 0.45, 0.55, 0.65, 0.8)  # of QMoE's bits
@@ -73,7 +73,7 @@ def measure(recipe: Recipe, seed: int, folder: Path, rates: Sequence[float]) -> 
         "variants": variants(model, texts, begun, rates),
         "rate_at_qmoes_error": once(begun / "rate_at_qmoes_error.json", lambda: rates_at_equal_error(model, texts)),
         "bytes_by_classes": once(begun / "bytes_by_classes.json", lambda: bytes_by_classes(model, texts)),
-        "adapters": once(begun / "adapters.json", lambda: adapters(model, texts, recipe)),
+        "adapters": once(begun / "adapters.json", lambda: adapters(model, texts, recipe, folder)),
     }
 
 
@@ -94,7 +94,7 @@ def variants(model: nn.Module, texts: Texts, begun: Path, rates: Sequence[float]
         "bf16": lambda _: 16.0,
         "zeroed": expert_rounding.zero,
         "qmoe": partial(expert_rounding.qmoe, rows=texts.calibration, is_by_length=True),
-        "qmoe of equal tokens": partial(expert_rounding.qmoe, rows=texts.calibration, is_by_length=False),
+        "qmoe_of_equal_tokens": partial(expert_rounding.qmoe, rows=texts.calibration, is_by_length=False),
         **{f"nearest-{zeros}": partial(expert_rounding.nearest, zeros=zeros) for zeros in NEAREST_ZEROS},
         **{f"ours-{bits}": partial(expert_rounding.ours, rows=texts.calibration, bits=bits) for bits in rates},
     }
@@ -171,9 +171,9 @@ def lost(weight: torch.Tensor, other: torch.Tensor, moment: torch.Tensor) -> flo
     return float((error @ moment.double() * error).sum() / (exact @ moment.double() * exact).sum())
 
 
-def adapters(model: nn.Module, texts: Texts, recipe: Recipe) -> dict[str, Any]:
-    """Losses with adapters over coded and over dense experts, trained alike on what the model was trained on."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+def adapters(model: nn.Module, texts: Texts, recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Losses with adapters over coded and over dense experts, trained alike."""
+    parameters = sum(parameter.numel() for parameter in model.parameters()) + parameters_below(recipe, folder)
     coded, model = copy.deepcopy(model), copy.deepcopy(model)
     expert_rounding.ours(coded, texts.calibration, bits=ADAPTED_BITS)
     adapted, count = adapt(coded, ["coded.up", "coded.down"], [], texts, recipe)
@@ -192,8 +192,7 @@ def adapt(
     )
     adapted = get_peft_model(model, config)
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-    rows = texts.training.first(recipe.adapter_tokens // recipe.sequence)
-    train(adapted, rows, recipe.with_learning_rate(ADAPTER_LEARNING_RATE), autocast=False)
+    train(adapted, texts.adapting, recipe.for_adapters(), autocast=False)
     return held_out_loss(adapted, texts.held_out), sum(parameter.numel() for parameter in trained)
 
 

@@ -41,6 +41,7 @@ SMALL_VOCABULARY = 4096
 PIECE = 20_000  # characters
 FIRST_UPCYCLED = 25
 AT_ONCE = 4  # rows
+ADAPTER_LEARNING_RATE = 2e-3
 LOSSES_AT_ONCE = 128  # tokens: their logits stay in the cache
 COPY_NOISE = 0.2  # of a weight's standard deviation
 WARMUP_SHARE = 0.1
@@ -55,7 +56,7 @@ class Recipe:
     training_tokens: int
     held_out_tokens: int = 102_400
     calibration_tokens: int = 65_536
-    adapter_tokens: int = 65_536  # the first of those for training
+    adapter_tokens: int = 65_536  # the first of those for training, then others
     sequence: int = 512
     batch: int = 4
     width: int = 256
@@ -63,9 +64,9 @@ class Recipe:
     training_packages: tuple[str, ...] = TRAINING
     held_out_packages: tuple[str, ...] = HELD_OUT
 
-    def with_learning_rate(self, rate: float) -> "Recipe":
-        """The same at another rate."""
-        return replace(self, learning_rate=rate)
+    def for_adapters(self) -> "Recipe":
+        """As adapters are trained: more steps, of one row each."""
+        return replace(self, learning_rate=ADAPTER_LEARNING_RATE, batch=1)
 
     @property
     def is_upcycled(self) -> bool:
@@ -73,7 +74,14 @@ class Recipe:
 
 
 RECIPES = {
-    "upcycled": Recipe("upcycled", learning_rate=1e-4, training_tokens=65_536, calibration_tokens=32_768, width=576),
+    "upcycled": Recipe(
+        "upcycled",
+        learning_rate=1e-4,
+        training_tokens=65_536,
+        calibration_tokens=32_768,
+        adapter_tokens=131_072,
+        width=576,
+    ),
     "mixtral": Recipe("mixtral", learning_rate=3e-3, training_tokens=409_600, sequence=256, adapter_rank=2),
     "qwen3": Recipe("qwen3", learning_rate=3e-3, training_tokens=409_600, sequence=256, adapter_rank=1),
 }
@@ -130,9 +138,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows for each use; no text is in two of them."""
+    """Rows for each use; no text is in two of them, but adapters are trained on what the model was trained on."""
 
     training: Rows
+    adapting: Rows
     calibration: Rows
     held_out: Rows
 
@@ -145,18 +154,37 @@ def texts_for(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path, 
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed))
     trained_rows = recipe.training_tokens // recipe.sequence
     calibration_rows = recipe.calibration_tokens // recipe.sequence
-    chosen = training[order[: trained_rows + calibration_rows]]
-    if len(chosen) < trained_rows + calibration_rows:
+    adapter_rows = recipe.adapter_tokens // recipe.sequence
+    used = trained_rows + calibration_rows
+    needed = used + max(0, adapter_rows - trained_rows)
+    chosen = training[order[:needed]]
+    if len(chosen) < needed:
         raise SystemExit(f"{len(training)} rows of text are too few for {recipe}")
     complete = _with_states(_smollm2(folder)) if recipe.is_upcycled else Rows
-    return Texts(complete(chosen[:trained_rows]), complete(chosen[trained_rows:]), complete(held_out))
+    return Texts(
+        training=complete(chosen[:trained_rows]),
+        adapting=complete(torch.cat([chosen[: min(adapter_rows, trained_rows)], chosen[used:]])),
+        calibration=complete(chosen[trained_rows:used]),
+        held_out=complete(held_out),
+    )
+
+
+def parameters_below(recipe: Recipe, folder: Path) -> int:
+    """Parameters of the layers that the model stands on, its embedding left out, which is its head too."""
+    layers = _layers_below(_smollm2(folder)).layers if recipe.is_upcycled else nn.ModuleList()
+    return sum(parameter.numel() for parameter in layers.parameters())
+
+
+def _layers_below(path: Path) -> nn.Module:
+    below = AutoModel.from_pretrained(path, dtype=torch.bfloat16).eval()
+    below.layers = below.layers[:FIRST_UPCYCLED]
+    below.norm = nn.Identity()
+    return below
 
 
 def _with_states(path: Path) -> Callable[[Tensor], Rows]:
     """Adds what the layers below the upcycled ones say."""
-    below = AutoModel.from_pretrained(path, dtype=torch.bfloat16).eval()
-    below.layers = below.layers[:FIRST_UPCYCLED]
-    below.norm = nn.Identity()
+    below = _layers_below(path)
 
     def complete(ids: Tensor) -> Rows:
         with torch.no_grad():

@@ -123,7 +123,7 @@ def test_expert_quality_judges_every_way():
     result = run_smoke("expert_quality")
     (found,) = result["results"]
     methods = [row["method"] for row in found["variants"]]
-    assert methods == ["bf16", "zeroed", "qmoe", "qmoe of equal tokens", "nearest", "nearest", "ours", "ours"]
+    assert methods == ["bf16", "zeroed", "qmoe", "qmoe_of_equal_tokens", "nearest", "nearest", "ours", "ours"]
     assert [row["bits"] <= most for row, most in zip(found["variants"][-2:], (0.8, 2.0), strict=True)] == [True, True]
     assert len({row["loss"] for row in found["variants"]}) == len(methods)
     assert all(0 < ratio < 1 for ratio in found["rate_at_qmoes_error"])
