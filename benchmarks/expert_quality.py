@@ -22,7 +22,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +65,15 @@ def measure(recipe: Recipe, seed: int, folder: Path, rates: Sequence[float]) -> 
     begun.mkdir(exist_ok=True)
     texts = texts_for(recipe, tokenizer_for(recipe, folder), folder, seed=seed)
     model = trained_model(recipe, texts, folder, seed=seed)
+    compared = cache(partial(compared_matrices, model, texts))
     return {
         "model": recipe.name,
         "seed": seed,
         "held_out_tokens": texts.held_out.ids.numel(),
         "expert_weights": sum(experts.shapes.count * experts.shapes.weights_each for experts in experts_of(model)),
         "variants": variants(model, texts, begun, rates),
-        "rate_at_qmoes_error": once(begun / "rate_at_qmoes_error.json", lambda: rates_at_equal_error(model, texts)),
-        "bytes_by_classes": once(begun / "bytes_by_classes.json", lambda: bytes_by_classes(model, texts)),
+        "rate_at_qmoes_error": once(begun / "rate_at_qmoes_error.json", lambda: rates_at_equal_error(compared())),
+        "bytes_by_classes": once(begun / "bytes_by_classes.json", lambda: bytes_by_classes(compared())),
         "adapters": once(begun / "adapters.json", lambda: adapters(model, texts, recipe, folder)),
     }
 
@@ -113,8 +114,12 @@ def judge(name: str, way: Way, model: nn.Module, texts: Texts) -> dict[str, Any]
     return row
 
 
-def compared_matrices(model: nn.Module, texts: Texts) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Some matrices of the first and of the last layer, and the second moments of their inputs."""
+Compared = list[tuple[torch.Tensor, torch.Tensor]]
+"""Matrices and the second moments of their inputs."""
+
+
+def compared_matrices(model: nn.Module, texts: Texts) -> Compared:
+    """Return some of the first and of the last layer."""
     model = copy.deepcopy(model)
     modules = experts_of(model)
     chosen = {experts.name: experts for experts in (modules[0], modules[-1])}
@@ -131,15 +136,15 @@ def compared_matrices(model: nn.Module, texts: Texts) -> list[tuple[torch.Tensor
     ]
 
 
-def rates_at_equal_error(model: nn.Module, texts: Texts) -> list[float]:
+def rates_at_equal_error(compared: Compared) -> list[float]:
     """For single matrices: bits of ours over bits of QMoE's where both lose the same of the output's energy."""
-    return [rate_at_equal_error(weight, moment) for weight, moment in compared_matrices(model, texts)]
+    return [rate_at_equal_error(weight, moment) for weight, moment in compared]
 
 
-def bytes_by_classes(model: nn.Module, texts: Texts) -> list[dict[str, float]]:
+def bytes_by_classes(compared: Compared) -> list[dict[str, float]]:
     """For single matrices at 0.8 bits: what columns sorted into some classes take of what they take in one."""
     shares: list[dict[str, float]] = []
-    for weight, moment in compared_matrices(model, texts):
+    for weight, moment in compared:
         (term,) = gptq.quantise(weight, moment, bits=ADAPTED_BITS)
         alone, *sorted_ = (
             coded_linear.extents(coded_linear.encode(term.values, most_classes=classes))[0].coded_bytes

@@ -119,15 +119,15 @@ class Rows:
         return len(self.ids)
 
     def first(self, rows: int) -> "Rows":
-        return self._between(0, rows)
+        return self.take(slice(rows))
 
     def split(self, rows: int) -> Iterator["Rows"]:
         """In parts of so many rows."""
         for begin in range(0, len(self), rows):
-            yield self._between(begin, begin + rows)
+            yield self.take(slice(begin, begin + rows))
 
-    def _between(self, begin: int, end: int) -> "Rows":
-        return Rows(self.ids[begin:end], None if self.states is None else self.states[begin:end])
+    def take(self, rows: slice | list[int]) -> "Rows":
+        return Rows(self.ids[rows], None if self.states is None else self.states[rows])
 
     def inputs(self, model: nn.Module) -> dict[str, Tensor]:
         """What the model is called with."""
@@ -161,10 +161,11 @@ def texts_for(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path, 
     if len(chosen) < needed:
         raise SystemExit(f"{len(training)} rows of text are too few for {recipe}")
     complete = _with_states(_smollm2(folder)) if recipe.is_upcycled else Rows
+    rows = complete(chosen)
     return Texts(
-        training=complete(chosen[:trained_rows]),
-        adapting=complete(torch.cat([chosen[: min(adapter_rows, trained_rows)], chosen[used:]])),
-        calibration=complete(chosen[trained_rows:used]),
+        training=rows.first(trained_rows),
+        adapting=rows.take([*range(min(adapter_rows, trained_rows)), *range(used, needed)]),
+        calibration=rows.take(slice(trained_rows, used)),
         held_out=complete(held_out),
     )
 
