@@ -25,9 +25,11 @@ constexpr ActivityLane lane_of(StallCause cause) noexcept {
     return kLanes[static_cast<std::size_t>(cause)];
 }
 
-/// False if memory that only reads should be allowed to stays open to writes.
+/// False if memory that only reads should be allowed to stays open to writes. Nobody writes to a device that is lost.
 bool can_protect(Memory& memory, std::span<std::byte> range) noexcept try {
     memory.protect(range, Protection::read);
+    return true;
+} catch (const TierIoError&) {
     return true;
 } catch (const std::exception& error) {
     OFFLOAD_LOG(info, "a page that could not be moved counts as changed: ", error.what());

@@ -185,6 +185,22 @@ TEST(CudaPager, WhatCannotBeProtectedAgainCountsAsChanged) {
     EXPECT_TRUE(holds(*segment, 2));
 }
 
+// What lies below unchanged is given back when the device is lost while the page moves. Method: the unmapping loses it.
+TEST(CudaPager, WhatIsBelowOutlivesADeviceLostWhileItMoves) {
+    GpuTiers tiers;
+    const auto segment = filled_segment(tiers.top, 1, 1);
+    tiers.top.evict(segment);
+    {
+        const PinGuard guard = pin(tiers.top, segment, Access::read);
+    }
+    tiers.gpu.driver.lose_at("cuMemUnmap", CuResult::launch_failed, 0);
+    EXPECT_THROW(tiers.top.evict(segment), TierIoError);
+    EXPECT_TRUE(tiers.gpu.context.is_lost());
+    std::vector<std::uint32_t> words(kPageElements);
+    ASSERT_TRUE(tiers.top.salvage(*segment, 0, std::as_writable_bytes(std::span(words))));
+    for (std::size_t i = 0; i < words.size(); ++i) ASSERT_EQ(words[i], word_of(1, i)) << i;
+}
+
 // A device that is lost while pages move is said to every access, holds nobody up, and ends quietly. Method: one copy
 // of many fails, in both directions.
 TEST(CudaPager, LostDeviceIsSaidAndHoldsNobodyUp) {
