@@ -6,6 +6,7 @@ namespace torch_offload {
 namespace {
 
 constexpr std::size_t kMostHints = 512;
+constexpr std::uint32_t kUsesOfHabit = 8;  // an expert is used a few times for each hint, a weight once in every step
 
 /// Compares without becoming an owner.
 bool is_same(const std::weak_ptr<Segment>& one, const std::shared_ptr<Segment>& other) noexcept {
@@ -16,7 +17,10 @@ bool is_same(const std::weak_ptr<Segment>& one, const std::shared_ptr<Segment>& 
 
 void Hints::add(const std::shared_ptr<Segment>& segment, std::uint64_t now, Owners& ended) {
     segment->awaited_since.store(now, std::memory_order_relaxed);
-    segment->is_announced.store(true, std::memory_order_relaxed);
+    segment->announced_uses.store(kUsesOfHabit, std::memory_order_relaxed);
+    const auto is_earlier = [&](const Hint& hint) { return is_same(hint.segment, segment); };
+    std::erase_if(waiting_, is_earlier);
+    std::erase_if(holding_, is_earlier);
     if (waiting_.size() == kMostHints) waiting_.pop_front();
     if (holding_.size() == kMostHints) end(holding_.front().time, ended);
     waiting_.push_back({segment, segment->size_bytes(), now});
@@ -46,8 +50,7 @@ void Hints::end(std::uint64_t time, Owners& ended) {
         holding_.pop_front();
         std::shared_ptr<Segment> segment = hint.segment.lock();
         if (!segment) continue;
-        std::uint64_t expected = hint.time;  // a later hint at the same segment holds on
-        segment->awaited_since.compare_exchange_strong(expected, 0, std::memory_order_relaxed);
+        segment->awaited_since.store(0, std::memory_order_relaxed);
         ended.push_back(std::move(segment));
     }
 }

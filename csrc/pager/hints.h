@@ -12,7 +12,8 @@
 namespace torch_offload {
 
 /// Hints in the order in which they were given, which is taken for the order of uses. A hint waits until its segment is
-/// read, and holds until the segment is used, or one that was hinted at later: what was passed over is not awaited.
+/// read, and holds until the segment is used, or one that was hinted at later: what was passed over is not awaited. Of
+/// several at one segment the last counts.
 /// Threads: none; the pager's lock covers it. Owners are handed out, since the end of the last one takes that lock.
 class Hints {
 public:

@@ -424,12 +424,7 @@ std::span<std::byte> Pager::Impl::claim_page(const std::shared_ptr<Segment>& seg
 
 /// Deferred work on the segment has begun or ended: it will be used at another time now.
 void Pager::Impl::rank_updated(std::span<const std::shared_ptr<Segment>> updated) {
-    {
-        const std::lock_guard lock(mutex);
-        for (const std::shared_ptr<Segment>& segment : updated) {
-            if (segment->eviction_rank) rank(*segment);
-        }
-    }
+    rank_again(updated);
     for (const std::shared_ptr<Segment>& segment : updated) store->note_pending(*segment);
 }
 

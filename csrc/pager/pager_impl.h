@@ -125,6 +125,7 @@ struct Pager::Impl final : StoreClient {
     // Prediction (pager_plan.cpp)
     UsePosition next_use(const Segment& segment) const;
     void rank(Segment& segment);
+    void rank_again(std::span<const std::shared_ptr<Segment>> changed);
     void rank_all();
     void rank_updated(std::span<const std::shared_ptr<Segment>> updated);
     std::int64_t busy_ns() const noexcept;
@@ -147,9 +148,7 @@ struct Pager::Impl final : StoreClient {
     std::size_t most_reads_ahead(std::size_t page_bytes, std::size_t share) const noexcept;
     void keep_room(std::size_t room_bytes, UsePosition keep_before);
     void read_what_is_due();
-    void hint_at(const std::shared_ptr<Segment>& segment);
     void end_hints(std::uint64_t time);
-    bool is_free(std::size_t size_bytes);
     void read_hinted();
     bool read_wanted(const std::shared_ptr<Segment>& segment);
     bool start_reading(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use);

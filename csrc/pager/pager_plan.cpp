@@ -43,7 +43,7 @@ UsePosition Pager::Impl::next_use(const Segment& segment) const {
     if (segment.awaited_since.load(std::memory_order_relaxed) != 0) return kAwaited;
     if (!trace.has_prediction()) {
         // What is announced can be read in time, so it goes before what would be missed.
-        return segment.is_announced.load(std::memory_order_relaxed) ? kNever : kUnannounced;
+        return segment.announced_uses.load(std::memory_order_relaxed) != 0 ? kNever : kUnannounced;
     }
     const bool is_anchored = segment.anchor_id != kNoTrace;
     const Distance own = trace.next_in_step(segment.trace_id);
@@ -56,6 +56,14 @@ UsePosition Pager::Impl::next_use(const Segment& segment) const {
 /// Puts the segment where it belongs among those that could go; the lock is held.
 void Pager::Impl::rank(Segment& segment) {
     evictable.put(segment, {next_use(segment), segment.last_use.load(std::memory_order_relaxed)});
+}
+
+/// The same for those whose next use is another one now.
+void Pager::Impl::rank_again(std::span<const std::shared_ptr<Segment>> changed) {
+    const std::lock_guard lock(mutex);
+    for (const std::shared_ptr<Segment>& segment : changed) {
+        if (segment->eviction_rank) rank(*segment);
+    }
 }
 
 /// The same for all that are there, after the prediction has changed.
@@ -176,32 +184,14 @@ void Pager::Impl::read_what_is_due() {
     }
 }
 
-/// What is wanted soon is not what should go: reading for one hint never takes the memory of another.
-void Pager::Impl::hint_at(const std::shared_ptr<Segment>& segment) {
-    const std::uint64_t now = clock.fetch_add(1, std::memory_order_relaxed);
-    segment->last_use.store(now, std::memory_order_relaxed);
-    Hints::Owners ended;  // outlives the lock
-    const std::lock_guard lock(mutex);
-    hints.add(segment, now, ended);
-    if (segment->eviction_rank) rank(*segment);
-    for (const auto& other : ended) {
-        if (other->eviction_rank) rank(*other);
-    }
-}
-
-bool Pager::Impl::is_free(std::size_t size_bytes) {
-    const std::lock_guard lock(mutex);
-    return arena.usage().available_bytes() >= size_bytes;
-}
-
 /// A hint has come true. What earlier ones keep in memory, which nobody has used by now, may go like anything else.
 void Pager::Impl::end_hints(std::uint64_t time) {
     Hints::Owners ended;  // outlives the lock
-    const std::lock_guard lock(mutex);
-    hints.end(time, ended);
-    for (const auto& segment : ended) {
-        if (segment->eviction_rank) rank(*segment);
+    {
+        const std::lock_guard lock(mutex);
+        hints.end(time, ended);
     }
+    rank_again(ended);
 }
 
 /// Reads what callers have hinted at, in their order, until memory or the queue is short. Goes on at the next look
@@ -209,14 +199,16 @@ void Pager::Impl::end_hints(std::uint64_t time) {
 void Pager::Impl::read_hinted() {
     while (true) {
         Hints::Next next;
+        std::size_t free_bytes = 0;
         Hints::Owners passed;  // outlives the lock
         {
             const std::lock_guard lock(mutex);
             next = hints.next(passed);
+            free_bytes = arena.usage().available_bytes();
         }
         if (!next.segment) return;
         const bool may_evict = next.bytes_before <= options.budget_bytes / kShareOfAwaited;
-        if (!may_evict && !is_free(next.segment->size_bytes() + spare_bytes())) return;
+        if (!may_evict && free_bytes < next.segment->size_bytes() + spare_bytes()) return;
         if (!read_wanted(next.segment)) return;
         const std::lock_guard lock(mutex);
         hints.read(next.segment);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 namespace torch_offload {
 
@@ -51,17 +52,16 @@ Distance Trace::last_in_step(TraceId id) const {
 }
 
 void Trace::end_step(std::int64_t busy_ns) {
-    if (is_endless_) {
-        is_endless_ = false;
-        step_start_ns_ = busy_ns;
-    }
-    if (recorded_.empty()) return;
-    step_ns_ = busy_ns - step_start_ns_;
+    const bool is_empty = recorded_.empty() && !is_endless_;
+    if (is_empty) return;
+    const std::int64_t step_ns = busy_ns - step_start_ns_;
     step_start_ns_ = busy_ns;
-    predicted_.swap(recorded_);
-    recorded_.clear();
     cursor_ = 0;
     strays_ = 0;
+    if (std::exchange(is_endless_, false)) return;  // the prediction stays the one before
+    step_ns_ = step_ns;
+    predicted_.swap(recorded_);
+    recorded_.clear();
     for (std::vector<std::uint32_t>& positions : positions_) positions.clear();
     for (std::size_t i = 0; i < predicted_.size(); ++i) {
         const TraceId id = predicted_[i].id;

@@ -106,7 +106,6 @@ TEST_F(PagerDeadlines, ReadsComeShortlyBeforeTheirUse) {
     });
     EXPECT_GE(read_at, kUses / 2);
     EXPECT_EQ(pager_.statistics().prefetches, 1u);
-    EXPECT_EQ(pager_.statistics().misses, 0u);
 }
 
 // Hints are kept until their turn comes, in their order, and are worthless after a use. Method: forty segments at once,
@@ -131,7 +130,6 @@ TEST(PagerPlan, HintsWaitForTheirTurn) {
     }
     EXPECT_FALSE(pager.is_resident(*wanted[37]));
     EXPECT_EQ(pager.statistics().prefetches, 39u);
-    EXPECT_EQ(pager.statistics().misses, 0u);
 }
 
 // More is hinted at than memory holds: what was read for a hint stays until it is used, so nothing is read twice.
@@ -195,16 +193,19 @@ TEST(PagerPlan, WrongHintsGiveWay) {
     }
     EXPECT_FALSE(pager.is_resident(*wanted[0]));
     EXPECT_FALSE(pager.is_resident(*wanted[1]));
-    EXPECT_EQ(pager.statistics().misses, 0u);
 }
 
-// Without a recording, what is announced before each use goes first: the rest would be missed. Method: a segment that
-// was used long before those that were hinted at, and more of these than memory holds.
+// Without a recording, what is announced before each use goes first: the rest would be missed. Method: two segments
+// that were used long before those that were hinted at, one of them read for one hint at some time, and more of these
+// than memory holds.
 TEST(PagerPlan, WhatIsNotAnnouncedStaysLonger) {
     constexpr std::size_t kPages = 16;
     Pager pager(options_with(kPages));
     const auto other = with_role(pager, 1000);
     const auto unannounced = filled_segment(pager, 1, 2000);
+    const auto announced_once = with_role(pager, 2001);
+    pager.prefetch(announced_once);
+    for (int use = 0; use < 20; ++use) pager.touch(announced_once);
     pager.touch(unannounced);
     std::vector<std::shared_ptr<Segment>> wanted;
     for (std::uint32_t seed = 0; seed < 2 * kPages; ++seed) {
@@ -217,6 +218,7 @@ TEST(PagerPlan, WhatIsNotAnnouncedStaysLonger) {
         pager.touch(segment);
     }
     EXPECT_TRUE(pager.is_resident(*unannounced));
+    EXPECT_TRUE(pager.is_resident(*announced_once));
     EXPECT_FALSE(pager.is_resident(*wanted[0]));
 }
 

@@ -106,5 +106,19 @@ TEST(Trace, StepsWithoutEndAreNotRecorded) {
     EXPECT_EQ(trace.upcoming(0)->after_ns, 50);
 }
 
+// After one that is not recorded, the next is followed from its beginning in the recording before. Method: two roles, a
+// step without end that uses only the first of them.
+TEST(Trace, StepAfterOneWithoutEndBegins) {
+    Trace trace;
+    record(trace, {0, 1});
+    trace.end_step(100);
+    trace.touch(0);
+    for (std::size_t i = 0; i <= Trace::kMostUses; ++i) trace.touch(2 + static_cast<TraceId>(i % 2));
+    ASSERT_EQ(trace.cursor(), 1u);
+    trace.end_step(1000);
+    EXPECT_EQ(trace.cursor(), 0u);
+    EXPECT_EQ(trace.next_in_step(0), 0u);
+}
+
 }  // namespace
 }  // namespace torch_offload::test
