@@ -385,7 +385,6 @@ void AddressSpace::move(std::span<std::byte> from, std::byte* to, Protection pro
     state_->check_inside(target, "move to");
     const bool apart = from.data() + from.size() <= to || to + from.size() <= from.data();
     OFFLOAD_CHECK(apart, LogicError, "move between overlapping ranges of ", from.size(), " bytes");
-    // If this throws, the bytes are at `from`, which is PROT_NONE.
     // Both addresses fault from before the move until after it: what stays behind are readable zeros otherwise, and
     // what arrives would be writable before it is read-only. Making PROT_NONE of PROT_NONE costs next to nothing.
     set_protection(from, PROT_NONE, "hiding");
@@ -397,8 +396,10 @@ void AddressSpace::move(std::span<std::byte> from, std::byte* to, Protection pro
     }
     if (mprotect(to, from.size(), protection_bits(protection)) != 0) {
         const int error_number = errno;
-        OFFLOAD_CHECK(remap(target, from.data()), LogicError, "moving back ", from.size(),
-                      " bytes: ", std::strerror(errno));
+        if (!remap(target, from.data())) {
+            write_to_stderr("torch_offload: no mappings left to move memory back to where it is looked for\n");
+            std::abort();
+        }
         throw_mapping_error("uncovering", target, error_number);
     }
 }

@@ -54,7 +54,7 @@ public:
     virtual void decommit(std::span<std::byte> range) = 0;
 
     /// Moves the memory under `from` to the equally long `to`, which must hold none, without copying it. If it throws,
-    /// the memory is under `from`.
+    /// the memory is under `from`, and has to be protected again before it is used.
     virtual void move(std::span<std::byte> from, std::byte* to, Protection protection) = 0;
 
     virtual void protect(std::span<std::byte> range, Protection protection) = 0;

@@ -25,14 +25,14 @@ constexpr ActivityLane lane_of(StallCause cause) noexcept {
     return kLanes[static_cast<std::size_t>(cause)];
 }
 
-/// False if memory that only reads should be allowed to stays open to writes. Nobody writes to a device that is lost.
-bool can_protect(Memory& memory, std::span<std::byte> range) noexcept try {
-    memory.protect(range, Protection::read);
+/// False if it is refused. Nobody uses the memory of a device that is lost.
+bool can_protect(Memory& memory, std::span<std::byte> range, Protection protection) noexcept try {
+    memory.protect(range, protection);
     return true;
 } catch (const TierIoError&) {
     return true;
 } catch (const std::exception& error) {
-    OFFLOAD_LOG(info, "a page that could not be moved counts as changed: ", error.what());
+    OFFLOAD_LOG(warning, "the memory of a page that could not be moved: ", error.what());
     return false;
 }
 
@@ -198,12 +198,26 @@ bool Pager::Impl::map_page(Page& page, PageWord seen, Access access) {
         memory.move(page.frame.slot, mapped_range(page).data(),
                     is_writable ? Protection::read_write : Protection::read);
     } catch (...) {
-        page.enter(PageState::loaded);
+        if (can_protect(memory, page.frame.slot, Protection::read_write)) {
+            page.enter(PageState::loaded);
+        } else {
+            lose_page(page);
+        }
         throw;
     }
     const std::uint32_t written = access != Access::read ? PageWord::kDirty : 0;
     page.enter(PageState::mapped, written | (is_writable ? PageWord::kWritable : 0), PageWord::kPoisoned);
     return true;
+}
+
+/// Its memory could not be moved, and cannot be used where it is. Called while that error is handled.
+void Pager::Impl::lose_page(Page& page) {
+    {
+        const std::lock_guard lock(mutex);
+        page_errors[&page] = std::current_exception();
+        arena.give_up_frame(std::exchange(page.frame, Frame{}));
+    }
+    page.enter(PageState::failed);
 }
 
 /// Pre: the page is busy and was mapped. Its bytes end up in its frame's slot; if this throws, it is mapped as before,
@@ -213,8 +227,14 @@ void Pager::Impl::unmap_page(Page& page) {
     try {
         memory.move(mapped_range(page), page.frame.slot.data(), Protection::read_write);
     } catch (...) {
-        const bool is_as_before = page.load().has(PageWord::kWritable) || can_protect(memory, mapped_range(page));
-        page.enter(PageState::mapped, is_as_before ? 0 : PageWord::kWritable | PageWord::kDirty);
+        const bool is_writable = page.load().has(PageWord::kWritable);
+        if (can_protect(memory, mapped_range(page), is_writable ? Protection::read_write : Protection::read)) {
+            page.enter(PageState::mapped);
+        } else if (can_protect(memory, mapped_range(page), Protection::read_write)) {
+            page.enter(PageState::mapped, PageWord::kWritable | PageWord::kDirty);
+        } else {
+            lose_page(page);
+        }
         throw;
     }
 }

@@ -100,6 +100,7 @@ struct Pager::Impl final : StoreClient {
     bool make_writable(Page& page, PageWord seen);
     bool map_page(Page& page, PageWord seen, Access access);
     void unmap_page(Page& page);
+    void lose_page(Page& page);
     std::span<std::byte> mapped_range(const Page& page) const noexcept;
     std::size_t room_for_pages();
     void check_fits(std::span<const PinRequest> requests);

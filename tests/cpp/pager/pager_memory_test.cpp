@@ -1,11 +1,16 @@
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
+#include <cerrno>
+#include <functional>
 #include <future>
 #include <semaphore>
+#include <utility>
 
 #include "pager/pager.h"
 #include "support/gated_engine.h"
 #include "support/pager_fixture.h"
+#include "support/refuse_system_call.h"
 
 namespace torch_offload::test {
 namespace {
@@ -125,6 +130,78 @@ TEST(PagerMemory, SegmentThatDiesElsewhereLeavesFrames) {
     EXPECT_EQ(usage.idle_range_bytes, 0u);
     EXPECT_EQ(usage.frame_bytes, 0u);
     EXPECT_EQ(pager.statistics().store.stored_bytes, 0u);
+}
+
+/// Runs `body` in a thread whose mappings cannot be moved. False where that cannot be had.
+bool without_moving(const std::function<void()>& body) {
+    bool is_refused = false;
+    in_own_thread([&] {
+        is_refused = refuse_system_call({.number = __NR_mremap, .error = ENOMEM});
+        if (is_refused) body();
+    });
+    return is_refused;
+}
+
+// A page that the system does not let leave its address is there as before, open to writes if it was. Method: mremap is
+// refused, for a page that was written to and one that was only read; then both are used, and leave.
+TEST(PagerMemory, PagesThatCannotLeaveStayAsTheyAre) {
+    Pager pager(options_with(8));
+    const auto written = filled_segment(pager, 1, 1);
+    const auto read = filled_segment(pager, 1, 2);
+    ASSERT_EQ(pager.evict(read), 0u);
+    static_cast<void>(pin(pager, read, Access::read));
+    const bool is_refused = without_moving([&] {
+        EXPECT_THROW(pager.evict(written), OutOfTierMemory);
+        EXPECT_THROW(pager.evict(read), OutOfTierMemory);
+    });
+    if (!is_refused) GTEST_SKIP() << "no seccomp here";
+    EXPECT_TRUE(holds(*written, 1));
+    EXPECT_TRUE(holds(*read, 2));
+    EXPECT_EQ(pager.statistics().faults, 0u);
+    fill(*written, 3);
+    EXPECT_EQ(pager.statistics().faults, 0u);
+    fill(*read, 4);
+    EXPECT_EQ(pager.statistics().faults, 1u) << "writes to what was read are still noticed";
+    for (const auto& [segment, seed] : {std::pair{written, 3u}, std::pair{read, 4u}}) {
+        EXPECT_EQ(pager.evict(segment), 0u);
+        const PinGuard guard = pin(pager, segment, Access::read);
+        EXPECT_TRUE(holds(*segment, seed));
+    }
+}
+
+// A page that the system does not let come to its address can be sent away again, and its memory be read into.
+// Method: mremap is refused at a pin; then it leaves, and comes back.
+TEST(PagerMemory, PagesThatCannotArriveStayUsable) {
+    Pager pager(options_with(8));
+    const auto segment = filled_segment(pager, 1, 1);
+    ASSERT_EQ(pager.evict(segment), 0u);
+    const bool is_refused =
+        without_moving([&] { EXPECT_THROW(static_cast<void>(pin(pager, segment, Access::read)), OutOfTierMemory); });
+    if (!is_refused) GTEST_SKIP() << "no seccomp here";
+    ASSERT_EQ(pager.evict(segment), 0u);
+    const PinGuard guard = pin(pager, segment, Access::read);  // read into the same memory
+    EXPECT_TRUE(holds(*segment, 1));
+}
+
+// A page that can neither leave nor be opened where it is is lost, and every use of it says so. Method: both system
+// calls are refused; a pin, an access behind it, and another segment.
+TEST(PagerMemory, PagesThatCannotBeOpenedAreSaidToBeLost) {
+    Pager pager(options_with(8));
+    const auto lost = filled_segment(pager, 1, 1);
+    const bool is_refused = without_moving([&] {
+        const RefusedCall opening{__NR_mprotect, ENOMEM, 2, PROT_READ, PROT_READ};
+        ASSERT_TRUE(refuse_system_call(opening));
+        EXPECT_THROW(pager.evict(lost), OutOfTierMemory);
+    });
+    if (!is_refused) GTEST_SKIP() << "no seccomp here";
+    EXPECT_THROW(static_cast<void>(pin(pager, lost, Access::read)), OutOfTierMemory);
+    EXPECT_EQ(lost->range()[0], std::byte{0xFF});
+    EXPECT_EQ(pager.statistics().memory.frame_bytes, 0u);
+    const auto other = pager.create_segment(6 * kPageBytes, 4, SegmentKind::parameter);
+    EXPECT_THROW(static_cast<void>(pin(pager, other, Access::overwrite)), OutOfTierMemory) << "for the access";
+    const PinGuard guard = pin(pager, other, Access::overwrite);
+    fill(*other, 2);
+    EXPECT_TRUE(holds(*other, 2));
 }
 
 }  // namespace
