@@ -12,7 +12,7 @@ AT_ONCE := $(patsubst %,tests/python/test_%.py,identity device gpu activations a
 SHARING := OMP_WAIT_POLICY=passive
 # What these test does not depend on the version of torch.
 SAME_ON_ANY_TORCH := $(patsubst %,tests/python/test_%.py,benchmarks budget cli coded_folder compress config crash \
-	device doctor gpu gptq launcher live_line memory_limit replay report scripts striping)
+	device doctor expert_quality gpu gptq launcher live_line memory_limit replay report scripts striping)
 GPU_PYTHON ?= $(PYTHON)
 
 VENV := .venv

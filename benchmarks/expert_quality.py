@@ -4,19 +4,21 @@
     python benchmarks/expert_quality.py --smoke
 
 Models of trained_experts.py, several seeds each; every one is judged as it is in bf16, with its experts zeroed, and
-with them made smaller by: rounding to nearest (RTN), QMoE as published, QMoE with each token counting the same as this
-project has it, and this project at six rates. All see the same
-calibration texts. `value_retained` is (L zeroed - L) / (L zeroed - L bf16). Beside it, on single matrices of the same
-models: the bits that this project takes for the output error that QMoE has, and what sorting columns saves.
+with them made smaller by: rounding to nearest (RTN), QMoE with tokens counting as published, QMoE with each token
+counting the same as this project has it, and this project at six rates. All see the same calibration texts.
+`value_retained` is (L zeroed - L) / (L zeroed - L bf16). Beside it, on single matrices of the same models: the bits
+that this project takes for the output error that QMoE has, and what sorting columns saves.
 
 Then adapters (PEFT's LoRA on the coded experts and on the router) are trained over the experts coded at 0.8 bits, and,
 for comparison, the same over the dense ones. `recovered` is what they win back of the loss that coding costs.
 
-What is done stays in DIR (texts, trained models, each number that was found), and the next call goes on with it.
+What is done stays in DIR (texts, trained models, each number that was found), and the next call goes on with it; after
+a change of the code that is measured, begin with a new one.
 """
 
 import argparse
 import copy
+import hashlib
 import json
 import math
 import tempfile
@@ -28,6 +30,7 @@ from typing import Any
 
 import expert_rounding
 import torch
+from kept_files import kept
 from peft import LoraConfig, get_peft_model
 from reporting import at_least, at_most, emit, machine, progress, spread
 from torch import nn
@@ -61,8 +64,9 @@ COMPARED_SHARES = (0.35, 0.45, 0.55, 0.65, 0.8)  # of QMoE's bits
 
 def measure(recipe: Recipe, seed: int, folder: Path, rates: Sequence[float]) -> dict[str, Any]:
     """Train a model of one seed and judge it in every way, or read what was found before."""
-    begun = folder / f"{recipe.name}-{seed}"
-    begun.mkdir(exist_ok=True)
+    folder = folder / f"{recipe.name}-{digest_of(recipe)}"
+    begun = folder / str(seed)
+    begun.mkdir(parents=True, exist_ok=True)
     texts = texts_for(recipe, tokenizer_for(recipe, folder), folder, seed=seed)
     model = trained_model(recipe, texts, folder, seed=seed)
     compared = cache(partial(compared_matrices, model, texts))
@@ -78,11 +82,14 @@ def measure(recipe: Recipe, seed: int, folder: Path, rates: Sequence[float]) -> 
     }
 
 
+def digest_of(recipe: Recipe) -> str:
+    """What is found with another recipe is kept elsewhere."""
+    return hashlib.sha256(json.dumps(asdict(recipe)).encode()).hexdigest()[:8]
+
+
 def once(path: Path, find: Callable[[], Any]) -> Any:
     """Find something, or read what was found before."""
-    if not path.exists():
-        path.write_text(json.dumps(find(), indent=1) + "\n")
-    return json.loads(path.read_text())
+    return json.loads(kept(path, lambda part: part.write_text(json.dumps(find(), indent=1) + "\n")).read_text())
 
 
 Way = Callable[[nn.Module], float | None]
@@ -155,7 +162,7 @@ def bytes_by_classes(compared: Compared) -> list[dict[str, float]]:
 
 
 def rate_at_equal_error(weight: torch.Tensor, moment: torch.Tensor) -> float:
-    """Interpolated between rates, the logarithm of the error on a line; nan if QMoE's is beyond them."""
+    """Interpolated between rates, the logarithm of the error on a line; infinite if QMoE's is beyond them."""
     dense, qmoe_bytes = expert_rounding.qmoe_rounded(weight, moment)
     target = math.log(lost(weight, dense, moment))
     points: list[tuple[float, float]] = []
@@ -166,7 +173,7 @@ def rate_at_equal_error(weight: torch.Tensor, moment: torch.Tensor) -> float:
         if len(points) > 1 and points[-1][1] <= target <= points[-2][1]:
             (low, first), (high, second) = points[-2:]
             return low + (first - target) / (first - second) * (high - low)
-    return points[0][0] if points[0][1] <= target else math.nan
+    return points[0][0] if points[0][1] <= target else math.inf
 
 
 def lost(weight: torch.Tensor, other: torch.Tensor, moment: torch.Tensor) -> float:

@@ -37,7 +37,8 @@ def ours(model: nn.Module, rows: Rows, *, bits: float) -> float:
 def qmoe(model: nn.Module, rows: Rows, *, is_by_length: bool) -> float:
     """QMoE's rounding with its dictionary coder; each layer is given what the rounded ones before it say, as ours.
 
-    As published, long tokens count more (`is_by_length`); with ours each token counts the same.
+    Moments of experts that saw few tokens are filled up from the layer's, as ours. As published, long tokens count more
+    (`is_by_length`); with ours each token counts the same.
     """
     walk = BlockWalk(model, _batches(rows, model))
     rounding = _Rounding()

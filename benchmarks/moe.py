@@ -107,6 +107,7 @@ def summarise(result: dict[str, Any], plan: Plan) -> dict[str, Any]:
         "paged over resident, evaluating": ratio(used, "paged", "resident", "evaluation_seconds"),
         "bf16 over paged, generating": ratio(used, "bf16", "paged", "seconds"),
         "bf16 over paged, evaluating": ratio(used, "bf16", "paged", "evaluation_seconds"),
+        "experts that bf16 chooses over those of paged, evaluating": ratio(used, "bf16", "paged", "evaluation_chosen"),
         "paged reads over the disk's rate": spread(
             [step["read_bytes"] / step["seconds"] / step["read_bytes_per_second"] for step in reads]
         ),
@@ -131,8 +132,10 @@ def read_rate(step: dict[str, Any]) -> float:
 def bars_of(result: dict[str, Any], *, judges_time: bool) -> list[dict[str, Any]]:
     """Return what must hold. Against bf16 is reported, not judged."""
     ratios = result["summary"]["ratios"]
+    chosen = ratios["experts that bf16 chooses over those of paged, evaluating"]
     bars = [
-        at_least("expert bytes over the budget", result["description"]["expert_bytes"] / result["budget_bytes"], 10)
+        at_least("fewest experts that bf16 chooses over those of paged", chosen["min"], 0.95),
+        at_most("most experts that bf16 chooses over those of paged", chosen["max"], 1.05),
     ]
     for name in PAGED:
         differing = sum(
@@ -143,6 +146,8 @@ def bars_of(result: dict[str, Any], *, judges_time: bool) -> list[dict[str, Any]
         bars.append(at_most(f"{name}: tokens and losses that differ from resident", differing, 0))
         final = result["final"][name]
         bars.append(at_most(f"{name}: peak over budget", final["peak_bytes"] / final["budget_bytes"], 1))
+        multiple = result["description"]["expert_bytes"] / final["peak_bytes"]
+        bars.append(at_least(f"{name}: expert bytes over its peak", multiple, LEAST_MULTIPLE))
         read_bytes = min(row["steps"][name]["read_bytes"] for row in result["rounds"])
         bars.append(at_least(f"{name}: bytes read per step over the budget", read_bytes / final["budget_bytes"], 1))
     if judges_time:

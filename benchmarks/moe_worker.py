@@ -2,14 +2,16 @@
 
     python benchmarks/moe_worker.py --kind coded --zeros 0.885 [--budget-bytes N --ssd DIR]
 
-Kinds: `coded`, and `bf16`, the same shapes with dense experts. Weights are made up, since only their count, their sizes
-and what is chosen matter here: coded experts are few random ternary matrices used again and again, each in a page of
-its own; dense ones are a constant, one tensor for each. Attention, routers and embeddings are random, the same in both.
+Kinds: `coded`, and `bf16`, the same experts dense, one tensor for each. Weights are made up, since only their count,
+their sizes and what is chosen matter here: few random ternary matrices used again and again, each in a page of its own.
+Attention, routers and embeddings are random, the same in both. Dense experts are read as soon as the router has chosen
+them, but not before by what the layer before has chosen: such guesses would take the memory of what is needed, of which
+there is room for four.
 """
 
 import argparse
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -80,15 +82,27 @@ def shapes_of(options: argparse.Namespace, count: int) -> ExpertShapes:
     return ExpertShapes(count, (2 * options.expert_width, options.width), (options.width, options.expert_width))
 
 
-def templates(options: argparse.Namespace) -> CodedExperts:
-    """A few coded experts."""
+def templates(options: argparse.Namespace) -> list[tuple[ternary.TernaryMatrix, ternary.TernaryMatrix]]:
+    """First and last matrices of a few experts."""
     shapes = shapes_of(options, TEMPLATES)
     generator = torch.Generator().manual_seed(7)
-    terms = [
-        tuple([made_up(*shape, zeros=options.zeros, generator=generator)] for shape in (shapes.up, shapes.down))
+    return [
+        (
+            made_up(*shapes.up, zeros=options.zeros, generator=generator),
+            made_up(*shapes.down, zeros=options.zeros, generator=generator),
+        )
         for _ in range(TEMPLATES)
     ]
-    return ternary.coded_experts(shapes, terms, label="templates")
+
+
+def coded_templates(options: argparse.Namespace) -> CodedExperts:
+    terms = [([up], [down]) for up, down in templates(options)]
+    return ternary.coded_experts(shapes_of(options, TEMPLATES), terms, label="templates")
+
+
+def dense_templates(options: argparse.Namespace) -> list[Tensor]:
+    """Both matrices of each, one behind the other."""
+    return [torch.cat([matrix.dense().bfloat16().flatten() for matrix in matrices]) for matrices in templates(options)]
 
 
 def model_of(options: argparse.Namespace, make: Callable[[ExpertShapes, str], CodedExperts]) -> nn.Module:
@@ -97,7 +111,8 @@ def model_of(options: argparse.Namespace, make: Callable[[ExpertShapes, str], Co
     shapes = shapes_of(options, options.experts)
     for experts in expert_modules.experts_of(model):
         experts.replace(make(shapes, experts.name))
-    expert_modules.read_ahead(model)
+    if options.kind == "coded":
+        expert_modules.read_ahead(model)
     return model
 
 
@@ -110,17 +125,27 @@ def repeated(few: CodedExperts, shapes: ExpertShapes, *, label: str) -> CodedExp
         plane.page(expert).copy_(template.page(number))
     for name in ("up_row_scale", "up_column_scale", "down_row_scale", "down_column_scale"):
         getattr(plane, name).copy_(getattr(template, name)[numbers])
-    return CodedExperts(shapes, [plane], label=label)
+    return CountedExperts(shapes, [plane], label=label)
+
+
+class CountedExperts(CodedExperts):
+    """Says how many experts its calls have used."""
+
+    chosen = 0
+
+    def announce(self, chosen: Sequence[int]) -> None:
+        self.chosen += len(chosen)
+        super().announce(chosen)
 
 
 class DensePlane(ternary.CodedPlane):
     """Dense bf16 experts where coded ones would be: each a tensor of its own, read by the same code."""
 
-    def __init__(self, shapes: ExpertShapes) -> None:
+    def __init__(self, shapes: ExpertShapes, few: list[Tensor]) -> None:
         super().__init__(shapes, [0] * shapes.count, dtype=torch.bfloat16)
         self.shapes = shapes
         for expert in range(shapes.count):
-            weights = torch.full((shapes.weights_each,), 1e-3, dtype=torch.bfloat16)
+            weights = torch.empty(shapes.weights_each, dtype=torch.bfloat16).copy_(few[expert % TEMPLATES])
             self.register_buffer(page_name(expert), weights)
 
     def product(self, expert: int, matrix: int, x: Tensor) -> Tensor:
@@ -138,14 +163,14 @@ class MoeWorker:
         torch.manual_seed(0)
         config = torch_offload.Config(page_elements=options.page_elements, emulated_ssd=options.disk_rate or None)
         settings = {"ram": options.budget_bytes, "ssd": options.ssd, "config": config}
-        few = templates(options) if options.kind == "coded" else None  # they do not count against the budget
+        few = coded_templates(options) if options.kind == "coded" else dense_templates(options)  # outside the budget
         paged = torch_offload.loading(**settings) if options.budget_bytes else nullcontext()
         with torch.no_grad(), paged:
 
             def make(shapes: ExpertShapes, label: str) -> CodedExperts:
-                if few is not None:
+                if isinstance(few, CodedExperts):
                     return repeated(few, shapes, label=label)
-                return CodedExperts(shapes, [DensePlane(shapes)], label=label)
+                return CountedExperts(shapes, [DensePlane(shapes, few)], label=label)
 
             self.model = model_of(options, make).eval()
             if options.budget_bytes:
@@ -169,11 +194,12 @@ class MoeWorker:
 
     def timed(self, work: Any) -> tuple[Any, dict[str, Any]]:
         """Run it; returns its result and what it took."""
-        read_before, before = self.read_bytes(), CpuSeconds.now()
+        read_before, chosen_before, before = self.read_bytes(), self.chosen(), CpuSeconds.now()
         with torch.inference_mode():
             result = work()
         measured: dict[str, Any] = CpuSeconds.now().since(before)
-        return result, measured | {"read_bytes": self.read_bytes() - read_before}
+        chosen = self.chosen() - chosen_before
+        return result, measured | {"read_bytes": self.read_bytes() - read_before, "chosen": chosen}
 
     def generate(self, prompt: Tensor) -> Tensor:
         """Continue the prompt greedily."""
@@ -183,6 +209,10 @@ class MoeWorker:
     def evaluate(self, row: Tensor) -> float:
         """Return the loss of a row."""
         return float(self.model(input_ids=row, labels=row).loss)
+
+    def chosen(self) -> int:
+        """Count the experts that layers have used, once for each call."""
+        return sum(module.chosen for module in self.model.modules() if isinstance(module, CountedExperts))
 
     def read_bytes(self) -> int:
         return torch_offload.report().ssd_read_bytes if self.options.budget_bytes else 0

@@ -5,6 +5,8 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kept_files import kept
+
 TRAINING = ("torch", "sympy", "numpy", "mpmath", "huggingface_hub", "datasets", "setuptools", "pip", "mypy")
 HELD_OUT = ("networkx", "pandas")
 SHORTEST = 200  # characters; below, there is little but signatures
@@ -35,8 +37,9 @@ def _parsed(path: Path) -> ast.AST:
 
 def write_texts(path: Path, packages: Sequence[str]) -> None:
     """Write the docstrings of packages to one file, which appears only when it is complete; a finished one stays."""
-    if path.exists():
-        return
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text("\n\n".join(text for package in packages for text in docstrings(package)), encoding="utf-8")
-    unfinished.rename(path)
+
+    def write(unfinished: Path) -> None:
+        text = "\n\n".join(text for package in packages for text in docstrings(package))
+        unfinished.write_text(text, encoding="utf-8")
+
+    kept(path, write)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from kept_files import kept
 from package_text import HELD_OUT, TRAINING, write_texts
 from reporting import progress
 from tokenizers import ByteLevelBPETokenizer
@@ -218,14 +219,15 @@ def tokenizer_for(recipe: Recipe, folder: Path) -> PreTrainedTokenizerFast:
     """The real model's, or a small vocabulary made from the training text."""
     if recipe.is_upcycled:
         return AutoTokenizer.from_pretrained(_smollm2(folder))
-    path = folder / "tokenizer.json"
-    if not path.exists():
+
+    def write(path: Path) -> None:
         trained = ByteLevelBPETokenizer()
         trained.train_from_iterator(
             _text(folder, recipe.training_packages).split("\n\n"), SMALL_VOCABULARY, show_progress=False
         )
         trained.save(str(path))
-    return PreTrainedTokenizerFast(tokenizer_file=str(path))
+
+    return PreTrainedTokenizerFast(tokenizer_file=str(kept(folder / "tokenizer.json", write)))
 
 
 def _smollm2(folder: Path) -> Path:
@@ -236,14 +238,14 @@ def _smollm2(folder: Path) -> Path:
 
 def trained_model(recipe: Recipe, texts: Texts, folder: Path, *, seed: int) -> nn.Module:
     """Train a model in float32, with products in bfloat16; returns it in bfloat16. A finished one is read again."""
-    path = folder / f"{recipe.name}-{seed}-{recipe.width}-{recipe.training_tokens}.pt"
     torch.manual_seed(seed)
     model = _upcycled(_smollm2(folder)) if recipe.is_upcycled else _small(recipe)
-    if path.exists():
-        model.load_state_dict(torch.load(path))
-    else:
+
+    def write(path: Path) -> None:
         train(model, texts.training, recipe, autocast=True)
         torch.save(model.state_dict(), path)
+
+    model.load_state_dict(torch.load(kept(folder / f"{seed}.pt", write)))
     return model.bfloat16().eval()
 
 

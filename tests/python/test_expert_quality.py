@@ -1,0 +1,72 @@
+"""What expert_quality makes of what it finds. That it finds something is shown by its smoke run, in test_benchmarks."""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_offload import gptq
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import expert_quality
+import expert_rounding
+
+
+@pytest.fixture
+def matrix() -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and the second moments of their inputs."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1024, 256, generator=generator)
+    return torch.randn(256, 256, generator=generator), inputs.T @ inputs / len(inputs)
+
+
+def test_the_rate_at_equal_error_is_found(matrix, monkeypatch):
+    """Of a baseline that is this project's own rounding with twice its bytes, half of the bytes are enough."""
+    weight, moment = matrix
+    terms = gptq.quantise(weight, moment, bits=0.9)
+    dense, size_bytes = terms[0].dense(), expert_rounding.coded_bytes(terms)
+    monkeypatch.setattr(expert_rounding, "qmoe_rounded", lambda *_: (dense, 2 * size_bytes))
+    assert expert_quality.rate_at_equal_error(weight, moment) == pytest.approx(0.5, abs=0.03)
+
+
+def test_an_error_that_is_out_of_reach_takes_more_than_all_bits(matrix, monkeypatch):
+    """What a baseline loses is less than this project loses at any rate that is tried."""
+    weight, moment = matrix
+    monkeypatch.setattr(expert_rounding, "qmoe_rounded", lambda *_: (weight * 1.0001, 4000))
+    assert expert_quality.rate_at_equal_error(weight, moment) == math.inf
+
+
+def result(*, rates: list[float], loss_adapted: float = 2.7) -> dict[str, Any]:
+    """One seed: coding costs 0.4 nat."""
+    losses = {"bf16": (16.0, 2.5), "zeroed": (0.0, 7.0), "ours": (0.8, 2.9)}
+    return {
+        "model": "made up",
+        "held_out_tokens": 100_000,
+        "variants": [
+            {"method": method, "bits": bits, "loss": loss, "value_retained": (7.0 - loss) / 4.5}
+            for method, (bits, loss) in losses.items()
+        ],
+        "rate_at_qmoes_error": rates,
+        "bytes_by_classes": [{"2": 0.98, "4": 0.97, "8": 0.97, "16": 0.97}],
+        "adapters": {"parameters_share": 0.009, "loss_adapted": loss_adapted, "loss_dense_adapted": 2.45},
+    }
+
+
+def broken_bars(results: list[dict[str, Any]]) -> list[str]:
+    bars = expert_quality.bars_of(results, judges_values=True)
+    return [bar["name"] for bar in bars if not bar["holds"]]
+
+
+def test_bars_hold_what_was_found():
+    """Each is broken by what it is about, and by nothing else."""
+    good = result(rates=[0.5, 0.6], loss_adapted=2.6)
+    assert broken_bars([good] * 3) == []
+    assert broken_bars([good] * 2) == ["made up: seeds"]
+    out_of_reach = result(rates=[math.inf, math.inf, 0.5], loss_adapted=2.6)
+    assert broken_bars([out_of_reach] * 3) == ["made up: bits over QMoE's at its output error"]
+    weak = result(rates=[0.5], loss_adapted=2.68)
+    assert broken_bars([weak] * 3) == ["made up: part of the loss that adapters win back"]
+    assert broken_bars([good | {"held_out_tokens": 99_999}, good, good]) == ["made up: held-out tokens"]
