@@ -13,7 +13,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["torch_offload"]):
-    from torch_offload import cli, coded_files, coded_folder, configured_model
+    from torch_offload import cli, coded_files, coded_folder
     from torch_offload.errors import OffloadError
 
 import torch
@@ -39,10 +39,11 @@ def run_command(*arguments: str) -> None:
 
 
 def lay_out(path: Path) -> None:
-    """Do what from_pretrained has us do before it reads tensors."""
+    """Do what from_pretrained has us do before it reads tensors. The model, which it makes itself, is one of a size that
+    the folder can be of: what transformers takes for others is not this package's."""
     try:
         folder = coded_folder.CodedFolder(path)
-        coded_files.lay_out(configured_model.empty_model(path), folder.config, dtype=torch.bfloat16)
+        coded_files.lay_out(folder.model(), folder.config, dtype=torch.bfloat16)
     except OffloadError as error:
         require(bool(str(error)), "an error says something")
 
