@@ -3,7 +3,7 @@
 // A page holds coded extents one behind the other (codec/FORMAT.md); `matrix` counts them from 0. The weight is
 // W = diag(row_scale) T diag(column_scale) and is never in memory: a few rows of T at a time are decoded into the cache
 // and used at once. Sums have one order for any number of tokens and threads (codec/product.h), so a token's result
-// does not depend on those it came with.
+// does not depend on those it came with; but for tensor cores, which see only eight tokens and more (below).
 #pragma once
 
 #include <ATen/core/Tensor.h>
