@@ -199,6 +199,14 @@ TEST_P(RoundTrip, RefusesWhatItCannotCode) {
         chosen.classes = classes;
         EXPECT_THROW(encode(matrix.view(), chosen), InvalidArgument);
     }
+    chosen = options();
+    for (const unsigned bits : {3, 5, 8, 64}) {
+        chosen.order = {bits, std::vector<std::byte>(ColumnOrder::packed_bytes(matrix.columns, bits))};
+        EXPECT_THROW(encode(matrix.view(), chosen), InvalidArgument) << bits;
+    }
+    for (const std::size_t most_classes : {std::size_t{0}, kMaxClasses + 1}) {
+        EXPECT_THROW(encode_sorted(matrix.view(), most_classes, options()), InvalidArgument) << most_classes;
+    }
     for (const int value : {2, -2, 4, 127, -128}) {
         matrix.values[77] = static_cast<std::int8_t>(value);
         EXPECT_THROW(encode(matrix.view(), options()), InvalidArgument) << value;
