@@ -39,7 +39,7 @@ ExtentDecoders::ExtentDecoders(const ExtentHeader& header, CoderTables& tables) 
 }
 
 const TileDecoder& ExtentDecoders::of(Coder coder) const noexcept {
-    if (coder == Coder::tun12) return *tun12_;
+    if (coder == Coder::tun12) return tun12();
     return coder == Coder::rans4 ? static_cast<const TileDecoder&>(*rans4_) : *qmoe_;
 }
 
@@ -51,6 +51,10 @@ CodedMatrix::CodedMatrix(std::span<const std::byte> extent, CoderTables& tables)
 
 std::unique_ptr<TileReader> CodedMatrix::read(const CodedTile& tile, InstructionSet set) const {
     return decoders_.of(tile.coder).open(extent_.subspan(tile.offset_bytes, tile.size_bytes), tile.row_count, set);
+}
+
+Tun12Reader CodedMatrix::read_tun12(const CodedTile& tile, InstructionSet set) const {
+    return decoders_.tun12().open_rows(extent_.subspan(tile.offset_bytes, tile.size_bytes), tile.row_count, set);
 }
 
 void CodedMatrix::decode(std::int8_t* to, InstructionSet set) const {

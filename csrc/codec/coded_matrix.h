@@ -23,6 +23,8 @@ public:
     ExtentDecoders(const ExtentHeader& header, CoderTables& tables);
     /// Pre: a tile has this coder.
     const TileDecoder& of(Coder coder) const noexcept;
+    /// Pre: a tile is of TUN12.
+    const Tun12Decoder& tun12() const noexcept { return *tun12_; }
 
 private:
     std::unique_ptr<Tun12Decoder> tun12_;
@@ -51,6 +53,8 @@ public:
     /// Rows with their columns in the order of column_order().
     /// Throws: CorruptPage if the tile cannot have its rows.
     std::unique_ptr<TileReader> read(const CodedTile& tile, InstructionSet set) const;
+    /// The same of a tile of TUN12, for those who ask where rows begin.
+    Tun12Reader read_tun12(const CodedTile& tile, InstructionSet set) const;
     /// All of T, its columns in their own order, the same for every instruction set.
     /// `to`: [rows(), columns()], row-major.
     /// Throws: CorruptPage where bytes are no rows; what has been decoded until then is in `to`.
