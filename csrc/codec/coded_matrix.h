@@ -1,6 +1,7 @@
 // A ternary matrix in its coded extent: opened, read tile by tile, decoded. Layer codec: includes base only.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -79,5 +80,21 @@ private:
     std::unique_ptr<std::int8_t[], Free> values_;
     TernaryRows rows_;
 };
+
+/// Reads a tile from its first row to its last, in rounds of at least `fewest` rows but for the last one, and has
+/// `use(first, count, rows)` take those of each: `count` from row `first` of the tile on.
+/// Pre: `fewest` is a divisor or a multiple of what the tile's coder reads at once.
+/// Throws: CorruptPage where bytes are no rows.
+template <typename Use>
+void for_rows_of(const CodedMatrix& matrix, const CodedTile& tile, InstructionSet set, std::size_t fewest, Use use) {
+    const auto reader = matrix.read(tile, set);
+    const std::size_t step = std::min<std::size_t>(std::max(reader->rows_at_once(), fewest), tile.row_count);
+    const RowPanel panel(step, matrix.columns());
+    for (std::size_t row = 0; row < tile.row_count; row += step) {
+        const std::size_t count = std::min<std::size_t>(step, tile.row_count - row);
+        reader->read(count, panel.rows());
+        use(row, count, panel.rows());
+    }
+}
 
 }  // namespace torch_offload

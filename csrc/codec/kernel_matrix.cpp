@@ -1,7 +1,5 @@
 #include "codec/kernel_matrix.h"
 
-#include <algorithm>
-
 #include "base/check.h"
 
 namespace torch_offload {
@@ -39,12 +37,7 @@ std::vector<SignedWord<Bits>> signed_words(const TunstallWords& words) {
 
 /// Reads all rows of a tile, for what its reader throws.
 void check_rows(const CodedMatrix& matrix, const CodedTile& tile) {
-    const auto reader = matrix.read(tile, best_instruction_set());
-    const std::size_t step = std::min<std::size_t>(reader->rows_at_once(), tile.row_count);
-    const RowPanel panel(step, matrix.columns());
-    for (std::size_t row = 0; row < tile.row_count; row += step) {
-        reader->read(std::min<std::size_t>(step, tile.row_count - row), panel.rows());
-    }
+    for_rows_of(matrix, tile, best_instruction_set(), 1, [](std::size_t, std::size_t, const TernaryRows&) {});
 }
 
 void check_tile(const CodedTile& tile) {
