@@ -59,7 +59,7 @@ demo: build $(VENV)/.demo ## Train a real model inside a third of its memory and
 test: lint cpp-test python-test ## Everything: lint, tidy rules, C++ tests (plain, ASan+UBSan, TSan), Python tests
 
 .PHONY: test-versions
-test-versions: $(NEWER_VENV)/.ready ## Build with CUDA for a newer torch (2.15) in .venv-2.15; Python tests on it that may depend on it
+test-versions: .gpu-programs $(NEWER_VENV)/.ready ## Build with CUDA for a newer torch (2.15) in .venv-2.15; Python tests on it that may depend on it
 	rm -rf build/lib.* build/bdist.* $(NEWER_TREE)
 	env -u TORCH_CUDA_ARCH_LIST FORCE_CUDA=1 PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" \
 		$(NEWER_VENV)/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
@@ -150,6 +150,13 @@ clean: ## Remove what was built; the environments stay
 	rm -f $(VENV)/.extension
 
 # ---- set-up
+
+# What tests/gpu runs without torch is compiled where there is a toolkit and no GPU, so that it still can be there.
+.PHONY: .gpu-programs
+.gpu-programs:
+	for program in tests/gpu/*.cu; do \
+		$${CUDA_HOME:-/usr/local/cuda}/bin/nvcc -std=c++20 -arch=sm_90 -Icsrc -Itests/cpp -c $$program -o /dev/null || exit 1; \
+	done
 
 # Builds into the tree with the torch that is there, for the GPU that is there. Fetches nothing.
 .PHONY: .gpu-build

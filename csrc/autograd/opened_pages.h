@@ -32,9 +32,11 @@ using OpenedPage = std::vector<OpenedMatrix>;
 /// for them, checks them to the last codeword and makes the tables, which stay on the device while the page's storage
 /// lives. Later uses wait for nothing.
 ///
-/// A page is known by its storage, its address there, its size and its version, which every write through torch
-/// raises; a page whose storage is gone, or that was written to, is opened again. What changes a page without torch
-/// knowing is not seen: products are then of any values, but kernels stay inside the page and their tables.
+/// A page is known by its storage, its address there, its size and its version, which is raised by what torch writes
+/// to the page or to a view of it; a page whose storage is gone, or that was written to, is opened again. An inference
+/// tensor has no version, so it is opened, and the host waits, each time it is used. Not seen is what changes a page
+/// without raising its version, which is what writes through `.data` and what torch does not know of: products are then
+/// of any values, but kernels stay inside the page and their tables.
 /// Threads: any. Two that meet a page at once may both open it.
 class OpenedPages {
 public:

@@ -13,8 +13,6 @@ namespace {
 
 constexpr std::uintptr_t kPageAlignment = 16;  // what kernels load at once
 
-std::int64_t version_of(const at::Tensor& page) { return page.is_inference() ? 0 : page._version(); }
-
 /// To the device, in order of its current stream; the host has waited when this returns.
 at::Tensor copied(std::span<const std::byte> bytes, at::Device device) {
     const at::Tensor host = at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
@@ -45,12 +43,13 @@ std::shared_ptr<const OpenedPage> OpenedPages::opened(const at::Tensor& page) {
     TORCH_CHECK_VALUE(reinterpret_cast<std::uintptr_t>(bytes) % kPageAlignment == 0,
                       "a coded page on a GPU begins on a multiple of ", kPageAlignment,
                       " bytes: clone() what is a part of a tensor");
+    if (page.is_inference()) return open(page, coder_tables_);  // nothing would tell that it was written to
     const Key key{page.storage().unsafeGetStorageImpl(), bytes};
     {
         const std::lock_guard lock(mutex_);
         if (auto found = find(key, page)) return found;
     }
-    const std::int64_t version = version_of(page);
+    const std::int64_t version = page._version();
     auto made = open(page, coder_tables_);
     const std::lock_guard lock(mutex_);
     drop_gone();
@@ -62,7 +61,7 @@ std::shared_ptr<const OpenedPage> OpenedPages::find(const Key& key, const at::Te
     const auto found = entries_.find(key);
     if (found == entries_.end()) return nullptr;
     const Entry& entry = found->second;
-    return entry.size_bytes == page.numel() && entry.version == version_of(page) ? entry.page : nullptr;
+    return entry.size_bytes == page.numel() && entry.version == page._version() ? entry.page : nullptr;
 }
 
 void OpenedPages::drop_gone() {

@@ -39,7 +39,7 @@ ExtentDecoders::ExtentDecoders(const ExtentHeader& header, CoderTables& tables) 
 }
 
 const TileDecoder& ExtentDecoders::of(Coder coder) const noexcept {
-    if (coder == Coder::tun12) return *tun12_;
+    if (coder == Coder::tun12) return tun12();
     return coder == Coder::rans4 ? static_cast<const TileDecoder&>(*rans4_) : *qmoe_;
 }
 
@@ -53,19 +53,19 @@ std::unique_ptr<TileReader> CodedMatrix::read(const CodedTile& tile, Instruction
     return decoders_.of(tile.coder).open(extent_.subspan(tile.offset_bytes, tile.size_bytes), tile.row_count, set);
 }
 
+Tun12Reader CodedMatrix::read_tun12(const CodedTile& tile, InstructionSet set) const {
+    return decoders_.tun12().open_rows(extent_.subspan(tile.offset_bytes, tile.size_bytes), tile.row_count, set);
+}
+
 void CodedMatrix::decode(std::int8_t* to, InstructionSet set) const {
     const std::vector<std::uint32_t> order = column_order();
     for (const CodedTile& tile : tiles()) {
-        const auto reader = read(tile, set);
-        const std::size_t step = std::min<std::size_t>(reader->rows_at_once(), tile.row_count);
-        const RowPanel panel(step, columns());
-        for (std::size_t row = 0; row < tile.row_count; row += step) {
-            const std::size_t count = std::min<std::size_t>(step, tile.row_count - row);
-            reader->read(count, panel.rows());
+        for_rows_of(*this, tile, set, 1, [&](std::size_t first, std::size_t count, const TernaryRows& rows) {
+            std::int8_t* const there = to + (tile.first_row + first) * columns();
             for (std::size_t i = 0; i < count; ++i) {
-                copy_row(panel.rows().row(i), order, std::span(to + (tile.first_row + row + i) * columns(), columns()));
+                copy_row(rows.row(i), order, std::span(there + i * columns(), columns()));
             }
-        }
+        });
     }
 }
 

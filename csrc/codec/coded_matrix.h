@@ -1,6 +1,7 @@
 // A ternary matrix in its coded extent: opened, read tile by tile, decoded. Layer codec: includes base only.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -23,6 +24,8 @@ public:
     ExtentDecoders(const ExtentHeader& header, CoderTables& tables);
     /// Pre: a tile has this coder.
     const TileDecoder& of(Coder coder) const noexcept;
+    /// Pre: a tile is of TUN12.
+    const Tun12Decoder& tun12() const noexcept { return *tun12_; }
 
 private:
     std::unique_ptr<Tun12Decoder> tun12_;
@@ -51,6 +54,8 @@ public:
     /// Rows with their columns in the order of column_order().
     /// Throws: CorruptPage if the tile cannot have its rows.
     std::unique_ptr<TileReader> read(const CodedTile& tile, InstructionSet set) const;
+    /// The same of a tile of TUN12, for those who ask where rows begin.
+    Tun12Reader read_tun12(const CodedTile& tile, InstructionSet set) const;
     /// All of T, its columns in their own order, the same for every instruction set.
     /// `to`: [rows(), columns()], row-major.
     /// Throws: CorruptPage where bytes are no rows; what has been decoded until then is in `to`.
@@ -75,5 +80,21 @@ private:
     std::unique_ptr<std::int8_t[], Free> values_;
     TernaryRows rows_;
 };
+
+/// Reads a tile from its first row to its last, in rounds of at least `fewest` rows but for the last one, and has
+/// `use(first, count, rows)` take those of each: `count` from row `first` of the tile on.
+/// Pre: `fewest` is a divisor or a multiple of what the tile's coder reads at once.
+/// Throws: CorruptPage where bytes are no rows.
+template <typename Use>
+void for_rows_of(const CodedMatrix& matrix, const CodedTile& tile, InstructionSet set, std::size_t fewest, Use use) {
+    const auto reader = matrix.read(tile, set);
+    const std::size_t step = std::min<std::size_t>(std::max(reader->rows_at_once(), fewest), tile.row_count);
+    const RowPanel panel(step, matrix.columns());
+    for (std::size_t row = 0; row < tile.row_count; row += step) {
+        const std::size_t count = std::min<std::size_t>(step, tile.row_count - row);
+        reader->read(count, panel.rows());
+        use(row, count, panel.rows());
+    }
+}
 
 }  // namespace torch_offload

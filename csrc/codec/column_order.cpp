@@ -48,6 +48,7 @@ SortedColumns sorted_columns(const TernaryView& matrix, std::size_t most_classes
 }
 
 bool fits(const ColumnOrder& order, const ColumnClasses& classes, std::size_t columns) noexcept {
+    if (order.bits > 2 && order.bits != 4) return false;
     if (order.packed.size() != ColumnOrder::packed_bytes(columns, order.bits)) return false;
     if (order.bits == 0) return true;
     std::array<std::size_t, kMaxClasses> counts{};

@@ -34,7 +34,7 @@ struct SortedColumns {
 /// Pre: 1 <= most_classes <= kMaxClasses.
 SortedColumns sorted_columns(const TernaryView& matrix, std::size_t most_classes);
 
-/// Whether each class has as many columns as `classes` says.
+/// Whether so many bits say a class, and each class has as many columns as `classes` says.
 bool fits(const ColumnOrder& order, const ColumnClasses& classes, std::size_t columns) noexcept;
 
 /// The column of the matrix that lies in each place, [columns]; empty if all lie in their own.

@@ -34,7 +34,8 @@ void check_shape(const TernaryView& matrix, const EncodeOptions& options) {
     OFFLOAD_CHECK(is_cut, InvalidArgument, "classes of columns begin at 0 and then each further right, at most ",
                   kMaxClasses, " of them and inside ", matrix.columns, " columns");
     OFFLOAD_CHECK(fits(options.order, classes, matrix.columns), InvalidArgument,
-                  "each class has as many columns as the order of columns puts into it");
+                  "an order of columns has 0, 1, 2 or 4 bits for each, not ", options.order.bits,
+                  ", and puts as many into each class as it has");
     OFFLOAD_CHECK(options.rows_per_tile <= kMaxRows, InvalidArgument, "a tile has at most ", kMaxRows, " rows, not ",
                   options.rows_per_tile);
 }

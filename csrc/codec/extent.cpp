@@ -74,14 +74,14 @@ ColumnClasses take_classes(NumberReader& numbers, std::size_t count, std::size_t
 }
 
 ColumnOrder take_order(NumberReader& numbers, unsigned bits, const ColumnClasses& classes, std::size_t columns) {
-    OFFLOAD_CHECK(bits <= 2 || bits == 4, CorruptPage, "a coded extent says it has ", bits, " bits for each column");
     ColumnOrder order{bits, {}};
     const std::span<const std::byte> packed = numbers.take_bytes(ColumnOrder::packed_bytes(columns, bits));
     order.packed.assign(packed.begin(), packed.end());
     const std::size_t unused_bits = packed.size() * 8 - columns * bits;
     OFFLOAD_CHECK(fits(order, classes, columns) &&
                       (packed.empty() || std::to_integer<unsigned>(packed.back()) >> (8 - unused_bits) == 0),
-                  CorruptPage, "a coded extent's columns are not in the classes that it says it has");
+                  CorruptPage, "a coded extent's columns are not in the classes that it says it has, by ", bits,
+                  " bits for each");
     return order;
 }
 

@@ -1,9 +1,5 @@
 #include "codec/kernel_matrix.h"
 
-#include <algorithm>
-#include <memory>
-#include <utility>
-
 #include "base/check.h"
 
 namespace torch_offload {
@@ -41,12 +37,7 @@ std::vector<SignedWord<Bits>> signed_words(const TunstallWords& words) {
 
 /// Reads all rows of a tile, for what its reader throws.
 void check_rows(const CodedMatrix& matrix, const CodedTile& tile) {
-    const auto reader = matrix.read(tile, best_instruction_set());
-    const std::size_t step = std::min<std::size_t>(reader->rows_at_once(), tile.row_count);
-    const RowPanel panel(step, matrix.columns());
-    for (std::size_t row = 0; row < tile.row_count; row += step) {
-        reader->read(std::min<std::size_t>(step, tile.row_count - row), panel.rows());
-    }
+    for_rows_of(matrix, tile, best_instruction_set(), 1, [](std::size_t, std::size_t, const TernaryRows&) {});
 }
 
 void check_tile(const CodedTile& tile) {
@@ -69,7 +60,7 @@ KernelTables::KernelTables(std::span<const std::byte> extent, CoderTables& table
     shape_.class_count = static_cast<std::uint32_t>(header.classes.size());
     take_tiles(matrix);
     take_classes(header, tables);
-    if (has_tun12_) take_first_words(extent, header, tables);
+    if (has_tun12_) take_first_words(matrix);
     const std::vector<std::uint32_t> order = matrix.column_order();
     has_order_ = !order.empty();
     if (has_order_) order_offset_ = append(bytes_, order);
@@ -107,22 +98,20 @@ void KernelTables::take_classes(const ExtentHeader& header, CoderTables& tables)
     }
 }
 
-void KernelTables::take_first_words(std::span<const std::byte> extent, const ExtentHeader& header,
-                                    CoderTables& tables) {
-    std::vector<SharedTunstallWords> words;
-    for (const TunstallClass& one : header.tunstall) words.push_back(tables.words_of(one));
-    const Tun12Decoder decoder(header.columns, header.classes, std::move(words));
-    const RowPanel panel(1, header.columns);
-    std::vector<std::uint32_t> first_words(header.rows);
-    for (const CodedTile& tile : header.tiles) {
+void KernelTables::take_first_words(const CodedMatrix& matrix) {
+    const RowPanel panel(1, matrix.columns());
+    std::vector<std::uint32_t> first_words;
+    for (const CodedTile& tile : matrix.tiles()) {
         if (tile.coder != Coder::tun12) continue;
-        Tun12Reader reader = decoder.open_rows(extent.subspan(tile.offset_bytes, tile.size_bytes), tile.row_count,
-                                               best_instruction_set());
+        // Opening refuses more rows than a tile has codewords, before there is room for them here.
+        Tun12Reader reader = matrix.read_tun12(tile, best_instruction_set());
+        first_words.resize(tile.first_row + tile.row_count);
         for (std::size_t row = 0; row < tile.row_count; ++row) {
             first_words[tile.first_row + row] = static_cast<std::uint32_t>(reader.next_codeword());
             reader.read(1, panel.rows());
         }
     }
+    first_words.resize(matrix.rows());
     first_words_offset_ = append(bytes_, first_words);
 }
 

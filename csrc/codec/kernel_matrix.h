@@ -77,7 +77,7 @@ private:
     };
     void take_classes(const ExtentHeader& header, CoderTables& tables);
     void take_tiles(const CodedMatrix& matrix);
-    void take_first_words(std::span<const std::byte> extent, const ExtentHeader& header, CoderTables& tables);
+    void take_first_words(const CodedMatrix& matrix);
 
     KernelMatrix shape_;  // without pointers
     std::vector<ClassOffsets> class_offsets_;

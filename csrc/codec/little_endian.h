@@ -35,16 +35,12 @@ public:
     /// Throws: CorruptPage if there are not enough bytes left.
     template <typename Number>
     Number take() {
-        OFFLOAD_CHECK(sizeof(Number) <= bytes_.size() - taken_, CorruptPage, "a coded extent's header ends after ",
-                      bytes_.size(), " bytes, inside a number at ", taken_);
-        const auto number = load_number<Number>(bytes_.data() + taken_);
-        taken_ += sizeof(Number);
-        return number;
+        return load_number<Number>(take_bytes(sizeof(Number)).data());
     }
     /// Throws: as take().
     std::span<const std::byte> take_bytes(std::size_t count) {
         OFFLOAD_CHECK(count <= bytes_.size() - taken_, CorruptPage, "a coded extent's header ends after ",
-                      bytes_.size(), " bytes, inside ", count, " at ", taken_);
+                      bytes_.size(), " bytes, inside the ", count, " at ", taken_);
         taken_ += count;
         return bytes_.subspan(taken_ - count, count);
     }

@@ -32,17 +32,12 @@ void check_panels(const CodedMatrix& matrix, const TokenPanel& by_column, const 
                   by_column.width(), " and ", by_row.tokens(), " of ", by_row.width());
 }
 
-/// Decodes a tile, some rows at a time, and has `use` take them.
-template <typename Use>
-void for_decoded_rows(const CodedMatrix& matrix, const CodedTile& tile, InstructionSet set, Use use) {
-    const auto reader = matrix.read(tile, set);
-    const std::size_t step = std::min<std::size_t>(std::max(reader->rows_at_once(), kRowsAtOnce), tile.row_count);
-    const RowPanel panel(step, matrix.columns());
-    for (std::size_t row = 0; row < tile.row_count; row += step) {
-        const std::size_t count = std::min<std::size_t>(step, tile.row_count - row);
-        reader->read(count, panel.rows());
-        use(ProductRows{panel.rows().values, panel.rows().stride, count, matrix.columns(), tile.first_row + row});
-    }
+/// Decodes a tile, some rows at a time, and has a kernel take them.
+void multiply_rows(const CodedMatrix& matrix, const CodedTile& tile, InstructionSet set, ProductKernel* kernel,
+                   const TokenPanel& from, TokenPanel& to) {
+    for_rows_of(matrix, tile, set, kRowsAtOnce, [&](std::size_t first, std::size_t count, const TernaryRows& rows) {
+        kernel({rows.values, rows.stride, count, matrix.columns(), tile.first_row + first}, from, to);
+    });
 }
 
 }  // namespace
@@ -78,8 +73,7 @@ void TokenPanel::write(float* to, const float* scale, std::span<const std::uint3
 void multiply_tile(const CodedMatrix& matrix, const CodedTile& tile, const TokenPanel& x, TokenPanel& y,
                    InstructionSet set) {
     check_panels(matrix, x, y);
-    const auto kernel = kernels_of(set).forward;
-    for_decoded_rows(matrix, tile, set, [&](const ProductRows& rows) { kernel(rows, x, y); });
+    multiply_rows(matrix, tile, set, kernels_of(set).forward, x, y);
 }
 
 void multiply(const CodedMatrix& matrix, const TokenPanel& x, TokenPanel& y, InstructionSet set) {
@@ -90,8 +84,7 @@ void multiply_tile_transposed(const CodedMatrix& matrix, const CodedTile& tile, 
                               InstructionSet set) {
     check_panels(matrix, part, g);
     for (std::size_t i = 0; i < part.tokens(); ++i) std::fill_n(part.token(i), part.stride(), 0.0F);
-    const auto kernel = kernels_of(set).transposed;
-    for_decoded_rows(matrix, tile, set, [&](const ProductRows& rows) { kernel(rows, g, part); });
+    multiply_rows(matrix, tile, set, kernels_of(set).transposed, g, part);
 }
 
 void add_panel(const TokenPanel& part, TokenPanel& z) noexcept {

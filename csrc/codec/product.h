@@ -2,10 +2,12 @@
 // memory. Layer codec: includes base only.
 //
 // Order of the sums, the same for every instruction set, coder, count of tokens and of threads. Forward: of a row's
-// products that of column c goes to sum c mod kSumLanes, in order of the columns; sums are joined by halves (0 with 8,
-// 1 with 9, ...; then 0 with 4; then 2; then 1). Transposed: a column's products are added in order of the rows of a
-// tile, tiles' sums in order of the tiles. A product of T and a float is exact, so fused operations have the same bits.
-// Zeros of T are multiplied like other values: where x has an infinity, a sum may be a not-a-number.
+// products that of the column in place p (CodedMatrix::column_order) goes to sum p mod kSumLanes, in order of the
+// places; sums are joined by halves (0 with 8, 1 with 9, ...; then 0 with 4; then 2; then 1). So an extent whose
+// columns are sorted rounds sums otherwise than one of the same matrix whose columns are not. Transposed: a column's
+// products are added in order of the rows of a tile, tiles' sums in order of the tiles, wherever the column lies. A
+// product of T and a float is exact, so fused operations have the same bits. Zeros of T are multiplied like other
+// values: where x has an infinity, a sum may be a not-a-number.
 #pragma once
 
 #include <cstddef>

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "codec/coded_kernels.cuh"
@@ -19,6 +20,13 @@ namespace {
 
 constexpr std::size_t kRows = 67;
 constexpr std::size_t kRowsPerTile = 30;
+
+/// One side of a product: its floats, and where they lie in it, if not in their own places.
+struct Side {
+    std::size_t width;
+    std::vector<std::uint32_t> order = {};
+    const std::uint32_t* device_order = nullptr;
+};
 
 /// A coded matrix on the device, decoded there.
 struct Sample {
@@ -43,50 +51,63 @@ struct Sample {
         if (host.tables().has(Coder::tun12)) launch_tun12_decode(matrix, rows, nullptr);
         if (host.tables().has(Coder::rans4)) launch_rans4_decode(matrix, rows, nullptr);
     }
+    Side by_column() const { return {values.columns, opened.column_order(), matrix.order}; }
+    static Side by_row() { return {kRows}; }
 };
 
 /// Inputs of a product, on both sides.
 struct Inputs {
-    std::uint32_t tokens, from_width, to_width;
+    std::uint32_t tokens;
+    Side from_side, to_side;
     std::vector<float> x, before, after;
     DeviceCopy<float> device_x, device_before, device_after;
 
-    Inputs(std::size_t token_count, std::size_t from, std::size_t to)
+    Inputs(std::size_t token_count, Side from, Side to)
         : tokens(static_cast<std::uint32_t>(token_count)),
-          from_width(static_cast<std::uint32_t>(from)),
-          to_width(static_cast<std::uint32_t>(to)),
-          x(uneven_floats(token_count * from, 1)),
-          before(uneven_floats(from, 2)),
-          after(uneven_floats(to, 3)),
+          from_side(std::move(from)),
+          to_side(std::move(to)),
+          x(uneven_floats(token_count * from_side.width, 1)),
+          before(uneven_floats(from_side.width, 2)),
+          after(uneven_floats(to_side.width, 3)),
           device_x(x, 0),
           device_before(before, 0),
           device_after(after, 0) {}
 
-    ScaledTokens from() const { return {device_x.get(), device_before.get(), tokens, from_width}; }
-    ScaledSums to(float* sums) const { return {sums, device_after.get(), tokens, to_width}; }
+    ScaledTokens from() const {
+        return {.values = device_x.get(),
+                .scale = device_before.get(),
+                .order = from_side.device_order,
+                .tokens = tokens,
+                .width = static_cast<std::uint32_t>(from_side.width)};
+    }
+    ScaledSums to(float* sums) const {
+        return {.values = sums,
+                .scale = device_after.get(),
+                .order = to_side.device_order,
+                .tokens = tokens,
+                .width = static_cast<std::uint32_t>(to_side.width)};
+    }
 
     template <typename Multiply>
     std::vector<float> expected(Multiply multiply) const {
-        TokenPanel in(tokens, from_width);
-        in.fill(x.data(), before.data());
-        TokenPanel out(tokens, to_width);
+        TokenPanel in(tokens, from_side.width);
+        in.fill(x.data(), before.data(), from_side.order);
+        TokenPanel out(tokens, to_side.width);
         multiply(in, out);
-        std::vector<float> sums;
-        for (std::size_t token = 0; token < tokens; ++token) {
-            for (std::size_t i = 0; i < to_width; ++i) sums.push_back(out.token(token)[i] * after[i]);
-        }
+        std::vector<float> sums(tokens * to_side.width);
+        out.write(sums.data(), after.data(), to_side.order);
         return sums;
     }
     /// What `launch` writes, with panels of the inputs.
     template <typename Launch>
     std::vector<float> actual(const std::string& what, Launch launch) const {
         const TokenGroups groups = groups_of(tokens);
-        const DeviceCopy panels(std::vector<float>(std::size_t{groups.count} * groups.group_tokens * from_width), 0);
-        const DeviceCopy sums(std::vector<float>(std::size_t{tokens} * to_width), 0);
+        const DeviceCopy panels(std::vector<float>(groups.count * groups.group_tokens * from_side.width), 0);
+        const DeviceCopy sums(std::vector<float>(tokens * to_side.width), 0);
         launch_panels(from(), groups, panels.get(), nullptr);
         launch(panels.get(), groups, to(sums.get()));
         check_cuda(cudaDeviceSynchronize(), what.c_str());
-        std::vector<float> values(std::size_t{tokens} * to_width);
+        std::vector<float> values(tokens * to_side.width);
         expect(sums.back(values), what + " wrote beside its sums");
         return values;
     }
@@ -111,7 +132,7 @@ void check_decoded(const Sample& sample, const std::string& what) {
 }
 
 void check_forward(const Sample& sample, std::size_t tokens, const std::string& what) {
-    const Inputs inputs(tokens, sample.values.columns, kRows);
+    const Inputs inputs(tokens, sample.by_column(), sample.by_row());
     const auto expected = inputs.expected([&](const TokenPanel& x, TokenPanel& y) { multiply(sample.opened, x, y); });
     const auto decoded = inputs.actual(what, [&](const float* panels, const TokenGroups& groups, const ScaledSums& y) {
         launch_product(sample.matrix, sample.rows, panels, groups, y, nullptr);
@@ -125,7 +146,7 @@ void check_forward(const Sample& sample, std::size_t tokens, const std::string& 
 }
 
 void check_transposed(const Sample& sample, std::size_t tokens, const std::string& what) {
-    const Inputs inputs(tokens, kRows, sample.values.columns);
+    const Inputs inputs(tokens, sample.by_row(), sample.by_column());
     const auto expected =
         inputs.expected([&](const TokenPanel& g, TokenPanel& z) { multiply_transposed(sample.opened, g, z); });
     const auto actual = inputs.actual(what, [&](const float* panels, const TokenGroups& groups, const ScaledSums& z) {
@@ -136,7 +157,7 @@ void check_transposed(const Sample& sample, std::size_t tokens, const std::strin
 
 /// To 2^-14 of the sum of magnitudes.
 void check_tensor_cores(const Sample& sample, std::size_t tokens, const std::string& what) {
-    const Inputs inputs(tokens, sample.values.columns, kRows);
+    const Inputs inputs(tokens, sample.by_column(), sample.by_row());
     const std::size_t stride = sample.rows.stride * kValuesOfWord;
     const std::vector<std::uint16_t> none(padded_mma_tokens(inputs.tokens) * stride);
     const DeviceCopy high(none, 0), low(none, 0);
@@ -160,22 +181,28 @@ void check_tensor_cores(const Sample& sample, std::size_t tokens, const std::str
     }
 }
 
+void check(const Matrix& matrix, const EncodeOptions& options, const std::string& what) {
+    const Sample sample(matrix, options);
+    check_decoded(sample, what);
+    for (const std::size_t tokens : {1, 2, 3, 8, 20, 70}) {
+        check_forward(sample, tokens, what);
+        check_transposed(sample, tokens, what);
+        check_tensor_cores(sample, tokens, what);
+    }
+}
+
 void check(std::size_t columns) {
     for (const CoderChoice coder : {CoderChoice::tun12, CoderChoice::rans4, CoderChoice::smallest}) {
-        for (const double zeros : {0.7, 0.99}) {
-            EncodeOptions options{.coder = coder, .rows_per_tile = kRowsPerTile};
-            for (std::size_t first = 20; first < columns && options.classes.size() < 6; first += 37) {
-                options.classes.push_back({first});
-            }
-            const std::string what = name_of(coder) + ", " + std::to_string(columns) + " columns";
-            const Sample sample(random_matrix(kRows, columns, zeros, columns), options);
-            check_decoded(sample, what);
-            for (const std::size_t tokens : {1, 2, 3, 8, 20, 70}) {
-                check_forward(sample, tokens, what);
-                check_transposed(sample, tokens, what);
-                check_tensor_cores(sample, tokens, what);
-            }
+        const std::string what = name_of(coder) + ", " + std::to_string(columns) + " columns";
+        EncodeOptions in_place{.coder = coder, .rows_per_tile = kRowsPerTile};
+        for (std::size_t first = 20; first < columns && in_place.classes.size() < 6; first += 37) {
+            in_place.classes.push_back({first});
         }
+        for (const double zeros : {0.7, 0.99}) check(random_matrix(kRows, columns, zeros, columns), in_place, what);
+        const Matrix uneven = uneven_columns(kRows, columns, columns);
+        EncodeOptions sorted{.coder = coder, .rows_per_tile = kRowsPerTile};
+        sort_columns(uneven, 6, sorted);
+        check(uneven, sorted, what + ", sorted");
     }
 }
 

@@ -156,12 +156,16 @@ def test_it_is_captured_in_a_graph(device):
 
 
 def test_a_page_that_is_written_is_read_again(device):
-    """Method: the same memory holds another matrix; then its storage is gone and another one may lie where it was."""
+    """Method: the same memory holds another matrix, of an inference tensor too, which has no version; then its storage
+    is gone and another one may lie where it was."""
     first, second = ternary(40, 50, seed=1), ternary(40, 50, seed=2)
-    page = coded.encode(first).to(device)
-    assert torch.equal(coded.decode(page).cpu(), first)
-    page.copy_(coded.encode(second))
-    assert torch.equal(coded.decode(page).cpu(), second)
+    for is_inference in (False, True):
+        with torch.inference_mode(is_inference):
+            page = coded.encode(first).to(device)
+            assert page.is_inference() == is_inference
+            assert torch.equal(coded.decode(page).cpu(), first)
+            page.copy_(coded.encode(second))
+            assert torch.equal(coded.decode(page).cpu(), second)
     for seed in range(3, 80):
         values = ternary(40, 50, seed=seed)
         page = None

@@ -1,7 +1,12 @@
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <fstream>
+#include <new>
 #include <random>
 #include <string>
 #include <vector>
@@ -128,23 +133,60 @@ INSTANTIATE_TEST_SUITE_P(Coders, KernelDecode,
                          testing::Values(CoderChoice::tun12, CoderChoice::rans4, CoderChoice::smallest),
                          [](const auto& choice) { return name_of(choice.param); });
 
+/// One tile that has eight rows and is said to have others, sealed with the right checksum by building the extent from
+/// such a header.
+ExtentBuffer tile_of_other_rows(CoderChoice choice, std::size_t rows) {
+    const ExtentBuffer extent = encode(random_matrix(8, 50, 0.7, 4).view(), {.coder = choice, .rows_per_tile = 8});
+    ExtentHeader header = read_header(extent.bytes());
+    const auto tile = extent.bytes().subspan(header.tiles[0].offset_bytes, header.tiles[0].size_bytes);
+    header.rows = header.rows_per_tile = rows;
+    header.tiles[0].row_count = static_cast<std::uint32_t>(rows);
+    return build_extent(header, {{tile.begin(), tile.end()}});
+}
+
 // Tiles whose rows end too early or too late are refused before any kernel sees them. Method: a header that says tiles
-// have one row more or less than their bytes, sealed with the right checksum by building the extent from it.
+// have one row more or less than their bytes.
 TEST(KernelTables, RefusesTilesOfOtherRows) {
     for (const CoderChoice choice : {CoderChoice::tun12, CoderChoice::rans4}) {
-        const ExtentBuffer extent = encode(random_matrix(8, 50, 0.7, 4).view(), {.coder = choice, .rows_per_tile = 8});
-        const ExtentHeader header = read_header(extent.bytes());
-        const auto tile = extent.bytes().subspan(header.tiles[0].offset_bytes, header.tiles[0].size_bytes);
         for (const std::size_t rows : {7, 9}) {
-            ExtentHeader changed = header;
-            changed.rows = changed.rows_per_tile = rows;
-            changed.tiles[0].row_count = static_cast<std::uint32_t>(rows);
-            const ExtentBuffer sealed = build_extent(changed, {{tile.begin(), tile.end()}});
+            const ExtentBuffer sealed = tile_of_other_rows(choice, rows);
             CoderTables tables;
             EXPECT_NO_THROW(read_header(sealed.bytes()));
             EXPECT_THROW(KernelTables(sealed.bytes(), tables), CorruptPage) << name_of(choice) << " " << rows;
         }
     }
+}
+
+/// From here on this process may have that much memory beside what it has.
+bool allows_itself(std::size_t more_bytes) {
+    std::size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    const rlim_t all_bytes = pages * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)) + more_bytes;
+    const rlimit limit{all_bytes, all_bytes};
+    return pages > 0 && ::setrlimit(RLIMIT_AS, &limit) == 0;
+}
+
+// Rows that a tile's codewords cannot be are refused before there is room for them. Method: 4 KiB that are said to have
+// 2^28 rows, for which tables have 1 GiB, in a child that may take 256 MiB more than it has.
+TEST(KernelTables, HaveNoRoomForRowsThatAreNotThere) {
+    const ExtentBuffer sealed = tile_of_other_rows(CoderChoice::tun12, std::size_t{1} << 28);
+    ASSERT_EQ(sealed.bytes().size(), 4096U);
+    const pid_t child = ::fork();
+    if (child == 0) {
+        if (!allows_itself(std::size_t{256} << 20)) ::_exit(2);
+        try {
+            CoderTables tables;
+            const KernelTables made(sealed.bytes(), tables);
+        } catch (const CorruptPage&) {
+            ::_exit(0);
+        } catch (const std::bad_alloc&) {
+            ::_exit(3);
+        }
+        ::_exit(4);
+    }
+    int status = -1;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
 }
 
 // The baseline's coder has no kernel, and says so. Method: an extent of it.

@@ -1,14 +1,9 @@
-// What tests of kernels share: a matrix as kernels are told of it, on the processor, and floats whose sums show their
-// order.
+// What tests of kernels share: a matrix as kernels are told of it, on the processor.
 #pragma once
 
-#include <cmath>
 #include <cstddef>
-#include <cstdint>
-#include <random>
 #include <span>
 #include <utility>
-#include <vector>
 
 #include "codec/encode.h"
 #include "codec/kernel_matrix.h"
@@ -31,14 +26,5 @@ private:
     CoderTables coder_tables_;
     KernelTables tables_;
 };
-
-/// Of many magnitudes, so that every other order of a sum gives other bits.
-inline std::vector<float> uneven_floats(std::size_t count, std::uint32_t seed) {
-    std::mt19937 random(seed);
-    std::normal_distribution<float> normal;
-    std::vector<float> values(count);
-    for (float& value : values) value = normal(random) * std::ldexp(1.0F, static_cast<int>(random() % 20) - 10);
-    return values;
-}
 
 }  // namespace torch_offload

@@ -3,10 +3,8 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <random>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,15 +14,6 @@
 #include "codec/ternary_samples.h"
 
 namespace torch_offload {
-
-/// Of many magnitudes, so that every other order of a sum gives other bits.
-inline std::vector<float> some_floats(std::size_t count, std::uint32_t seed) {
-    std::mt19937 random(seed);
-    std::normal_distribution<float> normal;
-    std::vector<float> values(count);
-    for (float& value : values) value = normal(random) * std::ldexp(1.0F, static_cast<int>(random() % 20) - 10);
-    return values;
-}
 
 inline TokenPanel panel_of(const std::vector<float>& values, std::size_t tokens) {
     TokenPanel panel(tokens, values.size() / tokens);
@@ -100,8 +89,8 @@ struct Inputs {
 
     Inputs(std::size_t rows, std::size_t columns, std::size_t tokens_wanted, std::uint32_t seed)
         : tokens(tokens_wanted),
-          x(some_floats(tokens * columns, seed)),
-          g(panel_of(some_floats(tokens * rows, seed + 1), tokens)) {}
+          x(uneven_floats(tokens * columns, seed)),
+          g(panel_of(uneven_floats(tokens * rows, seed + 1), tokens)) {}
 };
 
 /// What a set of kernels comes to.

@@ -39,8 +39,8 @@ TEST_P(Product, SumsInTheDocumentedOrder) {
         const Matrix matrix = random_matrix(shape.rows, shape.columns, 0.7, ++seed);
         const ExtentBuffer extent = coded(matrix, shape.rows_per_tile);
         const CodedMatrix opened(extent.bytes());
-        const TokenPanel x = panel_of(some_floats(shape.tokens * shape.columns, seed), shape.tokens);
-        const TokenPanel g = panel_of(some_floats(shape.tokens * shape.rows, seed + 100), shape.tokens);
+        const TokenPanel x = panel_of(uneven_floats(shape.tokens * shape.columns, seed), shape.tokens);
+        const TokenPanel g = panel_of(uneven_floats(shape.tokens * shape.rows, seed + 100), shape.tokens);
         const auto expected_y = forward_formula(matrix, x);
         const auto expected_z = transposed_formula(matrix, shape.rows_per_tile, g);
         for (const InstructionSet set : available_sets()) {
@@ -63,7 +63,7 @@ TEST_P(Product, DependsOnNeitherThreadsNorOtherTokens) {
     const Matrix matrix = random_matrix(150, 333, 0.9, 5);
     const ExtentBuffer extent = coded(matrix, 64);
     const CodedMatrix opened(extent.bytes());
-    const std::vector<float> inputs = some_floats(11 * 333, 6);
+    const std::vector<float> inputs = uneven_floats(11 * 333, 6);
     const TokenPanel x = panel_of(inputs, 11);
     TokenPanel y(11, 150);
     multiply(opened, x, y);

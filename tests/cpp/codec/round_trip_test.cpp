@@ -179,14 +179,38 @@ TEST_P(RoundTrip, HasTheSameBytesForEveryNumberOfThreads) {
     }
 }
 
-// What is written depends on neither machine nor compiler, and changes only on purpose. Method: the hash of an extent
-// of two tiles and two classes.
+std::uint64_t hash_of(const ExtentBuffer& extent) { return XXH3_64bits(extent.bytes().data(), extent.bytes().size()); }
+
+// What is written depends on neither machine nor compiler, and changes only on purpose. Method: the hashes of an extent
+// of two tiles and two classes, and of one whose columns are sorted into seven.
 TEST_P(RoundTrip, WritesKnownBytes) {
     constexpr std::uint64_t kHashes[] = {0x96bf44be6f5027df, 0xa71c9aec0bc973f2, 0x2cae731999b878d1,
                                          0x96bf44be6f5027df};
-    const ExtentBuffer extent = encode(random_matrix(130, 257, 0.8, 9).view(),
-                                       {.coder = GetParam(), .rows_per_tile = 66, .classes = {{0}, {99}}});
-    EXPECT_EQ(XXH3_64bits(extent.bytes().data(), extent.bytes().size()), kHashes[static_cast<std::size_t>(GetParam())]);
+    constexpr std::uint64_t kSortedHashes[] = {0x62b4dc62ddb6bac1, 0x23513dfdc8c4d16e, 0x3860b7eb01dce6d9,
+                                               0x62b4dc62ddb6bac1};
+    const auto choice = static_cast<std::size_t>(GetParam());
+    EXPECT_EQ(hash_of(encode(random_matrix(130, 257, 0.8, 9).view(),
+                             {.coder = GetParam(), .rows_per_tile = 66, .classes = {{0}, {99}}})),
+              kHashes[choice]);
+    const Matrix uneven = uneven_columns(130, 257, 9);
+    EncodeOptions sorted{.coder = GetParam(), .rows_per_tile = 66};
+    sort_columns(uneven, 7, sorted);
+    EXPECT_EQ(hash_of(encode(uneven.view(), sorted)), kSortedHashes[choice]);
+}
+
+// The classes of columns are packed as FORMAT.md says, that of the most zeros being the first. Method: five columns of
+// 0 to 4 zeros in four classes, of which the last has two; the bytes by hand.
+TEST_P(RoundTrip, PacksTheClassesOfColumns) {
+    // By values that are not zero: 4, 0, 3, 1 and 2. So the classes are 3, 0, 3, 1 and 2.
+    const Matrix matrix{4, 5, {1, 0, 1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0}};
+    EncodeOptions sorted = options();
+    sort_columns(matrix, 4, sorted);
+    const ExtentBuffer extent = encode(matrix.view(), sorted);
+    constexpr std::size_t kBitsAt = 55;
+    constexpr std::size_t kPackedAt = 56 + 4 * 4;
+    EXPECT_EQ(std::to_integer<int>(extent.bytes()[kBitsAt]), 2);
+    EXPECT_EQ(std::to_integer<int>(extent.bytes()[kPackedAt]), 0b01'11'00'11);
+    EXPECT_EQ(std::to_integer<int>(extent.bytes()[kPackedAt + 1]), 0b10);
 }
 
 // What is not a ternary matrix is refused. Method: each argument wrong in turn.
@@ -198,6 +222,14 @@ TEST_P(RoundTrip, RefusesWhatItCannotCode) {
     for (const ColumnClasses& classes : {ColumnClasses{}, {{1}}, {{0}, {50}}, {{0}, {9}, {9}}, {{0}, {9}, {8}}}) {
         chosen.classes = classes;
         EXPECT_THROW(encode(matrix.view(), chosen), InvalidArgument);
+    }
+    chosen = options();
+    for (const unsigned bits : {3, 5, 8, 64}) {
+        chosen.order = {bits, std::vector<std::byte>(ColumnOrder::packed_bytes(matrix.columns, bits))};
+        EXPECT_THROW(encode(matrix.view(), chosen), InvalidArgument) << bits;
+    }
+    for (const std::size_t most_classes : {std::size_t{0}, kMaxClasses + 1}) {
+        EXPECT_THROW(encode_sorted(matrix.view(), most_classes, options()), InvalidArgument) << most_classes;
     }
     for (const int value : {2, -2, 4, 127, -128}) {
         matrix.values[77] = static_cast<std::int8_t>(value);

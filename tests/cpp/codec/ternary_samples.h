@@ -1,6 +1,7 @@
-// Ternary matrices for tests: random ones, and those that coders find hard.
+// Ternary matrices for tests: random ones, and those that coders find hard; and floats to multiply them by.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <random>
@@ -71,6 +72,15 @@ inline void sort_columns(const Matrix& matrix, std::size_t most_classes, EncodeO
     SortedColumns sorted = sorted_columns(matrix.view(), most_classes);
     options.classes = std::move(sorted.classes);
     options.order = std::move(sorted.order);
+}
+
+/// Of many magnitudes, so that every other order of a sum gives other bits.
+inline std::vector<float> uneven_floats(std::size_t count, std::uint32_t seed) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    std::vector<float> values(count);
+    for (float& value : values) value = normal(random) * std::ldexp(1.0F, static_cast<int>(random() % 20) - 10);
+    return values;
 }
 
 inline std::vector<std::int8_t> decoded(const CodedMatrix& coded, InstructionSet set) {

@@ -1,9 +1,11 @@
-// Whatever the bytes are, decoding ends with values or with CorruptPage, the same by every instruction set, and asks
-// for no more memory than the file, the tables and 64 rows account for.
+// Whatever the bytes are, decoding ends with values or with CorruptPage, the same by every instruction set, and so do
+// the tables for kernels; both ask for no more memory than the file, the tables and 64 rows account for.
+#include <algorithm>
 #include <optional>
 #include <vector>
 
 #include "base/check.h"
+#include "codec/kernel_matrix.h"
 #include "codec/ternary_samples.h"
 #include "fuzz/fuzzed_extent.h"
 
@@ -12,12 +14,44 @@ namespace {
 
 constexpr std::size_t kMostValues = 1 << 16;
 
+std::size_t order_bytes(const CodedMatrix& matrix) { return matrix.columns() * sizeof(std::uint32_t); }
+
+std::size_t most_bytes_of_reading(const CodedMatrix& matrix) {
+    const std::size_t panel_bytes = kRansLanes * (matrix.columns() + kRowSlack + 64);
+    return matrix.tiles().size() * (panel_bytes + 1024) + order_bytes(matrix) + 4096;
+}
+
+/// Those that a header can say before some tile is refused: each row of TUN12 has a codeword.
+std::size_t most_rows(const CodedMatrix& matrix) {
+    std::size_t rows = 0;
+    for (const CodedTile& tile : matrix.tiles()) {
+        rows += tile.coder == Coder::tun12 ? std::min<std::size_t>(tile.row_count, tile.size_bytes) : tile.row_count;
+    }
+    return rows;
+}
+
+/// Whether there are tables for kernels. `coder_tables`: those that the matrix was opened with.
+bool has_tables(std::span<const std::byte> extent, const CodedMatrix& matrix, CoderTables& coder_tables) {
+    constexpr std::size_t kClassBytes = kFrequencyTotal * (sizeof(SignedWord<std::uint64_t>) + sizeof(std::uint32_t));
+    const std::size_t table_bytes = matrix.header().classes.size() * kClassBytes +
+                                    matrix.tiles().size() * sizeof(KernelTile) +
+                                    most_rows(matrix) * sizeof(std::uint32_t) + order_bytes(matrix);
+    // Once alone, once behind the others, which may move for that.
+    const AllocationLimit limit(most_bytes_of_header(extent) + most_bytes_of_reading(matrix) + 6 * table_bytes);
+    try {
+        const KernelTables tables(extent, coder_tables);
+    } catch (const CorruptPage&) {
+        return false;
+    } catch (const InvalidArgument&) {
+        return false;
+    }
+    return true;
+}
+
 /// The values, or nothing where they are refused.
 std::optional<std::vector<std::int8_t>> outcome(const CodedMatrix& matrix, InstructionSet set) {
     std::vector<std::int8_t> values(matrix.rows() * matrix.columns());
-    const std::size_t panel_bytes = kRansLanes * (matrix.columns() + kRowSlack + 64);
-    const std::size_t order_bytes = matrix.columns() * sizeof(std::uint32_t);
-    const AllocationLimit limit(matrix.tiles().size() * (panel_bytes + 1024) + order_bytes + 4096);
+    const AllocationLimit limit(most_bytes_of_reading(matrix));
     try {
         matrix.decode(values.data(), set);
     } catch (const CorruptPage&) {
@@ -27,13 +61,18 @@ std::optional<std::vector<std::int8_t>> outcome(const CodedMatrix& matrix, Instr
 }
 
 void open_and_decode(std::span<const std::byte> extent) {
+    CoderTables coder_tables;
     std::optional<CodedMatrix> matrix;
     {
         const AllocationLimit limit(most_bytes_of_opening(extent));
-        matrix.emplace(extent);
+        matrix.emplace(extent, coder_tables);
     }
-    if (matrix->rows() > kMostValues / matrix->columns()) return;
+    if (most_rows(*matrix) > kMostValues / matrix->columns()) return;
+    const bool is_for_kernels = has_tables(extent, *matrix, coder_tables);
+    if (matrix->rows() > kMostValues / matrix->columns()) return require(!is_for_kernels, "rows have codewords");
     const auto expected = outcome(*matrix, InstructionSet::portable);
+    const bool has_qmoe = std::ranges::find(matrix->tiles(), Coder::qmoe, &CodedTile::coder) != matrix->tiles().end();
+    require(is_for_kernels == (expected && !has_qmoe), "there are tables for kernels where there are values");
     for (const InstructionSet set : available_sets()) {
         require(outcome(*matrix, set) == expected, "every instruction set decodes the same");
     }
