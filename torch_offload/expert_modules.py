@@ -52,6 +52,11 @@ class FusedExperts:
             )
         return ExpertShapes(up.shape[0], self._linear_shape(up), self._linear_shape(down))
 
+    @property
+    def weight_names(self) -> list[str]:
+        """Names of the tensors that :meth:`replace` takes away. Pre: not coded."""
+        return [f"{self.name}.{self.up_name}", f"{self.name}.down_proj"]
+
     def weight(self, expert: int, matrix: int) -> Tensor:
         """One matrix of an expert, [rows, columns] as a linear layer has it; a view."""
         weight: Tensor = self._parameter(self.up_name if matrix == UP else "down_proj")[expert]
@@ -107,6 +112,11 @@ class SwitchExperts:
         """Of the experts. Pre: not coded."""
         first = self._expert(0)
         return ExpertShapes(self.module.num_experts, tuple(first.wi.weight.shape), tuple(first.wo.weight.shape))
+
+    @property
+    def weight_names(self) -> list[str]:
+        """Names of the tensors that :meth:`replace` takes away. Pre: not coded."""
+        return [f"{self.name}.{name}" for name, _ in self.module.named_parameters()]
 
     def weight(self, expert: int, matrix: int) -> Tensor:
         """One matrix of an expert, [rows, columns]."""
