@@ -50,6 +50,9 @@ _CODERS = tuple(coder for coder in CODERS if coder != "qmoe")
 _NAME_BYTES = 110
 """What a page's entry in the header of its file takes beside its name, at most."""
 
+_SPARE_BYTES = 1
+"""Of a module's share at least: what rounding of numbers may take from it."""
+
 
 @dataclass(frozen=True)
 class ModuleResult:
@@ -239,14 +242,13 @@ class ByteBudget:
         self._allowed_bytes = 0.0
         for experts in modules:
             shapes = experts.shapes
-            least = self.overhead_bytes(experts.name, shapes) + PAGE_ALIGNMENT_BYTES * least_pages(
-                _matrix_weights(shapes), self.planes
-            )
-            if least * 8 > bits * self._weights[experts.name]:
+            pages = least_pages(_matrix_weights(shapes), self.planes)
+            least = self.overhead_bytes(experts.name, shapes) + PAGE_ALIGNMENT_BYTES * pages + _SPARE_BYTES
+            if least > self._share_bytes(experts.name):
+                least_bits = math.ceil((least + _SPARE_BYTES) * 800 / self._weights[experts.name]) / 100
                 raise ConfigError(
-                    f"{experts.name}: {bits:g} bits per weight are out of reach, "
-                    f"{math.ceil(least * 800 / self._weights[experts.name]) / 100:g} is the least for experts of "
-                    f"{shapes.weights_each} weights in {self.planes} planes"
+                    f"{experts.name}: {bits:g} bits per weight are out of reach, {least_bits:g} is the least for "
+                    f"experts of {shapes.weights_each} weights in {self.planes} planes"
                 )
 
     def overhead_bytes(self, name: str, shapes: ExpertShapes) -> int:
@@ -255,14 +257,17 @@ class ByteBudget:
         return shapes.count * self.planes * (scales + len(name) + _NAME_BYTES) + PAGE_ALIGNMENT_BYTES
 
     def pages(self, name: str, shapes: ExpertShapes) -> int:
-        """Return how many pages a module may have now."""
-        self._allowed_bytes += self.target_bytes * self._weights[name] / sum(self._weights.values())
+        """Return how many pages a module may have. What the modules before it took has to be counted already."""
+        self._allowed_bytes += self._share_bytes(name)
         left = self._allowed_bytes - self._spent_bytes - self.overhead_bytes(name, shapes)
         return int(left // PAGE_ALIGNMENT_BYTES)
 
     def spend(self, size_bytes: int) -> None:
         """Count what a module took."""
         self._spent_bytes += size_bytes
+
+    def _share_bytes(self, name: str) -> float:
+        return self.target_bytes * self._weights[name] / sum(self._weights.values())
 
 
 def _weights(shapes: ExpertShapes) -> int:
@@ -307,22 +312,23 @@ class _Compressor:
 
     def _block(self, block: str, modules: Sequence[ExpertsModule], walk: BlockWalk) -> list[ModuleResult]:
         """Code one block's experts, or take what was kept of it."""
-        shapes = {experts.name: experts.shapes for experts in modules}
-        pages = {name: self._budget.pages(name, shape) for name, shape in shapes.items()}
-        kept = self._finished.take(block, shapes)
+        kept = self._finished.take(block, {experts.name: experts.shapes for experts in modules})
         if kept is not None:
             coded, results = kept[0], [ModuleResult(**said) for said in kept[1]]
+            for result, experts in zip(results, modules, strict=True):
+                self._budget.pages(experts.name, experts.shapes)
+                self._budget.spend(result.coded_bytes)
         else:
             moments = moments_of(modules, lambda: walk.run(block))
             coded, results = {}, []
             for experts in modules:
-                coded[experts.name], result = self._module(experts, moments[experts.name], pages[experts.name])
+                pages = self._budget.pages(experts.name, experts.shapes)
+                coded[experts.name], result = self._module(experts, moments[experts.name], pages)
+                self._budget.spend(result.coded_bytes)
                 results.append(result)
             self._finished.keep(block, coded, [asdict(result) for result in results])
         for experts in modules:
             experts.replace(coded[experts.name])
-        for result in results:
-            self._budget.spend(result.coded_bytes)
         return results
 
     def _module(self, experts: ExpertsModule, moments: ExpertMoments, pages: int) -> tuple[CodedExperts, ModuleResult]:

@@ -2,10 +2,13 @@
 
 import json
 import logging
+import math
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +18,9 @@ from transformers import AutoModelForCausalLM, SwitchTransformersForConditionalG
 
 import torch_offload
 from torch_offload import ConfigError, calibration, coded_folder, finished_blocks, gptq, moe, ternary
-from torch_offload.byte_shares import RateCurve, share_pages
-from torch_offload.coded_experts import DOWN, UP, CodedExperts
+from torch_offload.byte_shares import RateCurve, least_pages, share_pages
+from torch_offload.coded_experts import DOWN, UP, CodedExperts, ExpertShapes
+from torch_offload.compression import ByteBudget
 from torch_offload.expert_moments import ExpertMoments
 from torch_offload.moe import experts_of
 
@@ -245,6 +249,82 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+class TwoMixtures(nn.Module):
+    """Two modules of experts in one block, as of models with experts of their own for images."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.first(hidden) + self.second(hidden)
+
+
+def model_of_two_mixtures() -> nn.Module:
+    model, other = (tiny_moe("mixtral", seed=seed, num_local_experts=2, **SIZES) for seed in (0, 1))
+    for layer, beside in zip(model.model.layers, other.model.layers, strict=True):
+        layer.mlp = TwoMixtures(layer.mlp, beside.mlp)
+    return model
+
+
+def test_blocks_with_two_modules_of_experts_keep_to_the_target(tmp_path, monkeypatch):
+    """Method: pages and scales of the model; the same where the first block was kept from a run that ended."""
+    keep = finished_blocks.FinishedBlocks.keep
+    whole, ended = model_of_two_mixtures(), model_of_two_mixtures()
+    done = torch_offload.compress(whole, bits=0.9, calibration=tokens(), out=tmp_path / "whole")
+    coded = [module for module in whole.modules() if isinstance(module, CodedExperts)]
+    assert len(coded) == 4
+    assert sum(buffer.nbytes for module in coded for buffer in module.buffers()) < done.coded_bytes
+    assert 0.97 * done.target_bytes < done.coded_bytes <= done.target_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(finished_blocks.FinishedBlocks, "keep", lambda *args: (keep(*args), interrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            torch_offload.compress(ended, bits=0.9, calibration=tokens(), out=tmp_path / "ended")
+    again = torch_offload.compress(model_of_two_mixtures(), bits=0.9, calibration=tokens(), out=tmp_path / "ended")
+    assert [module.coded_bytes for module in again.modules] == [module.coded_bytes for module in done.modules]
+    assert contents(tmp_path / "ended") == contents(tmp_path / "whole")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_the_least_bits_that_are_named_are_enough():
+    """Method: what the message says is asked for."""
+    with pytest.raises(ConfigError, match="out of reach") as refused:
+        torch_offload.compress(model_of(num_local_experts=2), bits=0.1, calibration=tokens())
+    least = float(re.search(r"([\d.]+) is the least", str(refused.value))[1])
+    done = torch_offload.compress(model_of(num_local_experts=2), bits=least, calibration=tokens())
+    assert done.coded_bytes <= done.target_bytes
+
+
+@pytest.mark.parametrize("rows", range(256, 288, 4))
+def test_no_module_is_left_with_less_than_its_least(rows):
+    """Method: two modules of unlike sizes, the larger one at the rate that its bytes need exactly, up to numbers'
+    rounding, and a byte around it: either that is refused or both have the pages that they need."""
+    shapes = {"small": ExpertShapes(3, (192, 192), (192, 192)), "large": ExpertShapes(4, (rows, 192), (192, rows))}
+    modules = [SimpleNamespace(name=name, shapes=shape) for name, shape in shapes.items()]
+    least = {
+        name: least_pages([math.prod(pair) for pair in (shape.up, shape.down) for _ in range(shape.count)], 1)
+        for name, shape in shapes.items()
+    }
+    asked = ByteBudget(modules, bits=1.3)
+    done = 0
+    for name, shape in shapes.items():
+        needed = 4096 * least[name] + asked.overhead_bytes(name, shape)
+        for more in (-1, 0, 1, 3):
+            try:
+                budget = ByteBudget(modules, bits=(needed + more) * 8 / (shape.count * shape.weights_each))
+            except ConfigError:
+                continue
+            done += 1
+            for each in modules:
+                pages = budget.pages(each.name, each.shapes)
+                assert pages >= least[each.name]
+                budget.spend(4096 * pages + budget.overhead_bytes(each.name, each.shapes))
+    assert done > 0
+
+
 def test_an_ended_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     """Method: killed behind its first layer, run again: the first layer is not coded again, and every file is that of a
     run that was not ended."""
@@ -351,3 +431,5 @@ def test_pages_go_where_they_save_the_most():
     given = share_pages(curves, pages=90, planes=1)
     assert sum(sum(pages) for pages in given) == 90
     assert given[1] > given[0] >= given[2]
+    with pytest.raises(ConfigError, match=r"2 pages for 3 matrices in 1 planes, \d+ is the least; give more bits"):
+        share_pages(curves, pages=2, planes=1)
