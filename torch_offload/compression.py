@@ -183,11 +183,13 @@ def compress_folder(
         ssd: See ``torch_offload.wrap``.
 
     Raises:
-        ConfigError: As :func:`compress`, and if a file is missing or cannot be read.
+        ConfigError: As :func:`compress`, if a file is missing or cannot be read, or if `out` is `path`.
         OutOfTierMemory: If `ram` is too small for one block, or a disk for what `ram` cannot hold.
         TierIOError: If a scratch file cannot be made or written.
     """
     _check_coder(coder)
+    if out.resolve() == path.resolve():
+        raise ConfigError(f"{out} is the folder of the model itself, which would be lost; give another folder")
     texts = calibrations.texts_in(calibration)
     with loading(ram=ram, ssd=ssd):
         model = wrap(loaded_model(path).requires_grad_(requires_grad=False), ram=ram, ssd=ssd)

@@ -346,6 +346,7 @@ def test_a_model_larger_than_memory_is_compressed(tmp_path, monkeypatch, capsys)
         ({"--bits": "0.2"}, "0.2 bits per weight are out of reach"),
         ({"--bits": "many"}, "'--bits'"),
         ({"--coder": "zip"}, "coder: 'zip' is none of smallest, tun12, rans4"),
+        ({"--out": "{saved}/../{saved.name}"}, "is the folder of the model itself, which would be lost"),
     ],
 )
 def test_mistakes_of_compress_are_named(saved, tmp_path, monkeypatch, capsys, changes, expected):
@@ -360,6 +361,7 @@ def test_mistakes_of_compress_are_named(saved, tmp_path, monkeypatch, capsys, ch
     arguments = [part.format(saved=saved) for option in options for part in option]
     assert run_main(monkeypatch, "compress", model[1].format(saved=saved), *arguments) == 2
     assert expected in capsys.readouterr().err
+    assert not list(saved.glob("experts-*"))
 
 
 def test_a_future_format_is_refused(folder):
