@@ -197,7 +197,8 @@ def save(
 
     Args:
         model: Of transformers.
-        folder: Made if it is not there. What a model of the same kind left there is replaced.
+        folder: Made if it is not there. What a model of the same kind left there is replaced; files of coded experts
+            that nothing names any more are deleted last.
         max_shard_size: Of one file.
         options: For ``save_pretrained``, which writes everything but coded pages.
 
@@ -209,14 +210,17 @@ def save(
     model.config.quantization_config = config_of(model)
     state = model.state_dict()
     pages = {name: state.pop(name) for name in list(state) if _PAGE.search(name)}
-    for stale in folder.glob("experts-*-of-*.safetensors"):
-        stale.unlink()
+    for older in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME):
+        older.unlink(missing_ok=True)  # which of them is there afterwards says what was written
     model.save_pretrained(
         folder, state_dict=state, max_shard_size=max_shard_size, save_original_format=False, **options
     )
     weight_map = _write_pages(pages, folder, shard_bytes=parse_size(max_shard_size))
     total_bytes = sum(tensor.nbytes for tensor in (*state.values(), *pages.values()))
     _extend_index(folder, weight_map, total_bytes=total_bytes)
+    for path in folder.glob("experts-*-of-*.safetensors"):
+        if path.name not in weight_map.values():
+            path.unlink()
 
 
 def _write_pages(pages: Mapping[str, Tensor], folder: Path, *, shard_bytes: int) -> dict[str, str]:
