@@ -363,13 +363,27 @@ def begun(tmp_path, monkeypatch) -> Path:
 
 
 def test_beginnings_of_something_else_are_refused(begun):
-    """Method: another rate, another text, one weight changed."""
-    other = model_of()
+    """Method: another rate, another text, one weight changed, one number of the configuration changed."""
+    other, choosing = model_of(), model_of(num_experts_per_tok=1)
+    assert all(torch.equal(value, choosing.state_dict()[name]) for name, value in model_of().state_dict().items())
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1
-    for model, bits, texts in ((model_of(), 1.0, tokens()), (model_of(), 0.9, tokens(seed=4)), (other, 0.9, tokens())):
+    for model, bits, texts in (
+        (model_of(), 1.0, tokens()),
+        (model_of(), 0.9, tokens(seed=4)),
+        (other, 0.9, tokens()),
+        (choosing, 0.9, tokens()),
+    ):
         with pytest.raises(ConfigError, match="another model, or with other settings or texts"):
             torch_offload.compress(model, bits=bits, calibration=texts, out=begun)
+
+
+def test_where_a_model_lay_is_no_part_of_what_it_is():
+    """Method: the checksum of two models that differ in where they were loaded from and in what wrote them."""
+    one, other = model_of(), model_of()
+    other.config._name_or_path = "elsewhere"
+    other.config.transformers_version = "1.0"
+    assert finished_blocks.fingerprint_of(other, [], {}) == finished_blocks.fingerprint_of(one, [], {})
 
 
 def test_damaged_beginnings_are_coded_again(begun, caplog):
