@@ -196,8 +196,10 @@ def _find_experts(model: nn.Module) -> Iterator[ExpertsModule]:
 
 
 def _looks_like_experts(module: nn.Module) -> bool:
+    """Whether a class that is named so has fused weights, or a module for each expert."""
     has_fused = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-    return "expert" in type(module).__name__.lower() and has_fused
+    is_container = isinstance(module, nn.ModuleDict | nn.ModuleList) and len(module) > 0
+    return "expert" in type(module).__name__.lower() and (has_fused or is_container)
 
 
 def code_experts(model: nn.Module, rounded: Callable[[Tensor], Sequence[TernaryMatrix]]) -> None:

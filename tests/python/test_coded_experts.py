@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForCausalLM,
     JetMoeConfig,
     JetMoeForCausalLM,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
     SwitchTransformersForConditionalGeneration,
 )
 
@@ -256,6 +258,23 @@ def test_layouts_that_are_not_known_are_refused_by_name():
     model = JetMoeForCausalLM(config)
     with pytest.raises(ConfigError, match=r"layers\.0.*JetMoeParallelExperts"):
         moe.code_experts(model, ROUNDED)
+    container = NllbMoeForConditionalGeneration(
+        NllbMoeConfig(
+            vocab_size=64,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            num_experts=4,
+            encoder_sparse_step=1,
+            decoder_sparse_step=1,
+        )
+    )
+    with pytest.raises(ConfigError, match=r"encoder\.layers\.0\.ffn\.experts \(NllbMoeExperts\)"):
+        moe.code_experts(container, ROUNDED)
     with pytest.raises(ConfigError, match="Linear has no experts"):
         moe.code_experts(nn.Linear(2, 2), ROUNDED)
 

@@ -364,6 +364,28 @@ def test_mistakes_of_compress_are_named(saved, tmp_path, monkeypatch, capsys, ch
     assert not list(saved.glob("experts-*"))
 
 
+def cut_weights(folder: Path) -> str:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4096])
+    return f"{path} is damaged: "
+
+
+def widen(folder: Path) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 320}))
+    return f"{folder} holds no model that transformers can load: "
+
+
+@pytest.mark.parametrize("damage", [cut_weights, widen])
+def test_models_that_cannot_be_loaded_are_named(saved, tmp_path, damage, monkeypatch, capsys):
+    """Method: a file that is cut short, and tensors of other shapes than the configuration's: a line, no traceback."""
+    copy = Path(shutil.copytree(saved, tmp_path / "copy"))
+    expected = damage(copy)
+    arguments = ("--bits", "1.1", "--calibration", str(saved / "text.jsonl"), "--out", str(tmp_path / "out"))
+    assert run_main(monkeypatch, "compress", str(copy), *arguments) == 2
+    assert f"torch-offload: {expected}" in capsys.readouterr().err
+
+
 def test_a_future_format_is_refused(folder):
     path = folder / "config.json"
     said = json.loads(path.read_text())
