@@ -137,6 +137,7 @@ def compress(
     """
     _check_coder(coder)
     batches = calibrations.batches_of(calibration, model, tokenizer=tokenizer, sequence=sequence)
+    calibrations.warn_of_few_tokens(batches)
     found = [experts for experts in experts_of(model) if not experts.is_coded]
     if not found:
         raise ConfigError(f"{type(model).__name__} has no experts that are not coded")
@@ -199,7 +200,7 @@ def compress_folder(
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path} has no tokenizer that transformers can load: {error}") from None
-    batches = calibrations.batches_of(texts, model, tokenizer=tokenizer, sequence=sequence)[:rows]
+    batches = calibrations.batches_of(texts, model, tokenizer=tokenizer, sequence=sequence, rows=rows)
     done = compress(model, bits=bits, calibration=batches, out=out, coder=coder)
     tokenizer.save_pretrained(str(out))
     return done

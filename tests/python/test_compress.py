@@ -447,3 +447,44 @@ def test_pages_go_where_they_save_the_most():
     assert given[1] > given[0] >= given[2]
     with pytest.raises(ConfigError, match=r"2 pages for 3 matrices in 1 planes, \d+ is the least; give more bits"):
         share_pages(curves, pages=2, planes=1)
+
+
+def test_lines_of_a_file_of_texts_end_where_lines_do(tmp_path):
+    """Method: characters at which Python's lines end and JSON's do not."""
+    texts = ["one\u2028two", "three\u0085four", "five\u2029six"]
+    path = tmp_path / "texts.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path.write_bytes("\r\n".join(lines).encode())
+    assert calibration.texts_in(path) == texts
+
+
+def test_texts_behind_the_rows_that_are_used_are_not_looked_at():
+    """Method: a tokenizer that counts; the rows are the first ones of all."""
+    seen: list[str] = []
+
+    def tokenizer(text: str) -> dict[str, list[int]]:
+        seen.append(text)
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    texts = ["abcd", "efg", "hijkl", "mnop"]
+    model = model_of()
+    every = calibration.batches_of(texts, model, tokenizer=tokenizer, sequence=4)
+    seen.clear()
+    first = calibration.batches_of(texts, model, tokenizer=tokenizer, sequence=4, rows=2)
+    assert seen == texts[:3]
+    assert [batch["input_ids"].tolist() for batch in first] == [batch["input_ids"].tolist() for batch in every[:2]]
+
+
+@pytest.mark.parametrize("samples", ["a text", Path("text.jsonl"), {"input_ids": torch.ones(1, 4)}])
+def test_one_sample_in_place_of_several_is_refused(samples):
+    with pytest.raises(ConfigError, match=f"calibration is one {type(samples).__name__}; give a list of texts"):
+        torch_offload.compress(model_of(), calibration=samples, tokenizer=lambda text: {"input_ids": [1, 2]})
+
+
+@pytest.mark.parametrize(("count", "warnings"), [(4095, 1), (4096, 0)])
+def test_few_tokens_are_warned_of(count, warnings, caplog):
+    """Method: compress with a rate that is refused right after."""
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="out of reach"):
+        torch_offload.compress(model_of(), bits=0.1, calibration=[torch.ones(1, count, dtype=torch.int64)])
+    assert caplog.text.count("calibration has only 4095 tokens") == warnings
+    assert len(caplog.records) == warnings
