@@ -1,4 +1,4 @@
-"""Which matrix of a layer's experts gets how many pages: where a page saves the most error of the output."""
+"""Which matrix of a layer's experts gets how many pages: where a page saves the most of their energies."""
 
 import heapq
 import math
