@@ -122,7 +122,7 @@ def compress(
             the model is meant for.
         tokenizer: Turns texts into tokens.
         out: A folder for the model, which ``from_pretrained`` opens. Finished blocks are kept there meanwhile, and the
-            same call goes on with them if it was ended.
+            same call goes on with them, in a new process or with the model loaded anew, if it was ended.
         sequence: Tokens of a row that texts are cut into.
         damping: See ``gptq.quantise``.
         sweeps: See ``gptq.quantise``.
@@ -130,17 +130,16 @@ def compress(
             experts that are mostly in memory.
 
     Raises:
-        ConfigError: If a layout is not known, a weight is not finite, the rate is out of reach, or `out` holds the
-            beginning of another compression. The message names the module.
+        ConfigError: If a layout is not known, experts are coded already, a weight is not finite, the rate is out of
+            reach, or `out` holds the beginning of another compression. The message names the module.
         OutOfTierMemory: If the model is wrapped and its budget is too small for one block.
         OSError: If `out` cannot be written.
     """
     _check_coder(coder)
     batches = calibrations.batches_of(calibration, model, tokenizer=tokenizer, sequence=sequence)
     calibrations.warn_of_few_tokens(batches)
-    found = [experts for experts in experts_of(model) if not experts.is_coded]
-    if not found:
-        raise ConfigError(f"{type(model).__name__} has no experts that are not coded")
+    found = experts_of(model)
+    _check_none_is_coded(found, model)
     settings = {"bits": bits, "damping": damping, "sweeps": sweeps, "coder": coder, "version": 2}
     budget = ByteBudget(found, bits=bits)
     folder = None if out is None else Path(out)
@@ -201,14 +200,24 @@ def compress_folder(
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path} has no tokenizer that transformers can load: {error}") from None
     batches = calibrations.batches_of(texts, model, tokenizer=tokenizer, sequence=sequence, rows=rows)
-    done = compress(model, bits=bits, calibration=batches, out=out, coder=coder)
-    tokenizer.save_pretrained(str(out))
-    return done
+    tokenizer.save_pretrained(str(out))  # first: a folder that is finished has all of it
+    return compress(model, bits=bits, calibration=batches, out=out, coder=coder)
 
 
 def _check_coder(coder: str) -> None:
     if coder not in _CODERS:
         raise ConfigError(f"coder: {coder!r} is none of {', '.join(_CODERS)}")
+
+
+def _check_none_is_coded(found: Sequence[ExpertsModule], model: nn.Module) -> None:
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no experts")
+    coded = [experts.name for experts in found if experts.is_coded]
+    if coded:
+        raise ConfigError(
+            f"{coded[0]} is coded already, as {len(coded)} of {len(found)} modules of experts are, maybe by a call "
+            "that was ended; load the model anew and call again"
+        )
 
 
 def _by_block(found: Sequence[ExpertsModule], model: nn.Module) -> dict[str, list[ExpertsModule]]:

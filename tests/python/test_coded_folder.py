@@ -27,6 +27,7 @@ from transformers import (
 import torch_offload
 from torch_offload import ConfigError, coded_files, coded_folder, moe, ternary
 from torch_offload.coded_experts import CodedExperts
+from torch_offload.compression import compress_folder
 from torch_offload.moe import experts_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -317,6 +318,20 @@ def test_compress_as_a_command(saved, tmp_path, monkeypatch, capsys):
     assert model(input_ids=ids).logits.isfinite().all()
     with safe_open(str(experts_file(tmp_path)), framework="pt") as file:
         assert len(list(file.keys())) == EXPERTS
+
+
+def test_the_tokenizer_is_there_before_the_folder_is_finished(saved, tmp_path, monkeypatch):
+    """Method: a write of the model that fails, as the last thing that is done."""
+
+    def fail(*args: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(coded_files, "save", fail)
+    with pytest.raises(OSError, match="no room"):
+        compress_folder(
+            saved, bits=1.1, calibration=saved / "text.jsonl", out=tmp_path / "out", rows=1, sequence=64, ram="1GiB"
+        )
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")("the fox")["input_ids"]
 
 
 def test_a_model_larger_than_memory_is_compressed(tmp_path, monkeypatch, capsys):

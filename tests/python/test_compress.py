@@ -1,5 +1,6 @@
 """Compressing models: to the bytes that were asked for, with less error than baselines, again where it was ended."""
 
+import functools
 import json
 import logging
 import math
@@ -376,6 +377,16 @@ def test_beginnings_of_something_else_are_refused(begun):
     ):
         with pytest.raises(ConfigError, match="another model, or with other settings or texts"):
             torch_offload.compress(model, bits=bits, calibration=texts, out=begun)
+
+
+def test_models_that_are_coded_in_part_are_refused(begun):
+    """Method: the model of a call that was ended, given again in the same process, with the folder and without."""
+    model = model_of()
+    (first, _) = experts_of(model)
+    moe.code_experts(model.model.layers[0], functools.partial(ternary.in_planes, zeros=(0.6,)))
+    for out in (None, begun):
+        with pytest.raises(ConfigError, match=rf"{re.escape(first.name)} is coded already, .*load the model anew"):
+            torch_offload.compress(model, bits=0.9, calibration=tokens(), out=out)
 
 
 def test_where_a_model_lay_is_no_part_of_what_it_is():
