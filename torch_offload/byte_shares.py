@@ -1,4 +1,4 @@
-"""Which matrix of a layer's experts gets how many pages: where a page saves the most error of the output."""
+"""Which matrix of a layer's experts gets how many pages: where a page saves the most of their energies."""
 
 import heapq
 import math
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_offload.coded_files import PAGE_ALIGNMENT_BYTES
+from torch_offload.errors import ConfigError
 from torch_offload.gptq import LEAST_BITS_OF_A_PLANE, MOST_BITS_OF_A_PLANE
 
 FILL_BYTES = 128
@@ -90,9 +91,17 @@ def share_pages(curves: Sequence[RateCurve], *, pages: int, planes: int) -> list
 
     Returns:
         The pages of each plane of each matrix.
+
+    Raises:
+        ConfigError: If there are fewer pages than the least of each.
     """
     limits = [PageLimits.of(curve.weights) for curve in curves]
     given = [planes * limit.least for limit in limits]
+    if pages < sum(given):
+        raise ConfigError(
+            f"{pages} pages for {len(curves)} matrices in {planes} planes, {sum(given)} is the least; give more bits "
+            "per weight"
+        )
     waiting: list[tuple[float, int]] = []
 
     def offer(position: int) -> None:

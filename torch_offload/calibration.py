@@ -1,7 +1,9 @@
 """Texts and tokens as batches that a model is run on while it is compressed."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +14,45 @@ from torch_offload.errors import ConfigError
 
 DEFAULT_SEQUENCE = 512
 
+LOG = logging.getLogger(__name__)
+
 _LEAST_ROW = 2
+_FEW_TOKENS = 4096
 
 Sample = str | Tensor | Mapping[str, Tensor]
 """A text, token ids [tokens] or [rows, tokens], or all that the model is called with."""
 
 
 def batches_of(
-    samples: Iterable[Sample], model: nn.Module, *, tokenizer: Callable[..., Any] | None, sequence: int
+    samples: Iterable[Sample],
+    model: nn.Module,
+    *,
+    tokenizer: Callable[..., Any] | None,
+    sequence: int,
+    rows: int | None = None,
 ) -> list[Mapping[str, Tensor]]:
     """Turn samples into batches. Texts are joined and cut into rows of `sequence` tokens.
 
+    Args:
+        samples: Some.
+        model: That the batches are for.
+        tokenizer: Turns texts into tokens.
+        sequence: Tokens of a row.
+        rows: The most batches; samples behind those that are needed for them are not looked at. Default: all.
+
     Raises:
-        ConfigError: If there is a text and no tokenizer, or nothing at all.
+        ConfigError: If there is a text and no tokenizer, nothing at all, or one sample in place of several.
     """
+    if isinstance(samples, str | bytes | os.PathLike | Mapping):
+        raise ConfigError(
+            f"calibration is one {type(samples).__name__}; give a list of texts, of token ids or of what the model is "
+            "called with"
+        )
     batches: list[Mapping[str, Tensor]] = []
     stream: list[int] = []
     for sample in samples:
+        if rows is not None and len(batches) + len(stream) // sequence >= rows:
+            break
         if isinstance(sample, str):
             if tokenizer is None:
                 raise ConfigError("calibration has texts; give the tokenizer that turns them into tokens")
@@ -43,7 +67,14 @@ def batches_of(
             batches.append(_called_with(torch.tensor([row]), model))
     if not batches:
         raise ConfigError("calibration has no tokens; give some texts of the kind that the model is meant for")
-    return batches
+    return batches[:rows]
+
+
+def warn_of_few_tokens(batches: Sequence[Mapping[str, Tensor]]) -> None:
+    """Say it if batches show too little of what experts are given."""
+    tokens = sum(batch["input_ids"].numel() for batch in batches if "input_ids" in batch)
+    if 0 < tokens < _FEW_TOKENS:
+        LOG.warning("calibration has only %d tokens; some hundred thousand show what experts are given", tokens)
 
 
 def _called_with(ids: Tensor, model: nn.Module) -> dict[str, Tensor]:
@@ -66,7 +97,7 @@ def texts_in(path: Path) -> list[str]:
         raise ConfigError(f"{path} is no text: {error}") from None
     if path.suffix != ".jsonl":
         return [content]
-    return [_text_of(line, f"{path}:{number}") for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+    return [_text_of(line, f"{path}:{number}") for number, line in enumerate(content.split("\n"), 1) if line.strip()]
 
 
 def _text_of(line: str, place: str) -> str:

@@ -100,9 +100,12 @@ class CodedExpertsQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
-        missing = [name for name, buffer in model.named_buffers() if f".{CODED}." in name and not _is_loaded(buffer)]
+        missing = _names_not_in_files(model)
         if missing:
-            raise ConfigError(f"{len(missing)} tensors of coded experts are not in the files, the first {missing[0]}")
+            raise ConfigError(
+                f"{len(missing)} tensors of the model are not in the files, the first {missing[0]}; a part of the "
+                "folder is missing: copy it again, or compress the model again"
+            )
         return model
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
@@ -119,9 +122,26 @@ class CodedExpertsQuantizer(HfQuantizer):
         return True
 
 
-def _is_loaded(buffer: Tensor) -> bool:
+def _names_not_in_files(model: PreTrainedModel) -> list[str]:
+    """What transformers has made up, but the head of a model that is another one than was saved."""
+    has_saved_head = type(model).__name__ in (model.config.architectures or ())
+    base = "" if has_saved_head or model.base_model is model else f"{model.base_model_prefix}."
+    return [
+        name
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if name.startswith(base) and not _is_loaded(tensor) and not may_be_absent(model, name)
+    ]
+
+
+def _is_loaded(tensor: Tensor) -> bool:
     """Whether transformers found it in a file: it marks what it did, and makes up the rest."""
-    return bool(getattr(buffer, "_is_hf_initialized", False))
+    return bool(getattr(tensor, "_is_hf_initialized", False))
+
+
+def may_be_absent(model: nn.Module, name: str) -> bool:
+    """Whether transformers makes a tensor without a file, as it says of the model's class."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def lay_out(model: nn.Module, said: CodedExpertsConfig, *, dtype: torch.dtype) -> None:
@@ -177,7 +197,8 @@ def save(
 
     Args:
         model: Of transformers.
-        folder: Made if it is not there. What a model of the same kind left there is replaced.
+        folder: Made if it is not there. What a model of the same kind left there is replaced; files of coded experts
+            that nothing names any more are deleted last.
         max_shard_size: Of one file.
         options: For ``save_pretrained``, which writes everything but coded pages.
 
@@ -189,14 +210,17 @@ def save(
     model.config.quantization_config = config_of(model)
     state = model.state_dict()
     pages = {name: state.pop(name) for name in list(state) if _PAGE.search(name)}
-    for stale in folder.glob("experts-*-of-*.safetensors"):
-        stale.unlink()
+    for older in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME):
+        older.unlink(missing_ok=True)  # which of them is there afterwards says what was written
     model.save_pretrained(
         folder, state_dict=state, max_shard_size=max_shard_size, save_original_format=False, **options
     )
     weight_map = _write_pages(pages, folder, shard_bytes=parse_size(max_shard_size))
     total_bytes = sum(tensor.nbytes for tensor in (*state.values(), *pages.values()))
     _extend_index(folder, weight_map, total_bytes=total_bytes)
+    for path in folder.glob("experts-*-of-*.safetensors"):
+        if path.name not in weight_map.values():
+            path.unlink()
 
 
 def _write_pages(pages: Mapping[str, Tensor], folder: Path, *, shard_bytes: int) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from torch_offload.coded_experts import page_name, scale_widths
-from torch_offload.coded_files import METHOD, CodedExpertsConfig
+from torch_offload.coded_files import METHOD, CodedExpertsConfig, may_be_absent
 from torch_offload.coded_linear import CodedExtent, decode, extents
 from torch_offload.config import format_size
 from torch_offload.configured_model import empty_model
@@ -308,14 +308,16 @@ class Verification:
 
 
 def verify(path: Path) -> Verification:
-    """Read every page, check its checksum, decode it, and hold shapes against the configuration.
+    """Read every page, check its checksum, decode it, and hold shapes and names against the configuration.
 
     Raises:
         ConfigError: If the folder has no coded experts, or its configuration describes no model with experts.
     """
     folder = CodedFolder(path)
-    found = {experts.name: experts.shapes for experts in experts_of(folder.model())}
+    model = folder.model()
+    found = {experts.name: experts.shapes for experts in experts_of(model)}
     problems = [f"{name}: the model has no such experts" for name in folder.config.experts if name not in found]
+    problems += _absent_problems(folder, model)
     problems += _other_problems(folder)
     pages = read_bytes = 0
     for module in folder.config.experts:
@@ -338,6 +340,24 @@ def verify(path: Path) -> Verification:
                 problems.append(f"{module}: {sorted(counts)} experts in the files, {shapes.count} in the model")
             problems += _scale_problems(folder, module, len(planes), scale_widths(shapes), shapes.count)
     return Verification(path, pages, read_bytes, problems)
+
+
+def _absent_problems(folder: CodedFolder, model: nn.Module) -> Iterator[str]:
+    """Tensors of the model that the index does not name. Of tied ones it has to name one."""
+    not_needed: set[str] = set()
+    for experts in experts_of(model):
+        weights = experts.weight_names
+        if experts.name in folder.config.experts:
+            not_needed.update(weights)
+        elif not all(name in folder.weight_map for name in weights):
+            not_needed.update(weights)
+            yield f"{experts.name}: the model has such experts, the configuration names no coded ones of them"
+    tied: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tied.setdefault(id(tensor), []).append(name)
+    for names in tied.values():
+        if not any(name in folder.weight_map or name in not_needed or may_be_absent(model, name) for name in names):
+            yield f"{names[0]}: the model has such a tensor, the index does not name it"
 
 
 def _problem_of(page: Tensor, size_bytes: int, wanted: list[tuple[int, int]] | None) -> str | None:

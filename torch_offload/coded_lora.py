@@ -173,11 +173,14 @@ class LoraCodedProjection(nn.Module, LoraLayer):
 
         return add
 
-    @torch.no_grad()
     def _row_squares(self, adapter_name: str, expert: int, a: Tensor, b: Tensor) -> Tensor:
-        """|row|^2 of W + scaling B A, [rows], never below the smallest number."""
+        """|row|^2 of W + scaling B A, [rows], without a gradient and never below the smallest number.
+
+        Factors are detached, gradients stay enabled or not: that decides which planes W has with quality "arrived",
+        and they have to be those that the tokens are multiplied by.
+        """
         scaling = self.scaling[adapter_name]
-        a, b = a.float(), b.float()
+        a, b = a.detach().float(), b.detach().float()
         along = self.base_layer.open()(expert, a).T  # [rows, rank]: A w of each row
         squares = self.base_squares[expert].float() + 2 * scaling * (b * along).sum(1)
         squares = squares + scaling**2 * ((b @ (a @ a.T)) * b).sum(1)

@@ -50,6 +50,9 @@ _CODERS = tuple(coder for coder in CODERS if coder != "qmoe")
 _NAME_BYTES = 110
 """What a page's entry in the header of its file takes beside its name, at most."""
 
+_SPARE_BYTES = 1
+"""Of a module's share at least: what rounding of numbers may take from it."""
+
 
 @dataclass(frozen=True)
 class ModuleResult:
@@ -119,7 +122,7 @@ def compress(
             the model is meant for.
         tokenizer: Turns texts into tokens.
         out: A folder for the model, which ``from_pretrained`` opens. Finished blocks are kept there meanwhile, and the
-            same call goes on with them if it was ended.
+            same call goes on with them, in a new process or with the model loaded anew, if it was ended.
         sequence: Tokens of a row that texts are cut into.
         damping: See ``gptq.quantise``.
         sweeps: See ``gptq.quantise``.
@@ -127,16 +130,16 @@ def compress(
             experts that are mostly in memory.
 
     Raises:
-        ConfigError: If a layout is not known, a weight is not finite, the rate is out of reach, or `out` holds the
-            beginning of another compression. The message names the module.
+        ConfigError: If a layout is not known, experts are coded already, a weight is not finite, the rate is out of
+            reach, or `out` holds the beginning of another compression. The message names the module.
         OutOfTierMemory: If the model is wrapped and its budget is too small for one block.
         OSError: If `out` cannot be written.
     """
     _check_coder(coder)
     batches = calibrations.batches_of(calibration, model, tokenizer=tokenizer, sequence=sequence)
-    found = [experts for experts in experts_of(model) if not experts.is_coded]
-    if not found:
-        raise ConfigError(f"{type(model).__name__} has no experts that are not coded")
+    calibrations.warn_of_few_tokens(batches)
+    found = experts_of(model)
+    _check_none_is_coded(found, model)
     settings = {"bits": bits, "damping": damping, "sweeps": sweeps, "coder": coder, "version": 2}
     budget = ByteBudget(found, bits=bits)
     folder = None if out is None else Path(out)
@@ -180,11 +183,13 @@ def compress_folder(
         ssd: See ``torch_offload.wrap``.
 
     Raises:
-        ConfigError: As :func:`compress`, and if a file is missing or cannot be read.
+        ConfigError: As :func:`compress`, if a file is missing or cannot be read, or if `out` is `path`.
         OutOfTierMemory: If `ram` is too small for one block, or a disk for what `ram` cannot hold.
         TierIOError: If a scratch file cannot be made or written.
     """
     _check_coder(coder)
+    if out.resolve() == path.resolve():
+        raise ConfigError(f"{out} is the folder of the model itself, which would be lost; give another folder")
     texts = calibrations.texts_in(calibration)
     with loading(ram=ram, ssd=ssd):
         model = wrap(loaded_model(path).requires_grad_(requires_grad=False), ram=ram, ssd=ssd)
@@ -194,15 +199,25 @@ def compress_folder(
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path} has no tokenizer that transformers can load: {error}") from None
-    batches = calibrations.batches_of(texts, model, tokenizer=tokenizer, sequence=sequence)[:rows]
-    done = compress(model, bits=bits, calibration=batches, out=out, coder=coder)
-    tokenizer.save_pretrained(str(out))
-    return done
+    batches = calibrations.batches_of(texts, model, tokenizer=tokenizer, sequence=sequence, rows=rows)
+    tokenizer.save_pretrained(str(out))  # first: a folder that is finished has all of it
+    return compress(model, bits=bits, calibration=batches, out=out, coder=coder)
 
 
 def _check_coder(coder: str) -> None:
     if coder not in _CODERS:
         raise ConfigError(f"coder: {coder!r} is none of {', '.join(_CODERS)}")
+
+
+def _check_none_is_coded(found: Sequence[ExpertsModule], model: nn.Module) -> None:
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no experts")
+    coded = [experts.name for experts in found if experts.is_coded]
+    if coded:
+        raise ConfigError(
+            f"{coded[0]} is coded already, as {len(coded)} of {len(found)} modules of experts are, maybe by a call "
+            "that was ended; load the model anew and call again"
+        )
 
 
 def _by_block(found: Sequence[ExpertsModule], model: nn.Module) -> dict[str, list[ExpertsModule]]:
@@ -239,14 +254,13 @@ class ByteBudget:
         self._allowed_bytes = 0.0
         for experts in modules:
             shapes = experts.shapes
-            least = self.overhead_bytes(experts.name, shapes) + PAGE_ALIGNMENT_BYTES * least_pages(
-                _matrix_weights(shapes), self.planes
-            )
-            if least * 8 > bits * self._weights[experts.name]:
+            pages = least_pages(_matrix_weights(shapes), self.planes)
+            least = self.overhead_bytes(experts.name, shapes) + PAGE_ALIGNMENT_BYTES * pages + _SPARE_BYTES
+            if least > self._share_bytes(experts.name):
+                least_bits = math.ceil((least + _SPARE_BYTES) * 800 / self._weights[experts.name]) / 100
                 raise ConfigError(
-                    f"{experts.name}: {bits:g} bits per weight are out of reach, "
-                    f"{math.ceil(least * 800 / self._weights[experts.name]) / 100:g} is the least for experts of "
-                    f"{shapes.weights_each} weights in {self.planes} planes"
+                    f"{experts.name}: {bits:g} bits per weight are out of reach, {least_bits:g} is the least for "
+                    f"experts of {shapes.weights_each} weights in {self.planes} planes"
                 )
 
     def overhead_bytes(self, name: str, shapes: ExpertShapes) -> int:
@@ -255,14 +269,17 @@ class ByteBudget:
         return shapes.count * self.planes * (scales + len(name) + _NAME_BYTES) + PAGE_ALIGNMENT_BYTES
 
     def pages(self, name: str, shapes: ExpertShapes) -> int:
-        """Return how many pages a module may have now."""
-        self._allowed_bytes += self.target_bytes * self._weights[name] / sum(self._weights.values())
+        """Return how many pages a module may have. What the modules before it took has to be counted already."""
+        self._allowed_bytes += self._share_bytes(name)
         left = self._allowed_bytes - self._spent_bytes - self.overhead_bytes(name, shapes)
         return int(left // PAGE_ALIGNMENT_BYTES)
 
     def spend(self, size_bytes: int) -> None:
         """Count what a module took."""
         self._spent_bytes += size_bytes
+
+    def _share_bytes(self, name: str) -> float:
+        return self.target_bytes * self._weights[name] / sum(self._weights.values())
 
 
 def _weights(shapes: ExpertShapes) -> int:
@@ -307,22 +324,23 @@ class _Compressor:
 
     def _block(self, block: str, modules: Sequence[ExpertsModule], walk: BlockWalk) -> list[ModuleResult]:
         """Code one block's experts, or take what was kept of it."""
-        shapes = {experts.name: experts.shapes for experts in modules}
-        pages = {name: self._budget.pages(name, shape) for name, shape in shapes.items()}
-        kept = self._finished.take(block, shapes)
+        kept = self._finished.take(block, {experts.name: experts.shapes for experts in modules})
         if kept is not None:
             coded, results = kept[0], [ModuleResult(**said) for said in kept[1]]
+            for result, experts in zip(results, modules, strict=True):
+                self._budget.pages(experts.name, experts.shapes)
+                self._budget.spend(result.coded_bytes)
         else:
             moments = moments_of(modules, lambda: walk.run(block))
             coded, results = {}, []
             for experts in modules:
-                coded[experts.name], result = self._module(experts, moments[experts.name], pages[experts.name])
+                pages = self._budget.pages(experts.name, experts.shapes)
+                coded[experts.name], result = self._module(experts, moments[experts.name], pages)
+                self._budget.spend(result.coded_bytes)
                 results.append(result)
             self._finished.keep(block, coded, [asdict(result) for result in results])
         for experts in modules:
             experts.replace(coded[experts.name])
-        for result in results:
-            self._budget.spend(result.coded_bytes)
         return results
 
     def _module(self, experts: ExpertsModule, moments: ExpertMoments, pages: int) -> tuple[CodedExperts, ModuleResult]:

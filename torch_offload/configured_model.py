@@ -70,11 +70,12 @@ def loaded_model(path: Path) -> nn.Module:
     """Return a saved model with its weights, in the type they are stored in.
 
     Raises:
-        ConfigError: If there is none at `path`, or transformers is missing.
+        ConfigError: If there is none at `path`, a file of it is damaged or of other shapes, or transformers is missing.
     """
     if not (path / "config.json").is_file():
         raise ConfigError(f"there is no model at {path}; give the folder of a saved model")
     try:
+        from safetensors import SafetensorError
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     except ImportError as error:
         raise ConfigError(f"loading a model needs transformers: pip install transformers ({error})") from None
@@ -82,9 +83,24 @@ def loaded_model(path: Path) -> nn.Module:
         is_encoder_decoder = AutoConfig.from_pretrained(str(path)).is_encoder_decoder
         auto = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
         model: nn.Module = auto.from_pretrained(str(path), dtype="auto")
-    except (ValueError, KeyError) as error:
+    except SafetensorError as error:
+        raise ConfigError(f"{_damaged_file(path)} is damaged: {error}; copy or download it again") from None
+    except (ValueError, KeyError, RuntimeError) as error:  # the last: tensors of other shapes than the configuration's
         raise ConfigError(f"{path} holds no model that transformers can load: {error}") from None
     return model
+
+
+def _damaged_file(path: Path) -> Path:
+    """The first file of a folder that does not open, or the folder if all do."""
+    import safetensors
+
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safetensors.safe_open(str(file), framework="pt"):
+                pass
+        except safetensors.SafetensorError:
+            return file
+    return path
 
 
 def batch_of(rows: int, tokens: int) -> dict[str, Tensor]:

@@ -52,6 +52,11 @@ class FusedExperts:
             )
         return ExpertShapes(up.shape[0], self._linear_shape(up), self._linear_shape(down))
 
+    @property
+    def weight_names(self) -> list[str]:
+        """Names of the tensors that :meth:`replace` takes away. Pre: not coded."""
+        return [f"{self.name}.{self.up_name}", f"{self.name}.down_proj"]
+
     def weight(self, expert: int, matrix: int) -> Tensor:
         """One matrix of an expert, [rows, columns] as a linear layer has it; a view."""
         weight: Tensor = self._parameter(self.up_name if matrix == UP else "down_proj")[expert]
@@ -107,6 +112,11 @@ class SwitchExperts:
         """Of the experts. Pre: not coded."""
         first = self._expert(0)
         return ExpertShapes(self.module.num_experts, tuple(first.wi.weight.shape), tuple(first.wo.weight.shape))
+
+    @property
+    def weight_names(self) -> list[str]:
+        """Names of the tensors that :meth:`replace` takes away. Pre: not coded."""
+        return [f"{self.name}.{name}" for name, _ in self.module.named_parameters()]
 
     def weight(self, expert: int, matrix: int) -> Tensor:
         """One matrix of an expert, [rows, columns]."""
@@ -186,8 +196,10 @@ def _find_experts(model: nn.Module) -> Iterator[ExpertsModule]:
 
 
 def _looks_like_experts(module: nn.Module) -> bool:
+    """Whether a class that is named so has fused weights, or a module for each expert."""
     has_fused = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-    return "expert" in type(module).__name__.lower() and has_fused
+    is_container = isinstance(module, nn.ModuleDict | nn.ModuleList) and len(module) > 0
+    return "expert" in type(module).__name__.lower() and (has_fused or is_container)
 
 
 def code_experts(model: nn.Module, rounded: Callable[[Tensor], Sequence[TernaryMatrix]]) -> None:

@@ -73,9 +73,11 @@ class ExpertMoments(nn.Module):
         return sums[list(experts)].add_(self._pooled[matrix], alpha=borrowed).div_(tokens[:, None, None])
 
     def energies(self) -> Tensor:
-        """Return how much each expert adds to the layer's output, [experts]: its square, summed over its tokens.
+        """Return how much errors of each expert count, [experts]: its tokens times its mean gain.
 
-        Experts without tokens get a tenth of a mean expert's tokens, for texts that were not among these.
+        The gain is the square of what its last matrix makes of hidden states of length one. Neither their own lengths
+        nor the weights that the router gives are in it. Experts without tokens get a tenth of a mean expert's tokens,
+        for texts that were not among these.
         """
         each = [
             (weight @ self.means(DOWN, [expert])[0] * weight).sum()

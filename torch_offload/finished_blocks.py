@@ -124,7 +124,7 @@ def _experts_from(tensors: Mapping[str, Tensor], name: str, shapes: ExpertShapes
 
 def fingerprint_of(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], settings: Mapping[str, Any]) -> str:
     """Return a checksum of all that the result depends on."""
-    digest = hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([dict(settings), _configuration_of(model)], sort_keys=True).encode())
     for name, tensor in model.state_dict().items():
         _add(digest, name, tensor)
     for batch in batches:
@@ -133,8 +133,21 @@ def fingerprint_of(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], se
     return digest.hexdigest()
 
 
+def _configuration_of(model: nn.Module) -> Any:
+    """What a model's configuration says of what it computes: not where it lay, nor what wrote it."""
+    config = getattr(model, "config", None)
+    said = json.loads(config.to_json_string(use_diff=False)) if config is not None else None
+    return _without(said, ("_name_or_path", "transformers_version"))
+
+
+def _without(said: Any, names: Sequence[str]) -> Any:
+    if isinstance(said, dict):
+        return {name: _without(value, names) for name, value in said.items() if name not in names}
+    return said
+
+
 def _add(digest: Any, name: str, tensor: Tensor) -> None:
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.numel():
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(content.numpy().tobytes())
+        digest.update(content.numpy())

@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForCausalLM,
     JetMoeConfig,
     JetMoeForCausalLM,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
     SwitchTransformersForConditionalGeneration,
 )
 
@@ -81,6 +83,34 @@ def test_saved_models_are_loaded_with_the_same_logits(name, tmp_path):
     again = tmp_path / "again"
     loaded.save_pretrained(again)
     assert torch.equal(logits_of(auto.from_pretrained(again)), expected)
+
+
+@pytest.mark.parametrize("sizes", [("5GB", "60KB"), ("60KB", "5GB"), ("60KB", "90KB")], ids="-".join)
+def test_what_an_older_model_left_in_the_folder_is_not_taken_for_the_new_one(sizes, tmp_path):
+    """Method: a plain model, a coded one, then another coded one in as few or as many files as differ from those; the
+    folder is the last, and no file is left that its index does not name."""
+    tiny_moe("mixtral", seed=3).save_pretrained(tmp_path)
+    for seed, size in enumerate(sizes):
+        model = coded("mixtral", seed=seed)
+        coded_files.save(model, tmp_path, max_shard_size=size)
+        assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path)), logits_of(model))
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert {path.name for path in tmp_path.glob("*.safetensors")} == set(index["weight_map"].values())
+
+
+def test_older_files_stay_until_new_ones_are_there(tmp_path, monkeypatch):
+    """Method: saved in many files, and again, which ends before its own experts are written."""
+    coded_files.save(coded("mixtral"), tmp_path, max_shard_size="60KB")
+    before = set(tmp_path.glob("experts-*"))
+
+    def fail(*args: object, **options: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(coded_files, "stream_file", fail)
+    with pytest.raises(OSError, match="no room"):
+        coded_files.save(coded("mixtral"), tmp_path)
+    assert len(before) > 1
+    assert set(tmp_path.glob("experts-*")) == before
 
 
 def assert_pages_are_aligned(path: Path) -> None:
@@ -228,6 +258,23 @@ def test_layouts_that_are_not_known_are_refused_by_name():
     model = JetMoeForCausalLM(config)
     with pytest.raises(ConfigError, match=r"layers\.0.*JetMoeParallelExperts"):
         moe.code_experts(model, ROUNDED)
+    container = NllbMoeForConditionalGeneration(
+        NllbMoeConfig(
+            vocab_size=64,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            num_experts=4,
+            encoder_sparse_step=1,
+            decoder_sparse_step=1,
+        )
+    )
+    with pytest.raises(ConfigError, match=r"encoder\.layers\.0\.ffn\.experts \(NllbMoeExperts\)"):
+        moe.code_experts(container, ROUNDED)
     with pytest.raises(ConfigError, match="Linear has no experts"):
         moe.code_experts(nn.Linear(2, 2), ROUNDED)
 

@@ -1,5 +1,6 @@
 """The commands on coded models: what compress writes, inspect and verify say; what is damaged is named."""
 
+import functools
 import json
 import re
 import shutil
@@ -15,11 +16,18 @@ from support.moe_models import EXPERTS, VOCABULARY, tiny_moe
 from test_cli import run_main
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    SwitchTransformersForConditionalGeneration,
+)
 
 import torch_offload
-from torch_offload import ConfigError, coded_folder
+from torch_offload import ConfigError, coded_files, coded_folder, moe, ternary
 from torch_offload.coded_experts import CodedExperts
+from torch_offload.compression import compress_folder
 from torch_offload.moe import experts_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -161,6 +169,23 @@ def change_model(folder: Path) -> str:
     return f"{MODULE}: [{EXPERTS}] experts in the files, {EXPERTS + 1} in the model"
 
 
+def forget_module(folder: Path) -> str:
+    path = folder / "config.json"
+    said = json.loads(path.read_text())
+    del said["quantization_config"]["experts"][MODULE]
+    path.write_text(json.dumps(said))
+    return f"{MODULE}: the model has such experts, the configuration names no coded ones of them"
+
+
+def forget_tensor(folder: Path) -> str:
+    path = folder / "model.safetensors.index.json"
+    said = json.loads(path.read_text())
+    del said["weight_map"]["model.norm.weight"]
+    path.write_text(json.dumps(said))
+    change_tensors(folder / "model-00001-of-00001.safetensors", lambda tensors: tensors.pop("model.norm.weight"))
+    return "model.norm.weight: the model has such a tensor, the index does not name it"
+
+
 def retype_page(folder: Path) -> str:
     change_tensors(experts_file(folder), lambda tensors: tensors.update({PAGE: tensors[PAGE].view(torch.float32)}))
     return "torch.float32 of shape "
@@ -178,6 +203,8 @@ DAMAGES = [
     drop_dense_tensor,
     claim_other_size,
     change_model,
+    forget_module,
+    forget_tensor,
 ]
 
 
@@ -191,9 +218,49 @@ def test_verify_names_what_is_damaged(folder, damage, monkeypatch, capsys):
     assert any(named in problem for problem in json.loads(capsys.readouterr().out)["problems"])
 
 
-def test_verify_names_only_what_is_damaged(folder):
-    damage_page(folder)
+@pytest.mark.parametrize("damage", [damage_page, forget_module, forget_tensor])
+def test_verify_names_only_what_is_damaged(folder, damage):
+    damage(folder)
     assert len(coded_folder.verify(folder).problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"), [(forget_module, f"{MODULE}.gate_up_proj"), (forget_tensor, "model.norm.weight")]
+)
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_folders_of_which_a_part_is_missing_are_not_opened(folder, damage, named, auto):
+    """Method: transformers would fill such tensors with random numbers, whatever the model's head."""
+    damage(folder)
+    inside = named.removeprefix("model.") if auto is AutoModel else named
+    with pytest.raises(ConfigError, match=rf"are not in the files, the first {re.escape(inside)};"):
+        auto.from_pretrained(folder)
+
+
+def test_other_heads_are_opened(whole, config):
+    """Method: a head that the saved model did not have is new; the same while what is loaded is paged."""
+    assert AutoModel.from_pretrained(whole).layers[1].mlp.experts.coded is not None
+    with torch_offload.loading(config=config):
+        model = AutoModelForSequenceClassification.from_pretrained(whole)
+    assert experts_of(model)[1].is_coded
+    assert model.score.weight.any()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "switch"])
+def test_tied_tensors_and_experts_as_they_were_are_not_missing(name, tmp_path):
+    """Method: embeddings that are the head too, and one module of experts that is not coded."""
+    model = tiny_moe(name, tie_word_embeddings=True, num_hidden_layers=2)
+    model.tie_weights()
+    moe.code_experts(model, functools.partial(ternary.in_planes, zeros=(0.6,)))
+    plain = experts_of(tiny_moe(name, num_hidden_layers=2))[0]
+    owner = model.get_submodule(plain.name.rpartition(".")[0])
+    owner.experts = plain.module
+    coded_files.save(model, tmp_path)
+    assert len(coded_folder.CodedFolder(tmp_path).config.experts) == 1
+    assert coded_folder.verify(tmp_path).problems == []
+    auto = SwitchTransformersForConditionalGeneration if name == "switch" else AutoModelForCausalLM
+    loaded = auto.from_pretrained(tmp_path)
+    assert [experts.is_coded for experts in experts_of(loaded)] == [False, True]
+    assert torch.equal(experts_of(loaded)[0].weight(1, 0), plain.weight(1, 0))
 
 
 @pytest.mark.parametrize("damage", [damage_page, cut_file, delete_file])
@@ -253,6 +320,20 @@ def test_compress_as_a_command(saved, tmp_path, monkeypatch, capsys):
         assert len(list(file.keys())) == EXPERTS
 
 
+def test_the_tokenizer_is_there_before_the_folder_is_finished(saved, tmp_path, monkeypatch):
+    """Method: a write of the model that fails, as the last thing that is done."""
+
+    def fail(*args: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(coded_files, "save", fail)
+    with pytest.raises(OSError, match="no room"):
+        compress_folder(
+            saved, bits=1.1, calibration=saved / "text.jsonl", out=tmp_path / "out", rows=1, sequence=64, ram="1GiB"
+        )
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")("the fox")["input_ids"]
+
+
 def test_a_model_larger_than_memory_is_compressed(tmp_path, monkeypatch, capsys):
     """Method: a model of three times the budget, which is never exceeded; the same files as in memory."""
     saved = save_plain(tmp_path, hidden_size=128, intermediate_size=256, num_hidden_layers=24)
@@ -280,6 +361,7 @@ def test_a_model_larger_than_memory_is_compressed(tmp_path, monkeypatch, capsys)
         ({"--bits": "0.2"}, "0.2 bits per weight are out of reach"),
         ({"--bits": "many"}, "'--bits'"),
         ({"--coder": "zip"}, "coder: 'zip' is none of smallest, tun12, rans4"),
+        ({"--out": "{saved}/../{saved.name}"}, "is the folder of the model itself, which would be lost"),
     ],
 )
 def test_mistakes_of_compress_are_named(saved, tmp_path, monkeypatch, capsys, changes, expected):
@@ -294,6 +376,29 @@ def test_mistakes_of_compress_are_named(saved, tmp_path, monkeypatch, capsys, ch
     arguments = [part.format(saved=saved) for option in options for part in option]
     assert run_main(monkeypatch, "compress", model[1].format(saved=saved), *arguments) == 2
     assert expected in capsys.readouterr().err
+    assert not list(saved.glob("experts-*"))
+
+
+def cut_weights(folder: Path) -> str:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4096])
+    return f"{path} is damaged: "
+
+
+def widen(folder: Path) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 320}))
+    return f"{folder} holds no model that transformers can load: "
+
+
+@pytest.mark.parametrize("damage", [cut_weights, widen])
+def test_models_that_cannot_be_loaded_are_named(saved, tmp_path, damage, monkeypatch, capsys):
+    """Method: a file that is cut short, and tensors of other shapes than the configuration's: a line, no traceback."""
+    copy = Path(shutil.copytree(saved, tmp_path / "copy"))
+    expected = damage(copy)
+    arguments = ("--bits", "1.1", "--calibration", str(saved / "text.jsonl"), "--out", str(tmp_path / "out"))
+    assert run_main(monkeypatch, "compress", str(copy), *arguments) == 2
+    assert f"torch-offload: {expected}" in capsys.readouterr().err
 
 
 def test_a_future_format_is_refused(folder):

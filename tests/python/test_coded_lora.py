@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 import torch_offload
 from torch_offload import ConfigError
+from torch_offload.coded_experts import CodedExperts
 from torch_offload.coded_lora import LoraCodedProjection
 
 TARGETS = ["coded.up", "coded.down"]
@@ -163,6 +164,45 @@ def test_paged_training_is_bitwise_equal(use_dora, config):
     assert plain_losses[-1] < plain_losses[0]
     for name, weight in plain.items():
         assert torch.equal(paged_weights[name], weight), name
+
+
+def test_training_does_not_depend_on_what_has_arrived(config, monkeypatch):
+    """Method: DoRA with quality "arrived", second planes sent away whenever rows' lengths are asked for, as under
+    memory pressure, against all in memory: a step uses all planes, for products and for lengths. B is not zero, so that
+    lengths depend on the planes."""
+    lengths = LoraCodedProjection._row_squares
+    asked = []
+
+    def lengths_without_second_planes(self: LoraCodedProjection, *args: object) -> Tensor:
+        second = self.base_layer.coded.planes[1]
+        torch_offload.evict(second)
+        asked.append(torch_offload.is_resident(second.page(0)))
+        return lengths(self, *args)
+
+    results = []
+    for is_away in (False, True):
+        model = adapted(use_dora=True).train()
+        for module in model.modules():
+            if isinstance(module, CodedExperts):
+                module.quality = "arrived"
+        if is_away:
+            torch_offload.wrap(model, config=config)
+            monkeypatch.setattr(LoraCodedProjection, "_row_squares", lengths_without_second_planes)
+        optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
+        losses = []
+        for _ in range(2):
+            loss = loss_of(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append((losses, {name: p.detach().clone() for name, p in trainable(model).items()}))
+    assert asked
+    assert not any(asked)
+    (losses_here, here), (losses_away, away) = results
+    assert losses_away == losses_here
+    for name, weight in here.items():
+        assert torch.equal(away[name], weight), name
 
 
 def test_the_stock_trainer_trains_them(tmp_path):

@@ -1,11 +1,15 @@
 """Compressing models: to the bytes that were asked for, with less error than baselines, again where it was ended."""
 
+import functools
 import json
 import logging
+import math
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +19,9 @@ from transformers import AutoModelForCausalLM, SwitchTransformersForConditionalG
 
 import torch_offload
 from torch_offload import ConfigError, calibration, coded_folder, finished_blocks, gptq, moe, ternary
-from torch_offload.byte_shares import RateCurve, share_pages
-from torch_offload.coded_experts import DOWN, UP, CodedExperts
+from torch_offload.byte_shares import RateCurve, least_pages, share_pages
+from torch_offload.coded_experts import DOWN, UP, CodedExperts, ExpertShapes
+from torch_offload.compression import ByteBudget
 from torch_offload.expert_moments import ExpertMoments
 from torch_offload.moe import experts_of
 
@@ -245,6 +250,82 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+class TwoMixtures(nn.Module):
+    """Two modules of experts in one block, as of models with experts of their own for images."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.first(hidden) + self.second(hidden)
+
+
+def model_of_two_mixtures() -> nn.Module:
+    model, other = (tiny_moe("mixtral", seed=seed, num_local_experts=2, **SIZES) for seed in (0, 1))
+    for layer, beside in zip(model.model.layers, other.model.layers, strict=True):
+        layer.mlp = TwoMixtures(layer.mlp, beside.mlp)
+    return model
+
+
+def test_blocks_with_two_modules_of_experts_keep_to_the_target(tmp_path, monkeypatch):
+    """Method: pages and scales of the model; the same where the first block was kept from a run that ended."""
+    keep = finished_blocks.FinishedBlocks.keep
+    whole, ended = model_of_two_mixtures(), model_of_two_mixtures()
+    done = torch_offload.compress(whole, bits=0.9, calibration=tokens(), out=tmp_path / "whole")
+    coded = [module for module in whole.modules() if isinstance(module, CodedExperts)]
+    assert len(coded) == 4
+    assert sum(buffer.nbytes for module in coded for buffer in module.buffers()) < done.coded_bytes
+    assert 0.97 * done.target_bytes < done.coded_bytes <= done.target_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(finished_blocks.FinishedBlocks, "keep", lambda *args: (keep(*args), interrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            torch_offload.compress(ended, bits=0.9, calibration=tokens(), out=tmp_path / "ended")
+    again = torch_offload.compress(model_of_two_mixtures(), bits=0.9, calibration=tokens(), out=tmp_path / "ended")
+    assert [module.coded_bytes for module in again.modules] == [module.coded_bytes for module in done.modules]
+    assert contents(tmp_path / "ended") == contents(tmp_path / "whole")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_the_least_bits_that_are_named_are_enough():
+    """Method: what the message says is asked for."""
+    with pytest.raises(ConfigError, match="out of reach") as refused:
+        torch_offload.compress(model_of(num_local_experts=2), bits=0.1, calibration=tokens())
+    least = float(re.search(r"([\d.]+) is the least", str(refused.value))[1])
+    done = torch_offload.compress(model_of(num_local_experts=2), bits=least, calibration=tokens())
+    assert done.coded_bytes <= done.target_bytes
+
+
+@pytest.mark.parametrize("rows", range(256, 288, 4))
+def test_no_module_is_left_with_less_than_its_least(rows):
+    """Method: two modules of unlike sizes, the larger one at the rate that its bytes need exactly, up to numbers'
+    rounding, and a byte around it: either that is refused or both have the pages that they need."""
+    shapes = {"small": ExpertShapes(3, (192, 192), (192, 192)), "large": ExpertShapes(4, (rows, 192), (192, rows))}
+    modules = [SimpleNamespace(name=name, shapes=shape) for name, shape in shapes.items()]
+    least = {
+        name: least_pages([math.prod(pair) for pair in (shape.up, shape.down) for _ in range(shape.count)], 1)
+        for name, shape in shapes.items()
+    }
+    asked = ByteBudget(modules, bits=1.3)
+    done = 0
+    for name, shape in shapes.items():
+        needed = 4096 * least[name] + asked.overhead_bytes(name, shape)
+        for more in (-1, 0, 1, 3):
+            try:
+                budget = ByteBudget(modules, bits=(needed + more) * 8 / (shape.count * shape.weights_each))
+            except ConfigError:
+                continue
+            done += 1
+            for each in modules:
+                pages = budget.pages(each.name, each.shapes)
+                assert pages >= least[each.name]
+                budget.spend(4096 * pages + budget.overhead_bytes(each.name, each.shapes))
+    assert done > 0
+
+
 def test_an_ended_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     """Method: killed behind its first layer, run again: the first layer is not coded again, and every file is that of a
     run that was not ended."""
@@ -283,13 +364,37 @@ def begun(tmp_path, monkeypatch) -> Path:
 
 
 def test_beginnings_of_something_else_are_refused(begun):
-    """Method: another rate, another text, one weight changed."""
-    other = model_of()
+    """Method: another rate, another text, one weight changed, one number of the configuration changed."""
+    other, choosing = model_of(), model_of(num_experts_per_tok=1)
+    assert all(torch.equal(value, choosing.state_dict()[name]) for name, value in model_of().state_dict().items())
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1
-    for model, bits, texts in ((model_of(), 1.0, tokens()), (model_of(), 0.9, tokens(seed=4)), (other, 0.9, tokens())):
+    for model, bits, texts in (
+        (model_of(), 1.0, tokens()),
+        (model_of(), 0.9, tokens(seed=4)),
+        (other, 0.9, tokens()),
+        (choosing, 0.9, tokens()),
+    ):
         with pytest.raises(ConfigError, match="another model, or with other settings or texts"):
             torch_offload.compress(model, bits=bits, calibration=texts, out=begun)
+
+
+def test_models_that_are_coded_in_part_are_refused(begun):
+    """Method: the model of a call that was ended, given again in the same process, with the folder and without."""
+    model = model_of()
+    (first, _) = experts_of(model)
+    moe.code_experts(model.model.layers[0], functools.partial(ternary.in_planes, zeros=(0.6,)))
+    for out in (None, begun):
+        with pytest.raises(ConfigError, match=rf"{re.escape(first.name)} is coded already, .*load the model anew"):
+            torch_offload.compress(model, bits=0.9, calibration=tokens(), out=out)
+
+
+def test_where_a_model_lay_is_no_part_of_what_it_is():
+    """Method: the checksum of two models that differ in where they were loaded from and in what wrote them."""
+    one, other = model_of(), model_of()
+    other.config._name_or_path = "elsewhere"
+    other.config.transformers_version = "1.0"
+    assert finished_blocks.fingerprint_of(other, [], {}) == finished_blocks.fingerprint_of(one, [], {})
 
 
 def test_damaged_beginnings_are_coded_again(begun, caplog):
@@ -351,3 +456,46 @@ def test_pages_go_where_they_save_the_most():
     given = share_pages(curves, pages=90, planes=1)
     assert sum(sum(pages) for pages in given) == 90
     assert given[1] > given[0] >= given[2]
+    with pytest.raises(ConfigError, match=r"2 pages for 3 matrices in 1 planes, \d+ is the least; give more bits"):
+        share_pages(curves, pages=2, planes=1)
+
+
+def test_lines_of_a_file_of_texts_end_where_lines_do(tmp_path):
+    """Method: characters at which Python's lines end and JSON's do not."""
+    texts = ["one\u2028two", "three\u0085four", "five\u2029six"]
+    path = tmp_path / "texts.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path.write_bytes("\r\n".join(lines).encode())
+    assert calibration.texts_in(path) == texts
+
+
+def test_texts_behind_the_rows_that_are_used_are_not_looked_at():
+    """Method: a tokenizer that counts; the rows are the first ones of all."""
+    seen: list[str] = []
+
+    def tokenizer(text: str) -> dict[str, list[int]]:
+        seen.append(text)
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    texts = ["abcd", "efg", "hijkl", "mnop"]
+    model = model_of()
+    every = calibration.batches_of(texts, model, tokenizer=tokenizer, sequence=4)
+    seen.clear()
+    first = calibration.batches_of(texts, model, tokenizer=tokenizer, sequence=4, rows=2)
+    assert seen == texts[:3]
+    assert [batch["input_ids"].tolist() for batch in first] == [batch["input_ids"].tolist() for batch in every[:2]]
+
+
+@pytest.mark.parametrize("samples", ["a text", Path("text.jsonl"), {"input_ids": torch.ones(1, 4)}])
+def test_one_sample_in_place_of_several_is_refused(samples):
+    with pytest.raises(ConfigError, match=f"calibration is one {type(samples).__name__}; give a list of texts"):
+        torch_offload.compress(model_of(), calibration=samples, tokenizer=lambda text: {"input_ids": [1, 2]})
+
+
+@pytest.mark.parametrize(("count", "warnings"), [(4095, 1), (4096, 0)])
+def test_few_tokens_are_warned_of(count, warnings, caplog):
+    """Method: compress with a rate that is refused right after."""
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="out of reach"):
+        torch_offload.compress(model_of(), bits=0.1, calibration=[torch.ones(1, count, dtype=torch.int64)])
+    assert caplog.text.count("calibration has only 4095 tokens") == warnings
+    assert len(caplog.records) == warnings
