@@ -131,7 +131,7 @@ def compress(
 
     Raises:
         ConfigError: If a layout is not known, experts are coded already, a weight is not finite, the rate is out of
-            reach, or `out` holds the beginning of another compression. The message names the module.
+            reach, or `out` holds the model itself or the beginning of another compression. The message names what.
         OutOfTierMemory: If the model is wrapped and its budget is too small for one block.
         OSError: If `out` cannot be written.
     """
@@ -143,6 +143,9 @@ def compress(
     settings = {"bits": bits, "damping": damping, "sweeps": sweeps, "coder": coder, "version": 2}
     budget = ByteBudget(found, bits=bits)
     folder = None if out is None else Path(out)
+    source = getattr(getattr(model, "config", None), "name_or_path", "")
+    if folder is not None and source:
+        _check_is_another(folder, Path(source))
     finished = FinishedBlocks(
         None if folder is None else folder / FOLDER,
         "" if folder is None else fingerprint_of(model, batches, settings),
@@ -188,8 +191,7 @@ def compress_folder(
         TierIOError: If a scratch file cannot be made or written.
     """
     _check_coder(coder)
-    if out.resolve() == path.resolve():
-        raise ConfigError(f"{out} is the folder of the model itself, which would be lost; give another folder")
+    _check_is_another(out, path)
     texts = calibrations.texts_in(calibration)
     with loading(ram=ram, ssd=ssd):
         model = wrap(loaded_model(path).requires_grad_(requires_grad=False), ram=ram, ssd=ssd)
@@ -207,6 +209,11 @@ def compress_folder(
 def _check_coder(coder: str) -> None:
     if coder not in _CODERS:
         raise ConfigError(f"coder: {coder!r} is none of {', '.join(_CODERS)}")
+
+
+def _check_is_another(out: Path, path: Path) -> None:
+    if out.resolve() == path.resolve():
+        raise ConfigError(f"{out} is the folder of the model itself, which would be lost; give another folder")
 
 
 def _check_none_is_coded(found: Sequence[ExpertsModule], model: nn.Module) -> None:

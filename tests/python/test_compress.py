@@ -389,6 +389,15 @@ def test_models_that_are_coded_in_part_are_refused(begun):
             torch_offload.compress(model, bits=0.9, calibration=tokens(), out=out)
 
 
+def test_the_folder_that_a_model_is_of_is_refused(tmp_path):
+    model_of().save_pretrained(tmp_path)
+    before = contents(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="is the folder of the model itself, which would be lost"):
+        torch_offload.compress(model, bits=0.9, calibration=tokens(), out=f"{tmp_path}/../{tmp_path.name}")
+    assert contents(tmp_path) == before
+
+
 def test_where_a_model_lay_is_no_part_of_what_it_is():
     """Method: the checksum of two models that differ in where they were loaded from and in what wrote them."""
     one, other = model_of(), model_of()

@@ -39,8 +39,10 @@ def run_command(*arguments: str) -> None:
 
 
 def lay_out(path: Path) -> None:
-    """Do what from_pretrained has us do before it reads tensors. The model, which it makes itself, is one of a size that
-    the folder can be of: what transformers takes for others is not this package's."""
+    """Do what from_pretrained has us do before it reads tensors.
+
+    The model, which it makes itself, has a size that fits the folder: what transformers takes for others is not ours.
+    """
     try:
         folder = coded_folder.CodedFolder(path)
         coded_files.lay_out(folder.model(), folder.config, dtype=torch.bfloat16)
