@@ -116,7 +116,8 @@ TEST(PagerMemory, SegmentThatDiesInPlaceLeavesItsRange) {
     pager.free_range(next);
 }
 
-// One of which a page has left gives back frames. Method: the same with an eviction between.
+// One of which a page has left gives back frames. Method: the same with an eviction between. The disk's thread may be
+// its last owner for a moment.
 TEST(PagerMemory, SegmentThatDiesElsewhereLeavesFrames) {
     Pager pager(options_with(8));
     auto gradient = pager.adopt_range(pager.allocate_range(4 * kPageBytes), 4 * kPageBytes, 4, SegmentKind::gradient);
@@ -126,9 +127,8 @@ TEST(PagerMemory, SegmentThatDiesElsewhereLeavesFrames) {
         const PinGuard guard = pager.pin_pages(gradient, 1, 2, Access::read);
     }
     gradient.reset();
-    const ArenaUsage usage = pager.statistics().memory;
-    EXPECT_EQ(usage.idle_range_bytes, 0u);
-    EXPECT_EQ(usage.frame_bytes, 0u);
+    EXPECT_TRUE(comes_true([&] { return pager.statistics().memory.frame_bytes == 0; }));
+    EXPECT_EQ(pager.statistics().memory.idle_range_bytes, 0u);
     EXPECT_EQ(pager.statistics().store.stored_bytes, 0u);
 }
 

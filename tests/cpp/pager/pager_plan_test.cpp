@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <thread>
 #include <vector>
 
@@ -16,15 +15,6 @@ namespace torch_offload::test {
 namespace {
 
 using std::chrono::milliseconds;
-
-/// Waits for `condition`; false after ten seconds.
-bool comes_true(const std::function<bool()>& condition) {
-    for (int i = 0; i < 10'000; ++i) {
-        if (condition()) return true;
-        std::this_thread::sleep_for(milliseconds(1));
-    }
-    return false;
-}
 
 std::shared_ptr<Segment> with_role(Pager& pager, std::uint32_t seed) {
     auto segment = filled_segment(pager, 1, seed);

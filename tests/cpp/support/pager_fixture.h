@@ -1,9 +1,12 @@
 // Pagers with tiny pages and segments whose bytes say which they are.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <numeric>
+#include <thread>
 #include <utility>
 
 #include "base/check.h"
@@ -52,6 +55,15 @@ inline std::shared_ptr<Segment> filled_segment(Pager& pager, std::size_t pages, 
     const PinGuard guard = pin(pager, segment, Access::overwrite);
     fill(*segment, seed);
     return segment;
+}
+
+/// Waits for `condition`; false after ten seconds.
+inline bool comes_true(const std::function<bool()>& condition) {
+    for (int i = 0; i < 10'000; ++i) {
+        if (condition()) return true;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return false;
 }
 
 inline std::uint64_t total(const std::uint64_t (&by_kind)[kSegmentKindCount]) {
