@@ -138,6 +138,19 @@ def test_several_adapters_and_the_router():
     assert all(parameter.grad is not None for parameter in trainable(model).values())
 
 
+def trained(model: nn.Module, *, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Train the adapters by AdamW; return the losses and the weights at the end."""
+    optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: p.detach().clone() for name, p in trainable(model).items()}
+
+
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 def test_paged_training_is_bitwise_equal(use_dora, config):
     """Method: five steps of AdamW, resident and in a budget of less than the model."""
@@ -147,15 +160,7 @@ def test_paged_training_is_bitwise_equal(use_dora, config):
         model = adapted(random=False, use_dora=use_dora, sizes=sizes).train()
         if paged:
             torch_offload.wrap(model, config=config.replace(ram="2MiB"))
-        optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
-        losses = []
-        for _ in range(5):
-            loss = loss_of(model)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        results.append((losses, {name: p.detach().clone() for name, p in trainable(model).items()}))
+        results.append(trained(model, steps=5))
     report = torch_offload.report()
     assert report.budget_bytes < sum(tensor.nbytes for tensor in model.state_dict().values())
     assert report.ssd_read_bytes > report.budget_bytes
@@ -188,15 +193,7 @@ def test_training_does_not_depend_on_what_has_arrived(config, monkeypatch):
         if is_away:
             torch_offload.wrap(model, config=config)
             monkeypatch.setattr(LoraCodedProjection, "_row_squares", lengths_without_second_planes)
-        optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
-        losses = []
-        for _ in range(2):
-            loss = loss_of(model)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        results.append((losses, {name: p.detach().clone() for name, p in trainable(model).items()}))
+        results.append(trained(model, steps=2))
     assert asked
     assert not any(asked)
     (losses_here, here), (losses_away, away) = results
