@@ -12,8 +12,9 @@ that this project takes for the output error that QMoE has, and what sorting col
 Then adapters (PEFT's LoRA on the coded experts and on the router) are trained over the experts coded at 0.8 bits, and,
 for comparison, the same over the dense ones. `recovered` is what they win back of the loss that coding costs.
 
-What is done stays in DIR (texts, trained models, each number that was found), and the next call goes on with it; after
-a change of the code that is measured, begin with a new one.
+What is done stays in DIR (texts, trained models, each number that was found), and the next call goes on with it; a
+model of which all numbers are there is not made again. After a change of the code that is measured, begin with a new
+one.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch import nn
 from trained_experts import (
     RECIPES,
     Recipe,
+    Rows,
     Texts,
     held_out_loss,
     parameters_below,
@@ -62,23 +64,47 @@ SORTED_CLASSES = (2, 4, 8, 16)
 COMPARED_SHARES = (0.35, 0.45, 0.55, 0.65, 0.8)  # of QMoE's bits
 
 
-def measure(recipe: Recipe, seed: int, folder: Path, rates: Sequence[float]) -> dict[str, Any]:
-    """Train a model of one seed and judge it in every way, or read what was found before."""
-    folder = folder / f"{recipe.name}-{digest_of(recipe)}"
-    begun = folder / str(seed)
-    begun.mkdir(parents=True, exist_ok=True)
-    texts = texts_for(recipe, tokenizer_for(recipe, folder), folder, seed=seed)
-    model = trained_model(recipe, texts, folder, seed=seed)
-    compared = cache(partial(compared_matrices, model, texts))
+class Subject:
+    """A model of one seed and its texts, made when something has to be found of them that is not kept."""
+
+    def __init__(self, recipe: Recipe, seed: int, folder: Path) -> None:
+        self.recipe = recipe
+        self.seed = seed
+        self.folder = folder / f"{recipe.name}-{digest_of(recipe)}"
+        self._begun = self.folder / str(seed)
+        self._begun.mkdir(parents=True, exist_ok=True)
+
+    @cached_property
+    def texts(self) -> Texts:
+        return texts_for(self.recipe, tokenizer_for(self.recipe, self.folder), self.folder, seed=self.seed)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        return trained_model(self.recipe, self.texts, self.folder, seed=self.seed)
+
+    @cached_property
+    def compared(self) -> "Compared":
+        return compared_matrices(self.model, self.texts)
+
+    def once(self, name: str, find: Callable[["Subject"], Any]) -> Any:
+        """Find something, or read what was found before."""
+
+        def write(part: Path) -> None:
+            part.write_text(json.dumps(find(self), indent=1) + "\n")
+
+        return json.loads(kept(self._begun / f"{name}.json", write).read_text())
+
+
+def measure(subject: Subject, rates: Sequence[float]) -> dict[str, Any]:
+    """Judge a model in every way, or read what was found before."""
     return {
-        "model": recipe.name,
-        "seed": seed,
-        "held_out_tokens": texts.held_out.ids.numel(),
-        "expert_weights": sum(experts.shapes.count * experts.shapes.weights_each for experts in experts_of(model)),
-        "variants": variants(model, texts, begun, rates),
-        "rate_at_qmoes_error": once(begun / "rate_at_qmoes_error.json", lambda: rates_at_equal_error(compared())),
-        "bytes_by_classes": once(begun / "bytes_by_classes.json", lambda: bytes_by_classes(compared())),
-        "adapters": once(begun / "adapters.json", lambda: adapters(model, texts, recipe, folder)),
+        "model": subject.recipe.name,
+        "seed": subject.seed,
+        "variants": variants(subject, rates),
+        **subject.once("sizes", sizes_of),
+        "rate_at_qmoes_error": subject.once("rate_at_qmoes_error", rates_at_equal_error),
+        "bytes_by_classes": subject.once("bytes_by_classes", bytes_by_classes),
+        "adapters": subject.once("adapters", adapters),
     }
 
 
@@ -87,36 +113,40 @@ def digest_of(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(asdict(recipe)).encode()).hexdigest()[:8]
 
 
-def once(path: Path, find: Callable[[], Any]) -> Any:
-    """Find something, or read what was found before."""
-    return json.loads(kept(path, lambda part: part.write_text(json.dumps(find(), indent=1) + "\n")).read_text())
+def sizes_of(subject: Subject) -> dict[str, int]:
+    """What it was judged on, and how much was coded."""
+    shapes = [experts.shapes for experts in experts_of(subject.model)]
+    return {
+        "held_out_tokens": subject.texts.held_out.ids.numel(),
+        "expert_weights": sum(shape.count * shape.weights_each for shape in shapes),
+    }
 
 
-Way = Callable[[nn.Module], float | None]
-"""Makes a model's experts smaller in place; returns their bits per weight."""
+Way = Callable[[nn.Module, Rows], float]
+"""Makes a model's experts smaller in place, given texts for calibration; returns their bits per weight."""
 
 
-def variants(model: nn.Module, texts: Texts, begun: Path, rates: Sequence[float]) -> list[dict[str, Any]]:
+def variants(subject: Subject, rates: Sequence[float]) -> list[dict[str, Any]]:
     """Loss and bits per weight of each."""
     ways: dict[str, Way] = {
-        "bf16": lambda _: 16.0,
+        "bf16": expert_rounding.keep,
         "zeroed": expert_rounding.zero,
-        "qmoe": partial(expert_rounding.qmoe, rows=texts.calibration, is_by_length=True),
-        "qmoe_of_equal_tokens": partial(expert_rounding.qmoe, rows=texts.calibration, is_by_length=False),
+        "qmoe": partial(expert_rounding.qmoe, is_by_length=True),
+        "qmoe_of_equal_tokens": partial(expert_rounding.qmoe, is_by_length=False),
         **{f"nearest-{zeros}": partial(expert_rounding.nearest, zeros=zeros) for zeros in NEAREST_ZEROS},
-        **{f"ours-{bits}": partial(expert_rounding.ours, rows=texts.calibration, bits=bits) for bits in rates},
+        **{f"ours-{bits}": partial(expert_rounding.ours, bits=bits) for bits in rates},
     }
-    rows = [once(begun / f"{name}.json", partial(judge, name, way, model, texts)) for name, way in ways.items()]
+    rows = [subject.once(name, partial(judge, name, way)) for name, way in ways.items()]
     whole, none = rows[0]["loss"], rows[1]["loss"]
     return [row | {"value_retained": (none - row["loss"]) / (none - whole)} for row in rows]
 
 
-def judge(name: str, way: Way, model: nn.Module, texts: Texts) -> dict[str, Any]:
+def judge(name: str, way: Way, subject: Subject) -> dict[str, Any]:
     """Make a copy of the model smaller and find its loss."""
-    one = copy.deepcopy(model)
-    bits = way(one) or 0.0
+    one = copy.deepcopy(subject.model)
+    bits = way(one, subject.texts.calibration)
     progress(f"{name}: {bits:.3f} bits")
-    row = {"method": name.partition("-")[0], "bits": bits, "loss": held_out_loss(one, texts.held_out)}
+    row = {"method": name.partition("-")[0], "bits": bits, "loss": held_out_loss(one, subject.texts.held_out)}
     progress(f"{name}: loss {row['loss']:.4f}")
     return row
 
@@ -143,15 +173,15 @@ def compared_matrices(model: nn.Module, texts: Texts) -> Compared:
     ]
 
 
-def rates_at_equal_error(compared: Compared) -> list[float]:
+def rates_at_equal_error(subject: Subject) -> list[float]:
     """For single matrices: bits of ours over bits of QMoE's where both lose the same of the output's energy."""
-    return [rate_at_equal_error(weight, moment) for weight, moment in compared]
+    return [rate_at_equal_error(weight, moment) for weight, moment in subject.compared]
 
 
-def bytes_by_classes(compared: Compared) -> list[dict[str, float]]:
+def bytes_by_classes(subject: Subject) -> list[dict[str, float]]:
     """For single matrices at 0.8 bits: what columns sorted into some classes take of what they take in one."""
     shares: list[dict[str, float]] = []
-    for weight, moment in compared:
+    for weight, moment in subject.compared:
         (term,) = gptq.quantise(weight, moment, bits=ADAPTED_BITS)
         alone, *sorted_ = (
             coded_linear.extents(coded_linear.encode(term.values, most_classes=classes))[0].coded_bytes
@@ -183,13 +213,14 @@ def lost(weight: torch.Tensor, other: torch.Tensor, moment: torch.Tensor) -> flo
     return float((error @ moment.double() * error).sum() / (exact @ moment.double() * exact).sum())
 
 
-def adapters(model: nn.Module, texts: Texts, recipe: Recipe, folder: Path) -> dict[str, Any]:
+def adapters(subject: Subject) -> dict[str, Any]:
     """Losses with adapters over coded and over dense experts, trained alike."""
-    parameters = sum(parameter.numel() for parameter in model.parameters()) + parameters_below(recipe, folder)
-    coded, model = copy.deepcopy(model), copy.deepcopy(model)
+    coded, dense, texts, recipe = copy.deepcopy(subject.model), subject.model, subject.texts, subject.recipe
+    parameters = sum(parameter.numel() for parameter in dense.parameters()) + parameters_below(recipe, subject.folder)
     expert_rounding.ours(coded, texts.calibration, bits=ADAPTED_BITS)
     adapted, count = adapt(coded, ["coded.up", "coded.down"], [], texts, recipe)
-    reference, _ = adapt(model, [], ["experts.gate_up_proj", "experts.down_proj"], texts, recipe)
+    of_dense = ["experts.gate_up_proj", "experts.down_proj"]
+    reference, _ = adapt(copy.deepcopy(dense), [], of_dense, texts, recipe)
     return {"parameters_share": count / parameters, "loss_adapted": adapted, "loss_dense_adapted": reference}
 
 
@@ -303,7 +334,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         rates = SMOKE_BITS if options.smoke else OUR_BITS
         seeds = range(1 if options.smoke else options.seeds)
-        results = [measure(recipe, seed, folder, rates) for seed in seeds for recipe in recipes]
+        results = [measure(Subject(recipe, seed, folder), rates) for seed in seeds for recipe in recipes]
     benchmark = {"benchmark": "expert_quality", "machine": machine(), "recipes": [asdict(one) for one in recipes]}
     bars = bars_of(results, judges_values=not options.smoke)
     emit(benchmark | {"results": results, "summary": summarise(results), "bars": bars}, as_json=options.json)

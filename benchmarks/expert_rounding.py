@@ -21,12 +21,18 @@ Rounded = tuple[Tensor, int]
 """What stands for a matrix [rows, columns], and the bytes that takes."""
 
 
-def zero(model: nn.Module) -> None:
+def keep(model: nn.Module, rows: Rows) -> float:
+    """Leave experts as they are, in bfloat16."""
+    return 16.0
+
+
+def zero(model: nn.Module, rows: Rows) -> float:
     """Have all experts say nothing."""
     with torch.no_grad():
         for experts in experts_of(model):
             for expert in range(experts.shapes.count):
                 experts.weight(expert, DOWN).zero_()
+    return 0.0
 
 
 def ours(model: nn.Module, rows: Rows, *, bits: float) -> float:
@@ -55,7 +61,7 @@ def qmoe(model: nn.Module, rows: Rows, *, is_by_length: bool) -> float:
     return rounding.bits
 
 
-def nearest(model: nn.Module, *, zeros: float) -> float:
+def nearest(model: nn.Module, rows: Rows, *, zeros: float) -> float:
     """Each row's smallest values become zero, the rest plus or minus their mean; coded by our coder."""
     rounding = _Rounding()
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """What expert_quality makes of what it finds. That it finds something is shown by its smoke run, in test_benchmarks."""
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch_offload import gptq
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import expert_quality
 import expert_rounding
+from trained_experts import RECIPES
 
 
 @pytest.fixture
@@ -70,3 +72,29 @@ def test_bars_hold_what_was_found():
     weak = result(rates=[0.5], loss_adapted=2.68)
     assert broken_bars([weak] * 3) == ["made up: part of the loss that adapters win back"]
     assert broken_bars([good | {"held_out_tokens": 99_999}, good, good]) == ["made up: held-out tokens"]
+
+
+def test_what_is_known_of_a_model_needs_no_model(tmp_path, monkeypatch):
+    """All numbers are read; without one of them the model is made."""
+    recipe = RECIPES["mixtral"]
+    known: dict[str, Any] = {"rate_at_qmoes_error": [0.5], "bytes_by_classes": [], "adapters": {}}
+    known["sizes"] = {"held_out_tokens": 100_000}
+    losses = {"bf16": 2.0, "zeroed": 6.0, "qmoe": 4.0, "qmoe_of_equal_tokens": 3.0, "ours-0.8": 3.0}
+    variants = losses | {f"nearest-{zeros}": 5.0 for zeros in expert_quality.NEAREST_ZEROS}
+    folder = expert_quality.Subject(recipe, 0, tmp_path).folder / "0"
+    for name, loss in variants.items():
+        known[name] = {"method": name.partition("-")[0], "bits": 1.0, "loss": loss}
+    for name, found in known.items():
+        (folder / f"{name}.json").write_text(json.dumps(found))
+
+    def train_nothing(*_: Any, **__: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(expert_quality, "texts_for", lambda *_, **__: None)
+    monkeypatch.setattr(expert_quality, "tokenizer_for", lambda *_: None)
+    monkeypatch.setattr(expert_quality, "trained_model", train_nothing)
+    found = expert_quality.measure(expert_quality.Subject(recipe, 0, tmp_path), [0.8])
+    assert [row["value_retained"] for row in found["variants"]] == [1.0, 0.0, 0.5, 0.75, 0.25, 0.25, 0.75]
+    (folder / "adapters.json").unlink()
+    with pytest.raises(InterruptedError):
+        expert_quality.measure(expert_quality.Subject(recipe, 0, tmp_path), [0.8])
