@@ -1,6 +1,6 @@
 """What paging coded experts costs: a mixture of experts ten times larger than its memory, generating and evaluating.
 
-    python benchmarks/moe.py --json --ssd /mnt/nvme > benchmarks/results/moe.json     (some 20 minutes, 20 GB of disk)
+    python benchmarks/moe.py --json --ssd /mnt/nvme > benchmarks/results/moe.json     (up to 20 minutes, 20 GB of disk)
     python benchmarks/moe.py --smoke
 
 Processes that take turns, each with its own model of the same shapes (moe_worker.py):
