@@ -194,16 +194,20 @@ class CodedExperts(nn.Module):
         return self.up.open(), self.down.open()
 
     def product(self, expert: int, matrix: int, x: Tensor) -> Tensor:
-        """Multiply tokens by one matrix of an expert, in the dtype of x, without adapters.
+        """Multiply tokens by one matrix of an expert, without adapters.
 
         Args:
             expert: Its number.
             matrix: ``UP`` or ``DOWN``.
-            x: [tokens, columns].
+            x: [tokens, columns]. Under autocast it is cast, as for a linear layer.
+
+        Returns:
+            [tokens, rows], in the dtype of x or of autocast.
 
         Raises:
             PageCorruptError: If a page is damaged; the message names the module and the expert.
         """
+        x = _autocast(x)
         planes = self._planes_for(expert)
         try:
             if len(planes) == 1:
@@ -230,6 +234,13 @@ class CodedExperts(nn.Module):
         if self.quality != "arrived" or torch.is_grad_enabled():
             return planes
         return [plane for position, plane in enumerate(planes) if position == 0 or _is_here(plane.page(expert))]
+
+
+def _autocast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 
 def _is_here(page: Tensor) -> bool:

@@ -177,13 +177,14 @@ class LoraCodedProjection(nn.Module, LoraLayer):
         """|row|^2 of W + scaling B A, [rows], without a gradient and never below the smallest number.
 
         Factors are detached, gradients stay enabled or not: that decides which planes W has with quality "arrived",
-        and they have to be those that the tokens are multiplied by.
+        and they have to be those that the tokens are multiplied by. Autocast is off: lengths are divided by.
         """
         scaling = self.scaling[adapter_name]
         a, b = a.detach().float(), b.detach().float()
-        along = self.base_layer.open()(expert, a).T  # [rows, rank]: A w of each row
-        squares = self.base_squares[expert].float() + 2 * scaling * (b * along).sum(1)
-        squares = squares + scaling**2 * ((b @ (a @ a.T)) * b).sum(1)
+        with torch.autocast(a.device.type, enabled=False):
+            along = self.base_layer.open()(expert, a).T  # [rows, rank]: A w of each row
+            squares = self.base_squares[expert].float() + 2 * scaling * (b * along).sum(1)
+            squares = squares + scaling**2 * ((b @ (a @ a.T)) * b).sum(1)
         return squares.clamp(min=torch.finfo(torch.float32).tiny)
 
     @torch.no_grad()

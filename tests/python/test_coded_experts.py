@@ -23,7 +23,7 @@ from transformers import (
 
 import torch_offload
 from torch_offload import ConfigError, OffloadError, PageCorruptError, coded_files, coded_linear, moe, ternary
-from torch_offload.coded_experts import CodedExperts
+from torch_offload.coded_experts import UP, CodedExperts
 from torch_offload.expert_forecast import ExpertForecast
 
 ROUNDED = functools.partial(ternary.in_planes, zeros=(0.6, 0.6))
@@ -159,6 +159,28 @@ def test_gradients_reach_what_is_before_and_the_router():
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-5)
+
+
+def test_autocast_casts_what_coded_experts_are_given():
+    """Method: as it does for linear layers: tokens in float32 give the bits and the dtype of the same in bfloat16, of
+    one plane and of two, with a gradient in their own dtype; and a whole model's logits have the dtype of its twin's.
+    """
+    model = coded("mixtral")
+    experts = coded_modules(model)[0]
+    x = torch.randn(3, experts.shapes.up[1], generator=torch.Generator().manual_seed(0), requires_grad=True)
+    for quality in ("base", "all"):
+        experts.quality = quality
+        expected = experts.product(1, UP, x.detach().bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            found = experts.product(1, UP, x)
+        assert found.dtype == expected.dtype == torch.bfloat16
+        assert torch.equal(found, expected)
+        (gradient,) = torch.autograd.grad(found.float().sum(), x)
+        assert gradient.dtype == torch.float32
+        assert gradient.abs().max() > 0
+        assert experts.product(1, UP, x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert logits_of(model).dtype == logits_of(tiny_moe("mixtral")).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,17 @@ def test_a_new_adapter_changes_nothing(use_dora):
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5 if use_dora else 0)
 
 
+def test_autocast_leaves_the_lengths_of_rows_exact():
+    """Method: those that DoRA divides by, computed with and without it, bit for bit; products do take bfloat16."""
+    layer = layers_of(adapted(use_dora=True))[0]
+    factors = layer._factors("default", 1)
+    expected = layer._row_squares("default", 1, *factors)
+    x = torch.randn(2, layer.base_layer.shape[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer._row_squares("default", 1, *factors), expected)
+        assert layer.open()(1, x).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 def test_adapters_are_saved_and_loaded_by_peft(use_dora, tmp_path):
     model = adapted(use_dora=use_dora)
