@@ -32,7 +32,6 @@ MOST_VALUES = 1 << 30
 _BF16_BYTES = 2
 _FILE_NAME = re.compile(r"[^/\0]+\.safetensors")
 _COUNT = re.compile(r"(num|n)_(\w+_)?(layers?|experts)")
-_CODERS = {1: "TUN12", 2: "RANS4", 3: "QMoE"}
 
 
 @dataclass(frozen=True)
@@ -267,25 +266,11 @@ def _content_of(folder: CodedFolder, module: str) -> ModuleContent:
         values += size
         weights += size if plane == 0 else 0
         for matrix in matrices:
-            tiles.update(_coders_in(page[matrix.offset_bytes :]))
+            tiles.update({"TUN12": matrix.tun12_tiles, "RANS4": matrix.rans4_tiles, "QMoE": matrix.qmoe_tiles})
     for name in folder.weight_map:
         if name.startswith(f"{module}.{CODED}.") and name.endswith("_scale"):
             coded_bytes += folder.tensor(name).nbytes
-    return ModuleContent(module, len(experts), len(planes), weights, zeros / max(values, 1), dict(tiles), coded_bytes)
-
-
-def _coders_in(extent: Tensor) -> list[str]:
-    """Return the coder of each tile of a checked extent. csrc/codec/FORMAT.md says where they are."""
-
-    def number(offset: int, count: int) -> int:
-        return int.from_bytes(bytes(extent[offset : offset + count].tolist()), "little")
-
-    rows, columns, tile_rows = (number(offset, 4) for offset in (40, 44, 48))
-    classes, tables, bits_per_column = number(52, 2), number(54, 1), number(55, 1)
-    begin = (
-        56 + classes * (4 + (6 if tables & 1 else 0) + (162 if tables & 2 else 0)) + -(-columns * bits_per_column // 8)
-    )
-    return [_CODERS.get(number(begin + 8 * tile, 1), "unknown") for tile in range(-(-rows // tile_rows))]
+    return ModuleContent(module, len(experts), len(planes), weights, zeros / max(values, 1), dict(+tiles), coded_bytes)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,10 @@ _TRANSPOSED = "torch_offload::coded_linear_transposed"
 
 @dataclass(frozen=True)
 class CodedExtent:
-    """One matrix of a page. Sizes in bytes; ``coded_bytes`` leaves out what fills the extent to 4 KiB."""
+    """One matrix of a page. Sizes in bytes; ``coded_bytes`` leaves out what fills the extent to 4 KiB.
+
+    Tiles are rows that are coded by themselves, each by one coder.
+    """
 
     offset_bytes: int
     size_bytes: int
@@ -38,6 +41,9 @@ class CodedExtent:
     rows: int
     columns: int
     classes: int
+    tun12_tiles: int
+    rans4_tiles: int
+    qmoe_tiles: int
 
 
 def encode(values: Tensor, *, classes: Sequence[int] = (0,), coder: str = "smallest", most_classes: int = 1) -> Tensor:

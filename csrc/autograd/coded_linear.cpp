@@ -102,6 +102,10 @@ CoderChoice choice_named(c10::string_view name) {
     TORCH_CHECK_VALUE(false, "encode_ternary: coder is tun12, rans4, qmoe or smallest, got ", name);
 }
 
+std::size_t tiles_of(Coder coder, const ExtentHeader& header) {
+    return static_cast<std::size_t>(std::ranges::count(header.tiles, coder, &CodedTile::coder));
+}
+
 }  // namespace
 
 at::Tensor coded_linear(const at::Tensor& x, const at::Tensor& page, std::int64_t index, const at::Tensor& row_scale,
@@ -168,13 +172,14 @@ at::Tensor coded_extents(const at::Tensor& page) {
     return across_torch([&] {
         const std::span<const std::byte> bytes = page_bytes(page);
         const std::vector<std::span<const std::byte>> extents = extents_of(bytes);
-        at::Tensor lines = at::empty({static_cast<std::int64_t>(extents.size()), 6}, page.options().dtype(at::kLong));
+        at::Tensor lines = at::empty({static_cast<std::int64_t>(extents.size()), 9}, page.options().dtype(at::kLong));
         auto* to = lines.mutable_data_ptr<std::int64_t>();
         for (const std::span<const std::byte> extent : extents) {
             const ExtentHeader header = read_header(extent);
-            for (const std::size_t number :
-                 {static_cast<std::size_t>(extent.data() - bytes.data()), header.extent_bytes, header.coded_bytes,
-                  header.rows, header.columns, header.classes.size()}) {
+            const auto offset_bytes = static_cast<std::size_t>(extent.data() - bytes.data());
+            for (const std::size_t number : {offset_bytes, header.extent_bytes, header.coded_bytes, header.rows,
+                                             header.columns, header.classes.size(), tiles_of(Coder::tun12, header),
+                                             tiles_of(Coder::rans4, header), tiles_of(Coder::qmoe, header)}) {
                 *to++ = static_cast<std::int64_t>(number);
             }
         }

@@ -26,7 +26,8 @@ inline constexpr const char* kEncodeTernarySchema =
     "encode_ternary(Tensor values, int[] classes=[0], str coder='smallest', int most_classes=1) -> Tensor";
 /// The matrix again.
 inline constexpr const char* kDecodeTernarySchema = "decode_ternary(Tensor page, int matrix=0) -> Tensor";
-/// One line of int64 for each extent of a page, all checked: offset, size, coded bytes, rows, columns, classes.
+/// One line of int64 for each extent of a page, all checked: offset, size, coded bytes, rows, columns, classes, and how
+/// many tiles are of TUN12, of RANS4 and of QMoE.
 inline constexpr const char* kCodedExtentsSchema = "coded_extents(Tensor page) -> Tensor";
 
 /// Kernels for the CPU.

@@ -54,6 +54,10 @@ def test_what_is_coded_comes_back(rows, columns, coder):
     (extent,) = coded.extents(page)
     assert (extent.rows, extent.columns, extent.size_bytes) == (rows, columns, page.numel())
     assert page.numel() % 4096 == 0
+    tiles = {"tun12": extent.tun12_tiles, "rans4": extent.rans4_tiles, "qmoe": extent.qmoe_tiles}
+    used = {name for name, count in tiles.items() if count}
+    assert used == {coder} if coder in tiles else used <= {"tun12", "rans4"}
+    assert sum(tiles.values()) == -(-rows // 512)
 
 
 def test_sparse_matrices_take_less_than_a_bit():
