@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ LOG = logging.getLogger(__name__)
 
 _LEAST_ROW = 2
 _FEW_TOKENS = 4096
+_PIECE = 1 << 20  # characters
 
 Sample = str | Tensor | Mapping[str, Tensor]
 """A text, token ids [tokens] or [rows, tokens], or all that the model is called with."""
@@ -86,6 +87,8 @@ def _called_with(ids: Tensor, model: nn.Module) -> dict[str, Tensor]:
 def texts_in(path: Path) -> list[str]:
     """Read texts: a .jsonl file has one object with ``text`` on each line, any other file is one text.
 
+    A long one comes in several pieces, cut behind a line, so that no more of it is turned into tokens than is needed.
+
     Raises:
         ConfigError: If the file cannot be read as that; the message names the line.
     """
@@ -96,8 +99,16 @@ def texts_in(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no text: {error}") from None
     if path.suffix != ".jsonl":
-        return [content]
+        return list(_pieces(content))
     return [_text_of(line, f"{path}:{number}") for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+
+
+def _pieces(content: str) -> Iterator[str]:
+    begin = 0
+    while begin < len(content):
+        end = content.find("\n", begin + _PIECE) + 1 or len(content)
+        yield content[begin:end]
+        begin = end
 
 
 def _text_of(line: str, place: str) -> str:

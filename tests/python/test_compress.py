@@ -478,6 +478,16 @@ def test_lines_of_a_file_of_texts_end_where_lines_do(tmp_path):
     assert calibration.texts_in(path) == texts
 
 
+def test_a_long_text_comes_in_pieces(tmp_path, monkeypatch):
+    """Method: cut behind the line that a piece's length falls into; all of it is there."""
+    monkeypatch.setattr(calibration, "_PIECE", 5)
+    path = tmp_path / "text.txt"
+    path.write_text("one\ntwo three\nfour\nfive six seven")
+    assert calibration.texts_in(path) == ["one\ntwo three\n", "four\nfive six seven"]
+    path.write_text("")
+    assert calibration.texts_in(path) == []
+
+
 def test_texts_behind_the_rows_that_are_used_are_not_looked_at():
     """Method: a tokenizer that counts; the rows are the first ones of all."""
     seen: list[str] = []
