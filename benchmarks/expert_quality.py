@@ -80,7 +80,12 @@ class Subject:
 
     @cached_property
     def model(self) -> nn.Module:
-        return trained_model(self.recipe, self.texts, self.folder, seed=self.seed)
+        """Made again where only numbers were kept: from the same weights, or they are of no use."""
+        model = trained_model(self.recipe, self.texts, self.folder, seed=self.seed)
+        weights = digest_of_weights(model)
+        if self.once("weights", lambda _: weights) != weights:
+            raise SystemExit(f"{self._begun} has numbers of a model that training does not make here; begin anew")
+        return model
 
     @cached_property
     def compared(self) -> "Compared":
@@ -111,6 +116,14 @@ def measure(subject: Subject, rates: Sequence[float]) -> dict[str, Any]:
 def digest_of(recipe: Recipe) -> str:
     """What is found with another recipe is kept elsewhere."""
     return hashlib.sha256(json.dumps(asdict(recipe)).encode()).hexdigest()[:8]
+
+
+def digest_of_weights(model: nn.Module) -> str:
+    """Of all bits."""
+    digest = hashlib.sha256()
+    for weight in model.state_dict().values():
+        digest.update(weight.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def sizes_of(subject: Subject) -> dict[str, int]:

@@ -75,7 +75,7 @@ def test_bars_hold_what_was_found():
 
 
 def test_what_is_known_of_a_model_needs_no_model(tmp_path, monkeypatch):
-    """All numbers are read; without one of them the model is made."""
+    """All numbers are read; without one of them the model is made, with the weights that the others are of."""
     recipe = RECIPES["mixtral"]
     known: dict[str, Any] = {"rate_at_qmoes_error": [0.5], "bytes_by_classes": [], "adapters": {}}
     known["sizes"] = {"held_out_tokens": 100_000}
@@ -87,14 +87,16 @@ def test_what_is_known_of_a_model_needs_no_model(tmp_path, monkeypatch):
     for name, found in known.items():
         (folder / f"{name}.json").write_text(json.dumps(found))
 
-    def train_nothing(*_: Any, **__: Any) -> None:
-        raise InterruptedError
+    def train(*_: Any, **__: Any) -> torch.nn.Module:
+        return torch.nn.Linear(2, 2).bfloat16()
 
     monkeypatch.setattr(expert_quality, "texts_for", lambda *_, **__: None)
     monkeypatch.setattr(expert_quality, "tokenizer_for", lambda *_: None)
-    monkeypatch.setattr(expert_quality, "trained_model", train_nothing)
+    monkeypatch.setattr(expert_quality, "trained_model", None)
     found = expert_quality.measure(expert_quality.Subject(recipe, 0, tmp_path), [0.8])
     assert [row["value_retained"] for row in found["variants"]] == [1.0, 0.0, 0.5, 0.75, 0.25, 0.25, 0.75]
-    (folder / "adapters.json").unlink()
-    with pytest.raises(InterruptedError):
+    monkeypatch.setattr(expert_quality, "trained_model", train)
+    (folder / "bytes_by_classes.json").unlink()
+    (folder / "weights.json").write_text('"of another training"')
+    with pytest.raises(SystemExit, match="numbers of a model that training does not make here"):
         expert_quality.measure(expert_quality.Subject(recipe, 0, tmp_path), [0.8])
