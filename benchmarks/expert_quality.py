@@ -9,8 +9,9 @@ counting the same as this project has it, and this project at six rates. All see
 `value_retained` is (L zeroed - L) / (L zeroed - L bf16). Beside it, on single matrices of the same models: the bits
 that this project takes for the output error that QMoE has, and what sorting columns saves.
 
-Then adapters (PEFT's LoRA on the coded experts and on the router) are trained over the experts coded at 0.8 bits, and,
-for comparison, the same over the dense ones. `recovered` is what they win back of the loss that coding costs.
+Then adapters (PEFT's LoRA on the coded experts and on the router) are trained over experts coded at a rate where that
+costs something (`adapted_bits`), and, for comparison, the same over the dense ones. `recovered` is what they win back
+of the loss that coding costs.
 
 What is done stays in DIR (texts, trained models, each number that was found), and the next call goes on with it; a
 model of which all numbers are there is not made again. After a change of the code that is measured, begin with a new
@@ -58,7 +59,8 @@ OUR_BITS = (0.4, 0.6, 0.8, 1.0, 1.5, 2.0)
 SMOKE_BITS = (0.8, 2.0)
 NEAREST_ZEROS = (0.87, 0.55)  # some 0.8 and 1.5 bits
 LEAST_VALUE = 0.5  # nat that zeroing experts must cost
-ADAPTED_BITS = 0.8  # a twentieth of bf16
+SORTED_BITS = 0.8
+MOST_ADAPTED_BITS = 16 / 20  # a twentieth of bf16
 COMPARED_EXPERTS = 3  # of the first and of the last layer
 SORTED_CLASSES = (2, 4, 8, 16)
 COMPARED_SHARES = (0.35, 0.45, 0.55, 0.65, 0.8)  # of QMoE's bits
@@ -109,7 +111,7 @@ def measure(subject: Subject, rates: Sequence[float]) -> dict[str, Any]:
         **subject.once("sizes", sizes_of),
         "rate_at_qmoes_error": subject.once("rate_at_qmoes_error", rates_at_equal_error),
         "bytes_by_classes": subject.once("bytes_by_classes", bytes_by_classes),
-        "adapters": subject.once("adapters", adapters),
+        "adapters": subject.once("adapters", adapters) | subject.once("dense_adapters", dense_adapters),
     }
 
 
@@ -192,10 +194,10 @@ def rates_at_equal_error(subject: Subject) -> list[float]:
 
 
 def bytes_by_classes(subject: Subject) -> list[dict[str, float]]:
-    """For single matrices at 0.8 bits: what columns sorted into some classes take of what they take in one."""
+    """For single matrices at `SORTED_BITS`: what columns sorted into some classes take of what they take in one."""
     shares: list[dict[str, float]] = []
     for weight, moment in subject.compared:
-        (term,) = gptq.quantise(weight, moment, bits=ADAPTED_BITS)
+        (term,) = gptq.quantise(weight, moment, bits=SORTED_BITS)
         alone, *sorted_ = (
             coded_linear.extents(coded_linear.encode(term.values, most_classes=classes))[0].coded_bytes
             for classes in (1, *SORTED_CLASSES)
@@ -226,15 +228,20 @@ def lost(weight: torch.Tensor, other: torch.Tensor, moment: torch.Tensor) -> flo
     return float((error @ moment.double() * error).sum() / (exact @ moment.double() * exact).sum())
 
 
-def adapters(subject: Subject) -> dict[str, Any]:
-    """Losses with adapters over coded and over dense experts, trained alike."""
-    coded, dense, texts, recipe = copy.deepcopy(subject.model), subject.model, subject.texts, subject.recipe
-    parameters = sum(parameter.numel() for parameter in dense.parameters()) + parameters_below(recipe, subject.folder)
-    expert_rounding.ours(coded, texts.calibration, bits=ADAPTED_BITS)
-    adapted, count = adapt(coded, ["coded.up", "coded.down"], [], texts, recipe)
-    of_dense = ["experts.gate_up_proj", "experts.down_proj"]
-    reference, _ = adapt(copy.deepcopy(dense), [], of_dense, texts, recipe)
-    return {"parameters_share": count / parameters, "loss_adapted": adapted, "loss_dense_adapted": reference}
+def adapters(subject: Subject) -> dict[str, float]:
+    """Loss with adapters over coded experts, and how many parameters they are."""
+    coded, recipe = copy.deepcopy(subject.model), subject.recipe
+    parameters = sum(parameter.numel() for parameter in coded.parameters()) + parameters_below(recipe, subject.folder)
+    expert_rounding.ours(coded, subject.texts.calibration, bits=recipe.adapted_bits)
+    loss, count = adapt(coded, ["coded.up", "coded.down"], [], subject.texts, recipe)
+    return {"bits": recipe.adapted_bits, "parameters_share": count / parameters, "loss_adapted": loss}
+
+
+def dense_adapters(subject: Subject) -> dict[str, float]:
+    """Loss with the same adapters over dense experts, trained alike."""
+    weights = ["experts.gate_up_proj", "experts.down_proj"]
+    loss, _ = adapt(copy.deepcopy(subject.model), [], weights, subject.texts, subject.recipe)
+    return {"loss_dense_adapted": loss}
 
 
 def adapt(
@@ -283,7 +290,7 @@ def loss_of(result: dict[str, Any], method: str) -> float:
 def below_adapters(result: dict[str, Any]) -> dict[str, Any]:
     """The variant that adapters were trained over."""
     ours = [row for row in result["variants"] if row["method"] == "ours"]
-    return min(ours, key=lambda row: abs(float(row["bits"]) - ADAPTED_BITS))
+    return min(ours, key=lambda row: abs(float(row["bits"] - result["adapters"]["bits"])))
 
 
 def value_of_experts(result: dict[str, Any]) -> float:
@@ -312,7 +319,7 @@ def bars_of(results: list[dict[str, Any]], *, judges_values: bool) -> list[dict[
         bits = max(below_adapters(result)["bits"] for result in of_model)
         bars += [
             at_most(f"{name}: adapters' part of the parameters", share, 0.01),
-            at_most(f"{name}: bits per weight below adapters", bits, 16 / 20),
+            at_most(f"{name}: bits per weight below adapters", bits, MOST_ADAPTED_BITS),
         ]
         if judges_values:
             bars += [

@@ -53,7 +53,7 @@ def result(*, rates: list[float], loss_adapted: float = 2.7) -> dict[str, Any]:
         ],
         "rate_at_qmoes_error": rates,
         "bytes_by_classes": [{"2": 0.98, "4": 0.97, "8": 0.97, "16": 0.97}],
-        "adapters": {"parameters_share": 0.009, "loss_adapted": loss_adapted, "loss_dense_adapted": 2.45},
+        "adapters": {"bits": 0.8, "parameters_share": 0.009, "loss_adapted": loss_adapted, "loss_dense_adapted": 2.45},
     }
 
 
@@ -77,7 +77,8 @@ def test_bars_hold_what_was_found():
 def test_what_is_known_of_a_model_needs_no_model(tmp_path, monkeypatch):
     """All numbers are read; without one of them the model is made, with the weights that the others are of."""
     recipe = RECIPES["mixtral"]
-    known: dict[str, Any] = {"rate_at_qmoes_error": [0.5], "bytes_by_classes": [], "adapters": {}}
+    known: dict[str, Any] = {"rate_at_qmoes_error": [0.5], "bytes_by_classes": []}
+    known |= {"adapters": {}, "dense_adapters": {}}
     known["sizes"] = {"held_out_tokens": 100_000}
     losses = {"bf16": 2.0, "zeroed": 6.0, "qmoe": 4.0, "qmoe_of_equal_tokens": 3.0, "ours-0.8": 3.0}
     variants = losses | {f"nearest-{zeros}": 5.0 for zeros in expert_quality.NEAREST_ZEROS}
