@@ -57,7 +57,8 @@ class Recipe:
     training_tokens: int
     held_out_tokens: int = 102_400
     calibration_tokens: int = 65_536
-    adapter_tokens: int = 65_536  # the first of those for training, then others
+    adapter_tokens: int = 65_536
+    adapter_tokens_seen: int = 0  # of them: the first of those for training
     sequence: int = 512
     batch: int = 4
     width: int = 256
@@ -82,6 +83,7 @@ RECIPES = {
         training_tokens=65_536,
         calibration_tokens=32_768,
         adapter_tokens=131_072,
+        adapter_tokens_seen=65_536,
         width=576,
     ),
     # At 0.8 bits coding costs these some thousandth of a nat, less than what adapters reach varies by.
@@ -146,7 +148,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows for each use; no text is in two of them, but adapters are trained on what the model was trained on."""
+    """Rows for each use; no text is in two of them, but adapters may be trained on what the model was trained on."""
 
     training: Rows
     adapting: Rows
@@ -162,9 +164,9 @@ def texts_for(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path, 
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed))
     trained_rows = recipe.training_tokens // recipe.sequence
     calibration_rows = recipe.calibration_tokens // recipe.sequence
-    adapter_rows = recipe.adapter_tokens // recipe.sequence
+    seen_rows = recipe.adapter_tokens_seen // recipe.sequence
     used = trained_rows + calibration_rows
-    needed = used + max(0, adapter_rows - trained_rows)
+    needed = used + recipe.adapter_tokens // recipe.sequence - seen_rows
     chosen = training[order[:needed]]
     if len(chosen) < needed:
         raise SystemExit(f"{len(training)} rows of text are too few for {recipe}")
@@ -172,7 +174,7 @@ def texts_for(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path, 
     rows = complete(chosen)
     return Texts(
         training=rows.first(trained_rows),
-        adapting=rows.take([*range(min(adapter_rows, trained_rows)), *range(used, needed)]),
+        adapting=rows.take([*range(seen_rows), *range(used, needed)]),
         calibration=rows.take(slice(trained_rows, used)),
         held_out=complete(held_out),
     )
