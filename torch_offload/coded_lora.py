@@ -90,9 +90,7 @@ class LoraCodedProjection(nn.Module, LoraLayer):
             self.reset_lora_parameters(adapter_name, config.init_lora_weights)  # type: ignore[no-untyped-call]
         if config.use_dora:
             self.register_buffer("base_squares", self._base_squares(), persistent=False)
-            factors = [self._factors(adapter_name, expert) for expert in range(count)]
-            squares = [self._row_squares(adapter_name, expert, *factors[expert]) for expert in range(count)]
-            self.lora_magnitude_vector[adapter_name] = Magnitudes(torch.stack(squares).sqrt())
+            self.lora_magnitude_vector[adapter_name] = Magnitudes(self._lengths(adapter_name))
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
@@ -126,9 +124,12 @@ class LoraCodedProjection(nn.Module, LoraLayer):
         """Nothing is ever merged."""
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """PEFT would give adapters the dtype of the scales too, which is too coarse for DoRA's magnitudes."""
+        """PEFT would give adapters the dtype of the scales too, which is too coarse for DoRA's magnitudes.
+
+        With low_cpu_mem_usage it makes them on the meta device, and calls this once they are loaded.
+        """
         for group in (self.lora_A, self.lora_B, self.lora_dropout, self.lora_magnitude_vector):
-            if adapter_name in group:
+            if adapter_name in group and not any(weight.is_meta for weight in group[adapter_name].parameters()):
                 group[adapter_name].to(device or self.base_layer.weight.device)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -172,6 +173,15 @@ class LoraCodedProjection(nn.Module, LoraLayer):
             return total.to(result.dtype)
 
         return add
+
+    def _lengths(self, adapter_name: str) -> Tensor:
+        """Of the rows of W + scaling B A, [experts, rows]; without values where the factors have none."""
+        count, (rows, _) = self.base_layer.coded.shapes.count, self.base_layer.shape
+        if self.lora_A[adapter_name].weight.is_meta:
+            return torch.empty(count, rows, device="meta")
+        factors = [self._factors(adapter_name, expert) for expert in range(count)]
+        squares = [self._row_squares(adapter_name, expert, *factors[expert]) for expert in range(count)]
+        return torch.stack(squares).sqrt()
 
     def _row_squares(self, adapter_name: str, expert: int, a: Tensor, b: Tensor) -> Tensor:
         """|row|^2 of W + scaling B A, [rows], without a gradient and never below the smallest number.

@@ -121,17 +121,20 @@ def test_autocast_leaves_the_lengths_of_rows_exact():
         assert layer.open()(1, x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True], ids=["", "from meta"])
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
-def test_adapters_are_saved_and_loaded_by_peft(use_dora, tmp_path):
+def test_adapters_are_saved_and_loaded_by_peft(use_dora, low_cpu_mem_usage, tmp_path):
+    """With low_cpu_mem_usage PEFT makes adapters on the meta device before it reads them."""
     model = adapted(use_dora=use_dora)
     expected = logits_of(model)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert len(saved) == len(trainable(model))
     assert {tuple(tensor.shape) for name, tensor in saved.items() if "coded.up.lora_A" in name} == {(4 * EXPERTS, 64)}
-    loaded = PeftModel.from_pretrained(coded("mixtral"), tmp_path)
+    options = {"low_cpu_mem_usage": low_cpu_mem_usage}
+    loaded = PeftModel.from_pretrained(coded("mixtral"), tmp_path, **options)
     assert torch.equal(logits_of(loaded), expected)
-    again = PeftModel.from_pretrained(coded("mixtral"), tmp_path, is_trainable=True)
+    again = PeftModel.from_pretrained(coded("mixtral"), tmp_path, is_trainable=True, **options)
     assert len(trainable(again)) == len(trainable(model))
 
 
