@@ -1,5 +1,6 @@
 """What expert_quality makes of what it finds. That it finds something is shown by its smoke run, in test_benchmarks."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -14,6 +15,7 @@ from torch_offload import gptq
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import expert_quality
 import expert_rounding
+import trained_experts
 from trained_experts import RECIPES
 
 
@@ -101,3 +103,25 @@ def test_what_is_known_of_a_model_needs_no_model(tmp_path, monkeypatch):
     (folder / "weights.json").write_text('"of another training"')
     with pytest.raises(SystemExit, match="numbers of a model that training does not make here"):
         expert_quality.measure(expert_quality.Subject(recipe, 0, tmp_path), [0.8])
+
+
+@pytest.mark.parametrize("seen_rows", [0, 2, 4])
+def test_texts_share_no_row_but_those_that_adapters_may_see_again(tmp_path, monkeypatch, seen_rows):
+    """Method: every row is one number. Of six rows for adapters so many are of those that the model was trained on."""
+    one_each = {"sequence": 1, "training_tokens": 4, "calibration_tokens": 3, "held_out_tokens": 5}
+    recipe = dataclasses.replace(RECIPES["mixtral"], **one_each, adapter_tokens=6, adapter_tokens_seen=seen_rows)
+    packages = [recipe.training_packages, recipe.held_out_packages]
+
+    def rows_of(_: Any, text: int, *__: Any, tokens: int) -> torch.Tensor:
+        return 100 * text + torch.arange(tokens)[:, None]
+
+    monkeypatch.setattr(trained_experts, "_text", lambda _, chosen: packages.index(chosen))
+    monkeypatch.setattr(trained_experts, "_rows", rows_of)
+    texts = trained_experts.texts_for(recipe, None, tmp_path, seed=1)
+    training, adapting, calibration, held_out = (
+        {int(row) for row in rows.ids} for rows in (texts.training, texts.adapting, texts.calibration, texts.held_out)
+    )
+    assert [len(rows) for rows in (training, adapting, calibration, held_out)] == [4, 6, 3, 5]
+    assert len(training & adapting) == seen_rows
+    assert not calibration & (training | adapting)
+    assert not held_out & (training | adapting | calibration)
