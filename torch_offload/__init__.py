@@ -5,6 +5,7 @@
 Everything else stays as it was: the training loop or ``Trainer``, the optimizer, saving and loading.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch_offload import _compat
@@ -12,6 +13,7 @@ from torch_offload import _compat
 _compat.check_torch()
 
 from torch_offload.adamw import AdamW  # noqa: E402  after the check, which names the remedy
+from torch_offload.coded_opening import open_coded_folders  # noqa: E402
 from torch_offload.config import Config  # noqa: E402
 from torch_offload.errors import (  # noqa: E402
     ConfigError,
@@ -27,7 +29,10 @@ from torch_offload.report import Report  # noqa: E402
 from torch_offload.step_plan import Plan  # noqa: E402
 from torch_offload.wrap import evict, flush, is_resident, pinned, prefetch, report, unwrap, wrap  # noqa: E402
 
+open_coded_folders()
+
 if TYPE_CHECKING:
+    from torch_offload import moe as moe
     from torch_offload.compression import compress as compress
     from torch_offload.trainer_callback import ReportCallback as ReportCallback
 else:
@@ -38,6 +43,8 @@ else:
             from torch_offload.compression import compress
 
             return compress
+        if name == "moe":
+            return importlib.import_module("torch_offload.moe")
         if name == "ReportCallback":
             from torch_offload.trainer_callback import ReportCallback
 

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,19 +16,18 @@ import safetensors
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_offload.coded_experts import QUALITIES, CodedExperts, CodedPlane
+from torch_offload.coded_opening import METHOD
 from torch_offload.config import parse_size
 from torch_offload.errors import ConfigError
 from torch_offload.expert_modules import CODED, experts_of, read_ahead
+from torch_offload.patches import Patches
 from torch_offload.safetensors_files import stream_file
-
-METHOD = "torch_offload"
-"""``quant_method`` of these folders."""
 
 FORMAT = 1
 """What this version writes, and the only one it reads."""
@@ -40,7 +39,6 @@ _PAGE = re.compile(rf"\.{CODED}\.planes\.\d+\.page_\d+$")
 _WRITE_BUFFER_BYTES = 64 << 20
 
 
-@register_quantization_config(METHOD)
 class CodedExpertsConfig(QuantizationConfigMixin):
     """What config.json says of coded experts."""
 
@@ -72,6 +70,9 @@ class CodedExpertsConfig(QuantizationConfigMixin):
         self.coded_format = coded_format
         self.experts = {name: dict(said) for name, said in experts.items()}
         self.quality = quality
+
+
+AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = CodedExpertsConfig
 
 
 def _check_sizes(name: str, said: Any) -> None:
@@ -187,7 +188,9 @@ def config_of(model: nn.Module) -> CodedExpertsConfig:
             experts[name.removesuffix(f".{CODED}")] = {"page_bytes": sizes}
     if not experts:
         raise ConfigError("the model has no coded experts; torch_offload.compress(model, ...) makes them")
-    return CodedExpertsConfig(experts=experts)
+    before = getattr(getattr(model, "config", None), "quantization_config", None)
+    quality = before.quality if isinstance(before, CodedExpertsConfig) else "all"
+    return CodedExpertsConfig(experts=experts, quality=quality)
 
 
 def save(
@@ -267,3 +270,14 @@ def _extend_index(folder: Path, added: Mapping[str, str], *, total_bytes: int) -
 def _names_in(path: Path) -> list[str]:
     with safetensors.safe_open(str(path), framework="pt") as file:
         return list(file.keys())
+
+
+def _save_pretrained(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **options: Any) -> Any:
+    """Have config.json say what the experts are, however they were coded. Pages lie as they come."""
+    if any(isinstance(module, CodedExperts) for module in model.modules()):
+        model.config.quantization_config = config_of(model)
+    return original(model, *args, **options)
+
+
+_PATCHES = Patches()
+_PATCHES.replace(PreTrainedModel, "save_pretrained", _save_pretrained)

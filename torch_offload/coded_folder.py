@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from torch_offload.coded_experts import page_name, scale_widths
-from torch_offload.coded_files import METHOD, CodedExpertsConfig, may_be_absent
+from torch_offload.coded_files import CodedExpertsConfig, may_be_absent
 from torch_offload.coded_linear import CodedExtent, decode, extents
+from torch_offload.coded_opening import METHOD
 from torch_offload.config import format_size
 from torch_offload.configured_model import empty_model
 from torch_offload.errors import ConfigError, OffloadError

@@ -7,7 +7,7 @@ multiply by the coded page, so training needs no more of the base than inference
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from torch.nn import functional
 from torch_offload.coded_experts import CodedProjection, Product
 from torch_offload.errors import ConfigError
 from torch_offload.patches import Patches
+
+_COMBINATIONS = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
+"""Of adapters into one, those that keep the rank."""
 
 
 class Magnitudes(nn.Module):
@@ -214,5 +217,42 @@ def _create_new_module(
     return original(lora_config, adapter_name, target, **options)
 
 
+def _enable_peft_forward_hooks(original: Callable[..., Any], model: LoraModel, *args: Any, **options: Any) -> Any:
+    """Refuse adapters by row: PEFT's hooks that choose them would not run, since nobody calls experts as layers."""
+    if options.get("adapter_names") is not None and _has_coded(model):
+        raise ConfigError(
+            "adapter_names: coded experts cannot use other adapters for each row; choose one for the batch with "
+            "set_adapter"
+        )
+    return original(model, *args, **options)
+
+
+def _add_weighted_adapter(
+    original: Callable[..., Any],
+    model: LoraModel,
+    adapters: Sequence[str],
+    weights: Sequence[float],
+    adapter_name: str,
+    combination_type: str = "svd",
+    **options: Any,
+) -> Any:
+    """PEFT's combination of adapters. Factors of all experts lie in one matrix: what changes ranks would mix them."""
+    if _has_coded(model):
+        if len(adapters) > 1 and combination_type not in _COMBINATIONS:
+            raise ConfigError(
+                f"combination_type={combination_type!r}: adapters over coded experts are combined by "
+                f"{', '.join(_COMBINATIONS)}"
+            )
+        if any(getattr(model.peft_config.get(name), "rank_pattern", None) for name in adapters):
+            raise ConfigError("adapters over coded experts are combined only if they have no rank_pattern")
+    return original(model, adapters, weights, adapter_name, combination_type, **options)
+
+
+def _has_coded(model: nn.Module) -> bool:
+    return any(isinstance(module, LoraCodedProjection) for module in model.modules())
+
+
 _PATCHES = Patches()
 _PATCHES.replace(LoraModel, "_create_new_module", _create_new_module)
+_PATCHES.replace(LoraModel, "_enable_peft_forward_hooks", _enable_peft_forward_hooks)
+_PATCHES.replace(LoraModel, "add_weighted_adapter", _add_weighted_adapter)

@@ -1,7 +1,7 @@
 """Mixture-of-experts models with coded experts; see docs/coded-experts.md.
 
-Importing this module has transformers open folders of such models (``from_pretrained``) and run them, and PEFT put
-adapters on them.
+Imported when transformers opens the first folder of such a model, or by who codes one. It has transformers run them,
+and PEFT put adapters on them.
 """
 
 import importlib.util

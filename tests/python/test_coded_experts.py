@@ -70,7 +70,8 @@ def test_coded_models_compute_what_their_dequantised_twins_do(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_saved_models_are_loaded_with_the_same_logits(name, tmp_path):
-    """Method: saved, opened by from_pretrained, evaluated bit for bit; each page begins on a multiple of 4 KiB."""
+    """Method: saved, opened by from_pretrained, evaluated bit for bit; each page begins on a multiple of 4 KiB. What
+    save_pretrained writes is opened too, of a model that was loaded and of one that was coded in place."""
     model = coded(name)
     expected = logits_of(model)
     coded_files.save(model, tmp_path)
@@ -80,9 +81,23 @@ def test_saved_models_are_loaded_with_the_same_logits(name, tmp_path):
     assert torch.equal(logits_of(loaded), expected)
     for path in tmp_path.glob("experts-*.safetensors"):
         assert_pages_are_aligned(path)
-    again = tmp_path / "again"
-    loaded.save_pretrained(again)
-    assert torch.equal(logits_of(auto.from_pretrained(again)), expected)
+    for number, one in enumerate((loaded, coded(name))):
+        again = tmp_path / str(number)
+        one.save_pretrained(again)
+        assert torch.equal(logits_of(auto.from_pretrained(again)), expected)
+
+
+def test_the_quality_that_a_folder_names_is_saved_again(tmp_path):
+    coded_files.save(coded("mixtral"), tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said["quantization_config"]["quality"] = "base"
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    coded_files.save(loaded, tmp_path / "ours")
+    loaded.save_pretrained(tmp_path / "theirs")
+    for folder in ("ours", "theirs"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert {module.quality for module in coded_modules(again)} == {"base"}
 
 
 @pytest.mark.parametrize("sizes", [("5GB", "60KB"), ("60KB", "5GB"), ("60KB", "90KB")], ids="-".join)

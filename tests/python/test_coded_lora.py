@@ -251,6 +251,42 @@ def test_what_coded_weights_cannot_have_is_refused_by_name():
         adapted().merge_and_unload()
 
 
+@pytest.mark.parametrize("kind", ["linear", "dare_linear", "magnitude_prune"])
+def test_adapters_are_combined(kind):
+    """Method: all of the first and nothing of the second is the first. (Signs that "ties" elects are of both.)"""
+    model = adapted()
+    model.add_adapter("second", LoraConfig(r=4, target_modules=TARGETS))
+    model.add_weighted_adapter(["default", "second"], [1.0, 0.0], "both", combination_type=kind, density=0.9999999)
+    expected = logits_of(model)
+    model.set_adapter("both")
+    torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_would_mix_the_factors_of_experts_is_refused():
+    model = adapted()
+    model.add_adapter("second", LoraConfig(r=4, target_modules=TARGETS, rank_pattern={"coded.up": 2}))
+    model.add_adapter("third", LoraConfig(r=4, target_modules=TARGETS))
+    for names, kind, message in (
+        (["default", "third"], "cat", "combination_type='cat'"),
+        (["default", "third"], "svd", "combination_type='svd'"),
+        (["default", "second"], "linear", "rank_pattern"),
+        (["second"], "linear", "rank_pattern"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            model.add_weighted_adapter(names, [1.0] * len(names), "both", combination_type=kind)
+    assert set(model.peft_config) == {"default", "second", "third"}
+
+
+def test_other_adapters_for_each_row_are_refused():
+    """In silence all rows would have the one that is active."""
+    model = adapted().eval()
+    ids = inputs_of(model)["input_ids"]
+    with pytest.raises(ConfigError, match="adapter_names"):
+        model(input_ids=ids, adapter_names=["__base__"] * len(ids))
+    with pytest.raises(ConfigError, match="adapter_names"):
+        model.generate(input_ids=ids, adapter_names=["__base__"] * len(ids), max_new_tokens=1)
+
+
 def test_copies_keep_their_own_weights():
     """Method: a deep copy's products use the copy's pages."""
     model = coded("mixtral")
