@@ -71,7 +71,7 @@ class Arrivals:
         label = f"{type(module).__name__}.{name}"
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.nbytes < max(self._config.min_paged_bytes, 1):
             return
-        if tensor.device.type in ("cpu", "meta"):
+        if tensor.device.type in ("cpu", "meta") and not room.is_provisional(tensor):
             room.check(self._config, label, size_bytes=tensor.nbytes, element_bytes=tensor.element_size())
         can_be = refusal(tensor, self._engine.place) is None
         if can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True):

@@ -21,6 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from torch_offload import room
 from torch_offload.coded_experts import QUALITIES, CodedExperts, CodedPlane
 from torch_offload.coded_opening import METHOD
 from torch_offload.config import parse_size
@@ -96,7 +97,12 @@ class CodedExpertsQuantizer(HfQuantizer):
     requires_calibration = True
     quantization_config: CodedExpertsConfig
 
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        """Called before the model is laid out with dense experts, which the budget need not hold."""
+        room.REPLACERS.add(self)
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        room.REPLACERS.discard(self)
         lay_out(model, self.quantization_config, dtype=model.dtype)
         return model
 

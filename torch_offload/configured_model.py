@@ -19,7 +19,8 @@ def model_from(path: Path, *, dtype: str, uses_checkpointing: bool) -> nn.Module
         uses_checkpointing: Whether layers run again in the backward pass.
 
     Raises:
-        ConfigError: If there is no such configuration, or transformers is missing. The message says which.
+        ConfigError: If there is no such configuration, it is of a quantised model, or transformers is missing. The
+            message says which.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: {dtype!r} is not known; there are: {', '.join(DTYPES)}")
@@ -34,11 +35,18 @@ def model_from(path: Path, *, dtype: str, uses_checkpointing: bool) -> nn.Module
         ) from None
     try:
         configuration = AutoConfig.from_pretrained(str(file))
+        quantised = getattr(configuration, "quantization_config", None)
+        if quantised is not None:
+            raise ConfigError(
+                f"{file} is of a quantised model ({quantised['quant_method']}); only plain ones can be planned"
+            )
         configuration.use_cache = False
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 configuration, dtype=DTYPES[dtype]
             )
+    except ConfigError:
+        raise
     except (ValueError, KeyError, OSError) as error:
         raise ConfigError(f"{file} describes no language model that transformers knows: {error}") from None
     model.train()

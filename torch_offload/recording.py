@@ -104,7 +104,8 @@ def record(module: nn.Module, batch: Mapping[str, Any]) -> Recording:
         batch: Arguments of its forward by name; a meta tensor of integers stands for one full of ones.
 
     Raises:
-        OffloadError: If what the module does depends on numbers that are not known yet, or it returns no loss.
+        OffloadError: If what the module does depends on numbers that are not known yet, torch cannot follow it without
+            them, or it returns no loss.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
@@ -118,6 +119,11 @@ def record(module: nn.Module, batch: Mapping[str, Any]) -> Recording:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise OffloadError(
             f"the forward of {type(module).__name__} depends on numbers that only a real run knows ({error}); "
+            "nothing can be planned for it"
+        ) from error
+    except RuntimeError as error:  # what torch cannot do without numbers, grouped products in float32 among it
+        raise OffloadError(
+            f"torch cannot follow the forward and backward of {type(module).__name__} without numbers ({error}); "
             "nothing can be planned for it"
         ) from error
     finally:

@@ -1,7 +1,9 @@
 """Whether what is to be paged fits: in the budget, and on the disk."""
 
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +15,9 @@ from torch_offload.tracking import refusal
 
 SPARE_PAGES = 4
 TENSORS_PER_WEIGHT = 4  # itself, its gradient, two moments
+
+REPLACERS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Quantizers that will replace parts of the model that transformers lays out. One that fails is forgotten."""
 
 
 def with_device(config: Config) -> Config:
@@ -105,6 +110,11 @@ def least_bytes(config: Config, *, size_bytes: int, element_bytes: int) -> int:
     """Return the memory in which an operator on a tensor of this size, and its gradient, can run."""
     page_bytes = min(config.page_elements * element_bytes, size_bytes)
     return 2 * size_bytes + SPARE_PAGES * page_bytes
+
+
+def is_provisional(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is only laid out, in a model of which parts are about to be replaced by smaller ones."""
+    return tensor.device.type == "meta" and len(REPLACERS) > 0
 
 
 def check(config: Config, name: str, *, size_bytes: int, element_bytes: int) -> None:

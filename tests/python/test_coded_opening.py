@@ -1,11 +1,17 @@
 """Folders of coded experts are opened by scripts that do not know of them, wherever the package is in the process."""
 
+import gc
+from pathlib import Path
+
 import pytest
 import torch
+from support.folders import save_rows, save_tokenizer
 from support.script_runs import start, start_paged
 from test_coded_experts import coded
+from test_scripts import assert_paged
+from transformers import AutoModelForCausalLM
 
-from torch_offload import coded_files
+from torch_offload import coded_files, room
 
 OPEN = """
 import sys
@@ -50,3 +56,36 @@ def test_without_the_package_experts_would_be_made_up(tmp_path):
     (tmp_path / "script.py").write_text(OPEN)
     ended = start([str(tmp_path / "script.py"), str(tmp_path / "model")]).end()
     assert "MISSING" in ended.errors
+
+
+def test_trl_trains_adapters_over_coded_experts(tmp_path, scratch):
+    """Method: the script of trl, with a budget below what one layer of dense experts would ask for and with one that is
+    never short; the same adapters."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_local_experts": 16}
+    coded_files.save(coded("mixtral", **sizes), tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    save_rows(tmp_path / "data", preference=False)
+    options = f"""-m trl.scripts.sft --model_name_or_path {tmp_path}/model --dataset_name {tmp_path}/data --use_cpu
+        --dtype float32 --bf16 false --max_steps 3 --per_device_train_batch_size 1 --max_length 48 --report_to none
+        --use_peft --lora_r 4 --lora_target_modules q_proj coded.up coded.down""".split()
+    runs = {ram: [*options, "--output_dir", str(tmp_path / ram)] for ram in ("6MiB", "64MiB")}
+    ended = {ram: start_paged(command, ram=ram, ssd=scratch).end() for ram, command in runs.items()}
+    for one in ended.values():
+        assert one.status == 0, one.errors[-3000:]
+    assert_paged(ended["6MiB"])
+    assert ended["6MiB"].report["budget_bytes"] < 2 * 16 * 2 * 256 * 128 * 4
+    assert ended["64MiB"].report["evictions"] == 0
+    found, expected = (Path(tmp_path / ram / "adapter_model.safetensors").read_bytes() for ram in runs)
+    assert found == expected
+
+
+def test_a_load_that_fails_leaves_dense_models_judged(tmp_path):
+    """Method: transformers lays out dense experts, which are not held against the budget, until coded ones replace
+    them; in between it meets an activation that it does not know."""
+    coded_files.save(coded("mixtral"), tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"hidden_act": "silu"', '"hidden_act": "none of them"'))
+    with pytest.raises(KeyError, match="none of them"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    gc.collect()
+    assert not room.is_provisional(torch.empty(1, device="meta"))

@@ -222,6 +222,17 @@ def test_a_forward_that_depends_on_numbers_is_refused():
         record(Deciding(64, 64), {"value": torch.randn(8, 64)})
 
 
+def test_what_torch_cannot_follow_is_refused():
+    """Such as the products of experts in float32 with some versions; here one that no version knows."""
+
+    class Unknown(Layers):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](value) @ torch.ones(63, 1)
+
+    with pytest.raises(OffloadError, match="cannot follow the forward and backward of Unknown"):
+        record(Unknown(64, 64), {"value": torch.randn(8, 64)})
+
+
 def test_a_module_without_a_loss_is_refused():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama", tied=True, hidden=64, layers=1))
