@@ -60,9 +60,9 @@ class _Watcher:
         load = loader.exec_module
 
         def load_and_act(module: ModuleType) -> None:
-            sys.meta_path.remove(self)  # not before: many ask where a module is and do not import it
             vars(loader).pop("exec_module", None)
-            load(module)
+            load(module)  # what fails is tried again, and found again
+            sys.meta_path.remove(self)
             self._act()
 
         loader.exec_module = load_and_act  # type: ignore[method-assign]
