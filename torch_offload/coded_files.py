@@ -8,7 +8,8 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, register_quantizer
+from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -73,9 +74,6 @@ class CodedExpertsConfig(QuantizationConfigMixin):
         self.quality = quality
 
 
-AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = CodedExpertsConfig
-
-
 def _check_sizes(name: str, said: Any) -> None:
     planes = said.get("page_bytes") if isinstance(said, Mapping) else None
     has_planes = isinstance(planes, list) and planes and all(isinstance(plane, list) and plane for plane in planes)
@@ -96,12 +94,15 @@ class CodedExpertsQuantizer(HfQuantizer):
 
     requires_calibration = True
     quantization_config: CodedExpertsConfig
+    _has_laid_out = False
 
     def validate_environment(self, *_: Any, **__: Any) -> None:
-        """Called before the model is laid out with dense experts, which the budget need not hold."""
-        room.REPLACERS.add(self)
+        """Called before the model is laid out with dense experts, which the budget need not hold, and after it."""
+        if not self._has_laid_out:
+            room.REPLACERS.add(self)
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        self._has_laid_out = True
         room.REPLACERS.discard(self)
         lay_out(model, self.quantization_config, dtype=model.dtype)
         return model
@@ -180,7 +181,7 @@ def _known_name(name: str, found: Mapping[str, Any]) -> str:
 
 
 def config_of(model: nn.Module) -> CodedExpertsConfig:
-    """Describe a model's coded experts.
+    """Describe a model's coded experts. Their quality is "all" unless all have the same other one.
 
     Raises:
         ConfigError: If it has none.
@@ -194,15 +195,14 @@ def config_of(model: nn.Module) -> CodedExpertsConfig:
             experts[name.removesuffix(f".{CODED}")] = {"page_bytes": sizes}
     if not experts:
         raise ConfigError("the model has no coded experts; torch_offload.compress(model, ...) makes them")
-    before = getattr(getattr(model, "config", None), "quantization_config", None)
-    quality = before.quality if isinstance(before, CodedExpertsConfig) else "all"
-    return CodedExpertsConfig(experts=experts, quality=quality)
+    qualities = {module.quality for module in model.modules() if isinstance(module, CodedExperts)}
+    return CodedExpertsConfig(experts=experts, quality=qualities.pop() if len(qualities) == 1 else "all")
 
 
 def save(
     model: PreTrainedModel, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", **options: Any
 ) -> None:
-    """Write a model with coded experts; ``from_pretrained`` opens the folder once ``torch_offload.moe`` is imported.
+    """Write a model with coded experts; ``from_pretrained`` opens the folder once ``torch_offload`` is imported.
 
     Args:
         model: Of transformers.
@@ -221,15 +221,27 @@ def save(
     pages = {name: state.pop(name) for name in list(state) if _PAGE.search(name)}
     for older in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME):
         older.unlink(missing_ok=True)  # which of them is there afterwards says what was written
-    model.save_pretrained(
-        folder, state_dict=state, max_shard_size=max_shard_size, save_original_format=False, **options
-    )
+    with _without_quantizer(model):
+        model.save_pretrained(
+            folder, state_dict=state, max_shard_size=max_shard_size, save_original_format=False, **options
+        )
     weight_map = _write_pages(pages, folder, shard_bytes=parse_size(max_shard_size))
     total_bytes = sum(tensor.nbytes for tensor in (*state.values(), *pages.values()))
     _extend_index(folder, weight_map, total_bytes=total_bytes)
     for path in folder.glob("experts-*-of-*.safetensors"):
         if path.name not in weight_map.values():
             path.unlink()
+
+
+@contextmanager
+def _without_quantizer(model: PreTrainedModel) -> Iterator[None]:
+    """Have transformers write the tensors it is given: those of a model that it opened it asks the quantizer for."""
+    quantizer = vars(model).pop("hf_quantizer", None)
+    try:
+        yield
+    finally:
+        if quantizer is not None:
+            model.hf_quantizer = quantizer
 
 
 def _write_pages(pages: Mapping[str, Tensor], folder: Path, *, shard_bytes: int) -> dict[str, str]:

@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from torch_offload.coded_experts import page_name, scale_widths
 from torch_offload.coded_files import CodedExpertsConfig, may_be_absent
@@ -137,11 +137,16 @@ class CodedFolder:
         """Read the configuration and the index.
 
         Raises:
-            ConfigError: If the folder has no coded experts, or these files are damaged.
+            ConfigError: If the folder has no coded experts, is one of ``save_pretrained``, or these files are damaged.
         """
         self.path = path
         self._said = _json_of(path / "config.json")
         self.config = _coded_config(path, self._said)
+        if (path / SAFE_WEIGHTS_NAME).exists():
+            raise ConfigError(
+                f"{path} was written by save_pretrained, pages among all else in {SAFE_WEIGHTS_NAME}; only folders "
+                "that compress or coded_files.save has written can be read"
+            )
         index = _json_of(path / SAFE_WEIGHTS_INDEX_NAME)
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict):

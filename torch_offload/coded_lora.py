@@ -7,22 +7,26 @@ multiply by the coded page, so training needs no more of the base than inference
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from peft.tuners.lora.config import LoraConfig
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.model import LoraModel
+from peft.utils import hotswap
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_offload.coded_experts import CodedProjection, Product
+from torch_offload.coded_experts import CodedExperts, CodedProjection, Product
 from torch_offload.errors import ConfigError
 from torch_offload.patches import Patches
 
 _COMBINATIONS = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
 """Of adapters into one, those that keep the rank."""
+
+_DENSE_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Parameters of experts that are not coded."""
 
 
 class Magnitudes(nn.Module):
@@ -234,18 +238,51 @@ def _add_weighted_adapter(
     weights: Sequence[float],
     adapter_name: str,
     combination_type: str = "svd",
+    *args: Any,
     **options: Any,
 ) -> Any:
-    """PEFT's combination of adapters. Factors of all experts lie in one matrix: what changes ranks would mix them."""
+    """PEFT's combination of adapters. Factors of all experts lie in one matrix: what changes ranks would mix them.
+
+    It forgets DoRA's lengths and scales RS-LoRA's factors twice, on layers of any kind.
+    """
     if _has_coded(model):
         if len(adapters) > 1 and combination_type not in _COMBINATIONS:
             raise ConfigError(
                 f"combination_type={combination_type!r}: adapters over coded experts are combined by "
                 f"{', '.join(_COMBINATIONS)}"
             )
-        if any(getattr(model.peft_config.get(name), "rank_pattern", None) for name in adapters):
-            raise ConfigError("adapters over coded experts are combined only if they have no rank_pattern")
-    return original(model, adapters, weights, adapter_name, combination_type, **options)
+        for option in ("rank_pattern", "use_dora", "use_rslora"):
+            if any(getattr(model.peft_config.get(name), option, None) for name in adapters):
+                raise ConfigError(f"adapters over coded experts are combined only without {option}")
+    return original(model, adapters, weights, adapter_name, combination_type, *args, **options)
+
+
+def _prepare_model(original: Callable[..., Any], tuner: LoraModel, config: LoraConfig, model: nn.Module) -> Any:
+    """Refuse an adapter for dense experts, of which PEFT would put on only what finds its weights."""
+    dense = sorted(name for name in config.target_parameters or () if name.rpartition(".")[2] in _DENSE_WEIGHTS)
+    if dense and any(isinstance(module, CodedExperts) for module in model.modules()):
+        raise ConfigError(
+            f"target_parameters: {', '.join(dense)} of coded experts are not there; adapters over them have the "
+            "target_modules coded.up and coded.down, and adapters of dense experts cannot be put on them"
+        )
+    return original(tuner, config, model)
+
+
+def _hotswap_adapter_from_state_dict(
+    original: Callable[..., Any],
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor],
+    adapter_name: str,
+    config: LoraConfig,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Refuse a swap for another rank, which would mix the factors of experts."""
+    layers = [module for module in model.modules() if isinstance(module, LoraCodedProjection)]
+    ranks = {layer.r[adapter_name] for layer in layers if adapter_name in layer.r}
+    if ranks and (ranks != {config.r} or config.rank_pattern):
+        raise ConfigError(f"adapters over coded experts are swapped only for those of their rank: {sorted(ranks)}")
+    return original(model, state_dict, adapter_name, config, *args, **options)
 
 
 def _has_coded(model: nn.Module) -> bool:
@@ -255,4 +292,6 @@ def _has_coded(model: nn.Module) -> bool:
 _PATCHES = Patches()
 _PATCHES.replace(LoraModel, "_create_new_module", _create_new_module)
 _PATCHES.replace(LoraModel, "_enable_peft_forward_hooks", _enable_peft_forward_hooks)
+_PATCHES.replace(LoraModel, "_prepare_model", _prepare_model)
 _PATCHES.replace(LoraModel, "add_weighted_adapter", _add_weighted_adapter)
+_PATCHES.replace(hotswap, "hotswap_adapter_from_state_dict", _hotswap_adapter_from_state_dict)

@@ -1,4 +1,4 @@
-"""Has transformers open folders of coded experts in any script: what that needs is imported when it meets the first."""
+"""Has transformers open folders of coded experts in any script: what that needs is imported when it meets one."""
 
 import importlib.machinery
 import sys
@@ -21,12 +21,12 @@ def open_coded_folders() -> None:
         sys.meta_path.insert(0, _Watcher(_MODELS, _register))
 
 
-class _FirstFolder:
-    """Stands for the configuration of such folders until one is opened."""
+class _CodedFolder:
+    """What transformers has read the configuration of such a folder."""
 
     @staticmethod
     def from_dict(said: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Have the real one, which registers itself, read what config.json says."""
+        """Have the one that knows what config.json says read it."""
         from torch_offload import moe  # noqa: F401  with adapters, which want to be put on such models
         from torch_offload.coded_files import CodedExpertsConfig
 
@@ -36,7 +36,7 @@ class _FirstFolder:
 def _register() -> None:
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, _FirstFolder)
+    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, _CodedFolder)
 
 
 class _Watcher:
@@ -52,7 +52,8 @@ class _Watcher:
         """Find the module as it would have been found, with a loader that does it."""
         if name != self._name:
             return None
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        specs = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
@@ -62,8 +63,9 @@ class _Watcher:
         def load_and_act(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)
             load(module)  # what fails is tried again, and found again
-            sys.meta_path.remove(self)
-            self._act()
+            if self in sys.meta_path:  # another finder may have asked for the module while it was being found
+                sys.meta_path.remove(self)
+                self._act()
 
         loader.exec_module = load_and_act  # type: ignore[method-assign]
         return spec

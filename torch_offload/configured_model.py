@@ -35,11 +35,11 @@ def model_from(path: Path, *, dtype: str, uses_checkpointing: bool) -> nn.Module
         ) from None
     try:
         configuration = AutoConfig.from_pretrained(str(file))
-        quantised = getattr(configuration, "quantization_config", None)
-        if quantised is not None:
-            raise ConfigError(
-                f"{file} is of a quantised model ({quantised['quant_method']}); only plain ones can be planned"
-            )
+        for part in (configuration, configuration.get_text_config(decoder=True)):
+            said = getattr(part, "quantization_config", None)
+            if said is not None:
+                method = said.get("quant_method") if isinstance(said, dict) else said
+                raise ConfigError(f"{file} is of a quantised model ({method}); only plain ones can be planned")
         configuration.use_cache = False
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

@@ -121,10 +121,10 @@ def record(module: nn.Module, batch: Mapping[str, Any]) -> Recording:
             f"the forward of {type(module).__name__} depends on numbers that only a real run knows ({error}); "
             "nothing can be planned for it"
         ) from error
-    except RuntimeError as error:  # what torch cannot do without numbers, grouped products in float32 among it
+    except RuntimeError as error:  # such as grouped products in float32, of which some versions know no shape
         raise OffloadError(
-            f"torch cannot follow the forward and backward of {type(module).__name__} without numbers ({error}); "
-            "nothing can be planned for it"
+            f"torch could not follow the forward and backward of {type(module).__name__} without numbers ({error}); "
+            "if they fail in a real run as well, mend them; else nothing can be planned for it"
         ) from error
     finally:
         recorder.stop()

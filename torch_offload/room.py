@@ -17,7 +17,8 @@ SPARE_PAGES = 4
 TENSORS_PER_WEIGHT = 4  # itself, its gradient, two moments
 
 REPLACERS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Quantizers that will replace parts of the model that transformers lays out. One that fails is forgotten."""
+"""Quantizers that will replace experts of the model that transformers lays out. One of a load that failed is forgotten
+with the error."""
 
 
 def with_device(config: Config) -> Config:
@@ -113,8 +114,8 @@ def least_bytes(config: Config, *, size_bytes: int, element_bytes: int) -> int:
 
 
 def is_provisional(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is only laid out, in a model of which parts are about to be replaced by smaller ones."""
-    return tensor.device.type == "meta" and len(REPLACERS) > 0
+    """Whether a tensor is the layout of a layer's dense experts, about to be replaced by coded ones."""
+    return tensor.device.type == "meta" and tensor.dim() == 3 and len(REPLACERS) > 0
 
 
 def check(config: Config, name: str, *, size_bytes: int, element_bytes: int) -> None:

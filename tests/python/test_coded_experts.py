@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.moe_models import CONFIGS, EXPERTS, dequantise, inputs_of, tiny_moe
 from torch import Tensor, nn
 from transformers import (
@@ -87,7 +87,8 @@ def test_saved_models_are_loaded_with_the_same_logits(name, tmp_path):
         assert torch.equal(logits_of(auto.from_pretrained(again)), expected)
 
 
-def test_the_quality_that_a_folder_names_is_saved_again(tmp_path):
+def test_what_was_loaded_is_saved_again(tmp_path):
+    """Method: a folder that names a quality; pages are written once, the quality is kept."""
     coded_files.save(coded("mixtral"), tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
     said["quantization_config"]["quality"] = "base"
@@ -95,6 +96,7 @@ def test_the_quality_that_a_folder_names_is_saved_again(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     coded_files.save(loaded, tmp_path / "ours")
     loaded.save_pretrained(tmp_path / "theirs")
+    assert not [name for path in (tmp_path / "ours").glob("model-*") for name in load_file(path) if "page_" in name]
     for folder in ("ours", "theirs"):
         again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert {module.quality for module in coded_modules(again)} == {"base"}

@@ -401,6 +401,14 @@ def test_models_that_cannot_be_loaded_are_named(saved, tmp_path, damage, monkeyp
     assert f"torch-offload: {expected}" in capsys.readouterr().err
 
 
+def test_what_save_pretrained_wrote_over_a_folder_is_not_taken_for_it(folder):
+    """Its one file goes before the index and the pages that were there."""
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)
+    for read in (coded_folder.verify, coded_folder.inspect):
+        with pytest.raises(ConfigError, match="was written by save_pretrained"):
+            read(folder)
+
+
 def test_a_future_format_is_refused(folder):
     path = folder / "config.json"
     said = json.loads(path.read_text())

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import hotswap
 from safetensors.torch import load_file
 from support.moe_models import EXPERTS, dequantise, inputs_of, tiny_moe
 from test_coded_experts import ROUNDED, coded, logits_of
@@ -24,9 +25,10 @@ def adapted(
     name: str = "mixtral", *, random: bool = True, seed: int = 1, sizes: dict[str, int] | None = None, **options: object
 ) -> PeftModel:
     """A coded model with adapters; with random ones they change what it says."""
-    torch.manual_seed(seed)
     settings = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "init_lora_weights": not random} | options
-    model = get_peft_model(coded(name, **sizes or {}), LoraConfig(**settings))
+    base = coded(name, **sizes or {})
+    torch.manual_seed(seed)
+    model = get_peft_model(base, LoraConfig(**settings))
     if random:
         for parameter in trainable(model).values():
             nn.init.normal_(parameter, std=0.1)
@@ -251,30 +253,66 @@ def test_what_coded_weights_cannot_have_is_refused_by_name():
         adapted().merge_and_unload()
 
 
-@pytest.mark.parametrize("kind", ["linear", "dare_linear", "magnitude_prune"])
-def test_adapters_are_combined(kind):
-    """Method: all of the first and nothing of the second is the first. (Signs that "ties" elects are of both.)"""
+def test_adapters_are_combined():
+    """Method: a part of each, expert by expert; by PEFT's "linear", which combines A and B by themselves."""
     model = adapted()
-    model.add_adapter("second", LoraConfig(r=4, target_modules=TARGETS))
-    model.add_weighted_adapter(["default", "second"], [1.0, 0.0], "both", combination_type=kind, density=0.9999999)
-    expected = logits_of(model)
-    model.set_adapter("both")
-    torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
+    model.add_adapter("second", LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False))
+    model.add_weighted_adapter(["default", "second"], [0.5, 0.25], "both", combination_type="linear")
+    for layer in layers_of(model):
+        for expert in range(EXPERTS):
+            parts = [layer._factors(name, expert) for name in ("default", "second")]
+            shares = [weight * layer.scaling[n] for weight, n in ((0.5, "default"), (0.25, "second"))]
+            for found, of_each in zip(layer._factors("both", expert), zip(*parts, strict=True), strict=True):
+                expected = sum(share**0.5 * factor for share, factor in zip(shares, of_each, strict=True))
+                torch.testing.assert_close(found, expected)
+    assert layer.scaling["both"] == 1
 
 
 def test_what_would_mix_the_factors_of_experts_is_refused():
     model = adapted()
-    model.add_adapter("second", LoraConfig(r=4, target_modules=TARGETS, rank_pattern={"coded.up": 2}))
-    model.add_adapter("third", LoraConfig(r=4, target_modules=TARGETS))
+    others = {"second": {"rank_pattern": {"coded.up": 2}}, "third": {}, "fourth": {"use_rslora": True}}
+    for name, options in (others | {"fifth": {"use_dora": True}}).items():
+        model.add_adapter(name, LoraConfig(r=4, target_modules=TARGETS, **options))
+    before = set(model.peft_config)
     for names, kind, message in (
         (["default", "third"], "cat", "combination_type='cat'"),
         (["default", "third"], "svd", "combination_type='svd'"),
         (["default", "second"], "linear", "rank_pattern"),
         (["second"], "linear", "rank_pattern"),
+        (["fourth"], "linear", "use_rslora"),
+        (["fifth"], "linear", "use_dora"),
     ):
         with pytest.raises(ConfigError, match=message):
-            model.add_weighted_adapter(names, [1.0] * len(names), "both", combination_type=kind)
-    assert set(model.peft_config) == {"default", "second", "third"}
+            model.add_weighted_adapter(names, [1.0] * len(names), "both", kind)
+    assert set(model.peft_config) == before
+
+
+def test_adapters_are_swapped_for_those_of_their_rank(tmp_path):
+    """Method: swapped in, an adapter is what it is loaded; one of another rank is refused."""
+    other = adapted(seed=2)
+    other.save_pretrained(tmp_path / "4")
+    adapted(r=2).save_pretrained(tmp_path / "2")
+    model = adapted()
+    assert not torch.equal(logits_of(model), logits_of(other))
+    hotswap.hotswap_adapter(model, str(tmp_path / "4"), "default")
+    assert torch.equal(logits_of(model), logits_of(other))
+    with pytest.raises(ConfigError, match="only for those of their rank"):
+        hotswap.hotswap_adapter(model, str(tmp_path / "2"), "default")
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [{"target_modules": ["q_proj", "w1", "w2", "w3"]}, {"target_parameters": ["experts.gate_up_proj"]}],
+    ids=["modules", "parameters"],
+)
+def test_adapters_of_dense_experts_are_refused(targets, tmp_path):
+    """In silence all but their experts would be put on: new ones, and trained ones that are loaded."""
+    config = {"r": 4, "target_modules": ["q_proj"]} | targets
+    get_peft_model(tiny_moe("mixtral"), LoraConfig(**config)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="of coded experts are not there"):
+        get_peft_model(coded("mixtral"), LoraConfig(**config))
+    with pytest.raises(ConfigError, match="of coded experts are not there"):
+        PeftModel.from_pretrained(coded("mixtral"), tmp_path)
 
 
 def test_other_adapters_for_each_row_are_refused():

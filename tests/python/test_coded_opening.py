@@ -1,6 +1,9 @@
 """Folders of coded experts are opened by scripts that do not know of them, wherever the package is in the process."""
 
 import gc
+import importlib
+import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from test_coded_experts import coded
 from test_scripts import assert_paged
 from transformers import AutoModelForCausalLM
 
-from torch_offload import coded_files, room
+from torch_offload import coded_files, coded_opening, room
 
 OPEN = """
 import sys
@@ -26,6 +29,7 @@ SCRIPTS = {
     "before": "import torch_offload, sys; assert 'transformers' not in sys.modules" + OPEN,
     "after": "from transformers import AutoModelForCausalLM; import torch_offload" + OPEN,
     "launcher": OPEN,
+    "launcher, transformers first": "import transformers.modeling_utils" + OPEN,
     "child": "import subprocess, sys; subprocess.run([sys.executable, sys.argv[2], sys.argv[1]], check=True)",
 }
 
@@ -39,15 +43,36 @@ def test_scripts_open_coded_folders(how, tmp_path, scratch):
     coded_files.save(model, tmp_path / "model")
     with torch.no_grad():
         expected = model(input_ids=torch.arange(8)[None]).logits.double().sum().item()
-    paths = {name: tmp_path / f"{name}.py" for name in SCRIPTS}
+    paths = {name: tmp_path / f"{number}.py" for number, name in enumerate(SCRIPTS)}
     for name, path in paths.items():
         path.write_text(SCRIPTS[name])
     command = [str(paths[how]), str(tmp_path / "model"), str(paths["launcher"])]
-    is_paged = how in ("launcher", "child")
+    is_paged = how not in ("before", "after")
     ended = (start_paged(command, ram="1MiB", ssd=scratch) if is_paged else start(command)).end()
     assert ended.status == 0, ended.errors[-3000:]
     assert f"sum {expected!r}" in ended.output
     assert not is_paged or ended.report["host_peak_bytes"] > 100_000
+
+
+def test_a_finder_that_asks_again_breaks_no_import(tmp_path, monkeypatch):
+    """Method: a finder of another package looks for every module itself before it is found, as some tracers do."""
+    (tmp_path / "watched_one.py").write_text("value = 3")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked: list[object] = []
+
+    class Asking:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "watched_one" and not asked:
+                asked.append(None)
+                asked.append(importlib.util.find_spec(name))
+
+    acted: list[int] = []
+    watchers = [coded_opening._Watcher("watched_one", lambda: acted.append(1)), Asking()]
+    monkeypatch.setattr(sys, "meta_path", [*watchers, *sys.meta_path])
+    assert importlib.import_module("watched_one").value == 3
+    assert acted == [1]
+    assert asked[1] is not None
+    assert watchers[0] not in sys.meta_path
 
 
 def test_without_the_package_experts_would_be_made_up(tmp_path):
@@ -79,6 +104,14 @@ def test_trl_trains_adapters_over_coded_experts(tmp_path, scratch):
     assert found == expected
 
 
+def test_a_load_leaves_dense_models_judged(tmp_path):
+    """Method: with a device map transformers asks the quantizer again when the model is laid out."""
+    coded_files.save(coded("mixtral"), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto")
+    assert model.hf_quantizer is not None
+    assert not room.is_provisional(torch.empty(1, 1, 1, device="meta"))
+
+
 def test_a_load_that_fails_leaves_dense_models_judged(tmp_path):
     """Method: transformers lays out dense experts, which are not held against the budget, until coded ones replace
     them; in between it meets an activation that it does not know."""
@@ -88,4 +121,4 @@ def test_a_load_that_fails_leaves_dense_models_judged(tmp_path):
     with pytest.raises(KeyError, match="none of them"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     gc.collect()
-    assert not room.is_provisional(torch.empty(1, device="meta"))
+    assert not room.is_provisional(torch.empty(1, 1, 1, device="meta"))
