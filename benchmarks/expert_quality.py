@@ -14,10 +14,8 @@ costs something (`adapted_bits`), and, for comparison, the same over the dense o
 of the loss that coding costs.
 
 What is done stays in DIR (texts, trained models, each number that was found), and the next call goes on with it; a
-model of which all numbers are there is not made again. Numbers alone may be carried to another machine, if training
-gives the same weights there; those of results/expert_quality/ are so, until all are there:
-
-    cp -r benchmarks/results/expert_quality/. DIR
+model of which all numbers are there is not made again. Numbers alone (DIR's JSON files) may be carried to another
+machine; where training gives other weights there, that is found and nothing is mixed.
 
 After a change of the code that is measured, begin with a new folder.
 """
