@@ -6,13 +6,13 @@ JOBS ?= 2
 PYTHON_TESTS ?= tests/python
 # Several at once: their outcome depends neither on time nor on the memory that others take.
 AT_ONCE := $(patsubst %,tests/python/test_%.py,identity device gpu activations adamw adamw_paged coded_experts \
-	coded_folder coded_linear coded_lora compress deferred gptq huggingface loading operator_sweep plan raw_access \
-	recompute saving scripts wrap)
+	coded_folder coded_linear coded_lora coded_opening compress deferred gptq huggingface loading operator_sweep plan \
+	raw_access recompute saving scripts wrap)
 # Threads of several processes that share the cores give them up while they wait for each other.
 SHARING := OMP_WAIT_POLICY=passive
 # What these test does not depend on the version of torch.
-SAME_ON_ANY_TORCH := $(patsubst %,tests/python/test_%.py,benchmarks budget cli coded_folder compress config crash \
-	device doctor expert_quality gpu gptq launcher live_line memory_limit replay report scripts striping)
+SAME_ON_ANY_TORCH := $(patsubst %,tests/python/test_%.py,benchmarks budget cli coded_folder coded_opening compress \
+	config crash device doctor expert_quality gpu gptq launcher live_line memory_limit replay report scripts striping)
 GPU_PYTHON ?= $(PYTHON)
 
 VENV := .venv
