@@ -5,14 +5,18 @@ TORCH ?= 2.13.0
 JOBS ?= 2
 PYTHON_TESTS ?= tests/python
 # Several at once: their outcome depends neither on time nor on the memory that others take.
-AT_ONCE := $(patsubst %,tests/python/test_%.py,identity device gpu activations adamw adamw_paged coded_experts \
-	coded_folder coded_linear coded_lora coded_opening compress deferred gptq huggingface loading operator_sweep plan \
-	raw_access recompute saving scripts wrap)
+test_file = tests/python/$(dir $(name))test_$(notdir $(name)).py
+AT_ONCE := $(foreach name,activations/paging activations/policy compression/compress compression/gptq integrations/huggingface \
+	integrations/quantizer_hook launch/scripts moe/inspection moe/lora moe/modules moe/operators optim/adamw \
+	optim/adamw_paged planning/plan runtime/deferred runtime/device runtime/fake_gpu runtime/identity \
+	runtime/loading runtime/operator_sweep runtime/raw_access runtime/saving runtime/wrap,$(test_file))
 # Threads of several processes that share the cores give them up while they wait for each other.
 SHARING := OMP_WAIT_POLICY=passive
 # What these test does not depend on the version of torch.
-SAME_ON_ANY_TORCH := $(patsubst %,tests/python/test_%.py,benchmarks budget cli coded_folder coded_opening compress \
-	config crash device doctor expert_quality gpu gptq launcher live_line memory_limit replay report scripts striping)
+SAME_ON_ANY_TORCH := $(foreach name,benchmarks/benchmarks benchmarks/expert_quality cli/cli compression/compress compression/gptq config \
+	diagnostics/doctor integrations/quantizer_hook launch/launcher launch/scripts moe/inspection \
+	planning/belady reporting/report reporting/status_line runtime/crash runtime/device runtime/fake_gpu \
+	runtime/memory_limit runtime/striping system/resources,$(test_file))
 GPU_PYTHON ?= $(PYTHON)
 
 VENV := .venv

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import DiskProbe
-from reporting import at_least, at_most, emit, machine, progress, spread, usable
-from rounds import take_turns
-from worker_process import WorkerProcess
+from harness.machine import DiskProbe
+from harness.reporting import at_least, at_most, emit, machine, progress, spread, usable
+from harness.rounds import take_turns
+from harness.worker_process import WorkerProcess, worker_command
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parent / ".cache" / "smollm2-135m"
@@ -60,7 +60,7 @@ def start(name: str, plan: Plan, ssd: str, *, context: int, extra: list[str]) ->
     options = ["--model", str(MODEL), "--context", str(context), "--layers", str(plan.layers), *extra]
     if name.startswith("paged"):
         options += ["--budget-bytes", str(plan.budget_bytes), "--ssd", ssd]
-    return WorkerProcess(name, [sys.executable, str(HERE / "activations_worker.py"), *options], log_directory=ssd)
+    return WorkerProcess(name, [*worker_command("activations"), *options], log_directory=ssd)
 
 
 def find_longest_kept(plan: Plan, ssd: str) -> int:

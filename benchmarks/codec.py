@@ -18,9 +18,9 @@ import statistics
 import subprocess
 from typing import Any
 
-import cpp_program
-from machine import CpuSeconds
-from reporting import at_least, at_most, emit, is_quiet, machine, spread
+from harness import native_programs
+from harness.machine import CpuSeconds
+from harness.reporting import at_least, at_most, emit, is_quiet, machine, spread
 
 LEAST_OF_ENTROPY = 0.96
 MOST_BITS_AT_0885 = 0.665
@@ -35,7 +35,7 @@ Speeds = dict[str, dict[str, Any]]
 
 
 def run_program(*, is_smoke: bool) -> dict[str, Any]:
-    command = [str(cpp_program.build("codec_benchmark")), *(["--smoke"] if is_smoke else [])]
+    command = [str(native_programs.build("codec_benchmark")), *(["--smoke"] if is_smoke else [])]
     before = CpuSeconds.now()
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode != 0:

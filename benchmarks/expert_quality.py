@@ -32,13 +32,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import expert_rounding
 import torch
-from kept_files import kept
-from peft import LoraConfig, get_peft_model
-from reporting import at_least, at_most, emit, machine, progress, spread
-from torch import nn
-from trained_experts import (
+from harness.cached_files import kept
+from harness.reporting import at_least, at_most, emit, machine, progress, spread
+from models import baselines
+from models.trained_experts import (
     RECIPES,
     Recipe,
     Rows,
@@ -51,11 +49,14 @@ from trained_experts import (
     train,
     trained_model,
 )
+from peft import LoraConfig, get_peft_model
+from torch import nn
 
-from torch_offload import coded_linear, gptq
-from torch_offload.coded_experts import DOWN, UP
-from torch_offload.expert_modules import experts_of
-from torch_offload.expert_moments import moments_of
+from torch_offload.compression import gptq
+from torch_offload.compression.input_moments import moments_of
+from torch_offload.moe import operators
+from torch_offload.moe.layouts import experts_of
+from torch_offload.moe.modules import DOWN, UP
 
 OUR_BITS = (0.4, 0.6, 0.8, 1.0, 1.5, 2.0)
 SMOKE_BITS = (0.8, 2.0)
@@ -146,12 +147,12 @@ Way = Callable[[nn.Module, Rows], float]
 def variants(subject: Subject, rates: Sequence[float]) -> list[dict[str, Any]]:
     """Loss and bits per weight of each."""
     ways: dict[str, Way] = {
-        "bf16": expert_rounding.keep,
-        "zeroed": expert_rounding.zero,
-        "qmoe": partial(expert_rounding.qmoe, is_by_length=True),
-        "qmoe_of_equal_tokens": partial(expert_rounding.qmoe, is_by_length=False),
-        **{f"nearest-{zeros}": partial(expert_rounding.nearest, zeros=zeros) for zeros in NEAREST_ZEROS},
-        **{f"ours-{bits}": partial(expert_rounding.ours, bits=bits) for bits in rates},
+        "bf16": baselines.keep,
+        "zeroed": baselines.zero,
+        "qmoe": partial(baselines.qmoe, is_by_length=True),
+        "qmoe_of_equal_tokens": partial(baselines.qmoe, is_by_length=False),
+        **{f"nearest-{zeros}": partial(baselines.nearest, zeros=zeros) for zeros in NEAREST_ZEROS},
+        **{f"ours-{bits}": partial(baselines.ours, bits=bits) for bits in rates},
     }
     rows = [subject.once(name, partial(judge, name, way)) for name, way in ways.items()]
     whole, none = rows[0]["loss"], rows[1]["loss"]
@@ -201,7 +202,7 @@ def bytes_by_classes(subject: Subject) -> list[dict[str, float]]:
     for weight, moment in subject.compared:
         (term,) = gptq.quantise(weight, moment, bits=SORTED_BITS)
         alone, *sorted_ = (
-            coded_linear.extents(coded_linear.encode(term.values, most_classes=classes))[0].coded_bytes
+            operators.extents(operators.encode(term.values, most_classes=classes))[0].coded_bytes
             for classes in (1, *SORTED_CLASSES)
         )
         shares.append({str(count): size / alone for count, size in zip(SORTED_CLASSES, sorted_, strict=True)})
@@ -210,13 +211,13 @@ def bytes_by_classes(subject: Subject) -> list[dict[str, float]]:
 
 def rate_at_equal_error(weight: torch.Tensor, moment: torch.Tensor) -> float:
     """Interpolated between rates, the logarithm of the error on a line; infinite if QMoE's is beyond them."""
-    dense, qmoe_bytes = expert_rounding.qmoe_rounded(weight, moment)
+    dense, qmoe_bytes = baselines.qmoe_rounded(weight, moment)
     target = math.log(lost(weight, dense, moment))
     points: list[tuple[float, float]] = []
     for share in COMPARED_SHARES:
         terms = gptq.quantise(weight, moment, bits=share * qmoe_bytes * 8 / weight.numel())
         total = torch.stack([term.dense() for term in terms]).sum(0)
-        points.append((expert_rounding.coded_bytes(terms) / qmoe_bytes, math.log(lost(weight, total, moment))))
+        points.append((baselines.coded_bytes(terms) / qmoe_bytes, math.log(lost(weight, total, moment))))
         if len(points) > 1 and points[-1][1] <= target <= points[-2][1]:
             (low, first), (high, second) = points[-2:]
             return low + (first - target) / (first - second) * (high - low)
@@ -234,7 +235,7 @@ def adapters(subject: Subject) -> dict[str, float]:
     """Loss with adapters over coded experts, and how many parameters they are."""
     coded, recipe = copy.deepcopy(subject.model), subject.recipe
     parameters = sum(parameter.numel() for parameter in coded.parameters()) + parameters_below(recipe, subject.folder)
-    expert_rounding.ours(coded, subject.texts.calibration, bits=recipe.adapted_bits)
+    baselines.ours(coded, subject.texts.calibration, bits=recipe.adapted_bits)
     loss, count = adapt(coded, ["coded.up", "coded.down"], [], subject.texts, recipe)
     return {"bits": recipe.adapted_bits, "parameters_share": count / parameters, "loss_adapted": loss}
 

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from reporting import at_least, at_most, emit, machine, progress, spread
+from harness.reporting import at_least, at_most, emit, machine, progress, spread
 from torch import Tensor
 
 import torch_offload
-from torch_offload import coded_linear as coded
+from torch_offload.moe import operators as coded
 
 LEAST_SPEEDUP = 2.0  # over cuBLAS, one token
 MOST_SLOWDOWN = 1.3  # 16 tokens over one

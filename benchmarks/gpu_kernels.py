@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from reporting import at_least, emit, machine, progress, spread
+from harness.reporting import at_least, emit, machine, progress, spread
 from torch import Tensor
 
 import torch_offload
@@ -44,7 +44,7 @@ class Case:
 
 
 def adamw_case(elements: int, *, form: str) -> Case:
-    """Make one parameter with its state; the bytes are those of docs/adamw.md."""
+    """Make one parameter with its state; the bytes are those of docs/reference/adamw.md."""
     options = {"device": "cuda"}
     gradient = torch.randn(elements, dtype=torch.bfloat16, **options)
     weight = torch.randn(elements, dtype=torch.bfloat16, **options)

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from bare_llama import BareLlama, Shape
-from reporting import at_most, emit, machine, progress, spread
-from worker_process import WorkerProcess
+from harness.reporting import at_most, emit, machine, progress, spread
+from harness.worker_process import WorkerProcess
+from models.bare_llama import BareLlama, Shape
 
 import torch_offload
 from torch_offload import Config

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import io_program
 import torch
-from machine import CpuSeconds
-from reporting import are_enough, emit, is_quiet, machine, progress, spread, usable
+from harness import io_program
+from harness.machine import CpuSeconds
+from harness.reporting import are_enough, emit, is_quiet, machine, progress, spread, usable
 
 DIRECTIONS = ("read", "write", "mix")
 SETTLE_SECONDS = 0.2  # until the traffic has filled its queue: the window must see nothing but full traffic

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import io_program
-from machine import CpuSeconds, DiskProbe
-from reporting import are_enough, at_least, emit, is_quiet, machine, progress, spread, usable
+from harness import io_program
+from harness.machine import CpuSeconds, DiskProbe
+from harness.reporting import are_enough, at_least, emit, is_quiet, machine, progress, spread, usable
 
 LEAST_SHARE = 0.95
 DIRECTIONS = {"read": "read", "write": "write", "mix": "rw"}  # ours, and fio's word for it

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import DiskProbe
+from harness.machine import DiskProbe
+from harness.worker_process import worker_command
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests" / "python"))
@@ -72,7 +73,7 @@ def make_model(folder: Path, hidden: int, layers: int) -> Path:
 
 
 def load_and_save(folder: Path, output: Path, budget_bytes: int, limit_bytes: int = UNLIMITED) -> LimitedRun:
-    worker = [sys.executable, str(HERE / "load_save_worker.py")]
+    worker = [*worker_command("load_save")]
     return run_limited([*worker, str(folder), str(output), str(budget_bytes), str(folder.parent)], limit_bytes)
 
 

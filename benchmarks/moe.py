@@ -3,7 +3,7 @@
     python benchmarks/moe.py --json --ssd /mnt/nvme > benchmarks/results/moe.json     (up to 20 minutes, 20 GB of disk)
     python benchmarks/moe.py --smoke
 
-Processes that take turns, each with its own model of the same shapes (moe_worker.py):
+Processes that take turns, each with its own model of the same shapes (workers/moe.py):
     resident        coded experts in memory
     paged           coded experts in a tenth of their bytes
     slow_disk       the same, on a disk slowed down so far that reads bind
@@ -15,18 +15,15 @@ is discarded, up to a limit; ratios are medians of the ratios within a round. Th
 """
 
 import argparse
-import sys
 import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from machine import DiskProbe
-from reporting import at_least, at_most, emit, machine, progress, spread, usable
-from rounds import take_turns
-from worker_process import WorkerProcess
+from harness.machine import DiskProbe
+from harness.reporting import at_least, at_most, emit, machine, progress, spread, usable
+from harness.rounds import take_turns
+from harness.worker_process import WorkerProcess, worker_command
 
-HERE = Path(__file__).resolve().parent
 LEAST_MULTIPLE = 10
 PAGED = ("paged", "slow_disk")
 
@@ -67,7 +64,7 @@ def start(name: str, plan: Plan, ssd: str, *, budget_bytes: int = 0) -> WorkerPr
         options += ["--budget-bytes", str(budget_bytes), "--ssd", ssd]
     if name == "slow_disk":
         options += ["--disk-rate", str(plan.slow_bytes_per_second)]
-    return WorkerProcess(name, [sys.executable, str(HERE / "moe_worker.py"), *options], log_directory=ssd)
+    return WorkerProcess(name, [*worker_command("moe"), *options], log_directory=ssd)
 
 
 def measure(plan: Plan, ssd: str) -> dict[str, Any]:

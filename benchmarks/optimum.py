@@ -9,7 +9,7 @@ their backward to that update. All memory is theirs: activations are not counted
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from torch_offload.replay import Event, Memory, Pages, Use
+from torch_offload.planning.belady import Event, Memory, Pages, Use
 
 BYTES_OF_KIND = {
     "fp32": {"weight": 4, "gradient": 4, "moment1": 4, "moment2": 4},

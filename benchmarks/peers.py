@@ -23,16 +23,15 @@ A process limit becomes a budget: the limit less 2 %, less what the process hold
 import argparse
 import math
 import shutil
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed_setup
-from machine import DiskProbe
-from memory_group import (
+from harness import deepspeed_setup
+from harness.machine import DiskProbe
+from harness.memory_group import (
     LimitsUnavailable,
     MemoryGroup,
     SwapFile,
@@ -40,14 +39,13 @@ from memory_group import (
     remove_leftovers,
     scratch_directory,
 )
-from reporting import at_least, at_most, emit, machine, progress, spread, usable
-from rounds import take_turns
-from worker_process import WorkerProcess
-from workloads import TINY, Workload
+from harness.reporting import at_least, at_most, emit, machine, progress, spread, usable
+from harness.rounds import take_turns
+from harness.worker_process import WorkerProcess, worker_command
+from models.workloads import TINY, Workload
 
 import torch_offload
 
-HERE = Path(__file__).resolve().parent
 SWAP_SHARE = 0.40
 LEAST_FREE_BYTES = 24 << 30
 BARS = {"fp32": {"ours_at_peer": 4.0, "ours_at_half": 2.5}, "bf16": {"ours_at_peer": 3.0, "ours_at_half": 1.5}}
@@ -95,7 +93,7 @@ class Rows:
     def add(self, name: str, *options: str, group: MemoryGroup | None = None) -> WorkerProcess:
         """Start a worker of ours and let it warm up."""
         page_elements = str(self.plan.workload.page_elements)
-        command = [sys.executable, str(HERE / "step_worker.py"), *self.shape(), "--page-elements", page_elements]
+        command = [*worker_command("step"), *self.shape(), "--page-elements", page_elements]
         command += options
         if group is not None:
             self.groups[name] = group
@@ -123,7 +121,7 @@ class Rows:
         if folder.exists():
             shutil.rmtree(folder)  # of the settings tried before, whose process has ended
         folder.mkdir()
-        script = [str(self.venv / "bin" / "python"), str(HERE / "deepspeed_worker.py")]
+        script = [*worker_command("deepspeed", python=str(self.venv / "bin" / "python"))]
         words = [*self.shape(), "--ssd", str(folder), "--settings", deepspeed_setup.as_option(settings)]
         environment = deepspeed_setup.environment(self.venv)
         return WorkerProcess("deepspeed", [*script, *words], log_directory=self.scratch, **environment)

@@ -14,21 +14,18 @@ Some 25 minutes on two cores and a disk of 1.5 GB/s, nearly all of it for the 3 
 
 import argparse
 import shutil
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from machine import DiskProbe
-from reporting import are_enough, at_least, at_most, emit, is_quiet, machine, progress, spread, usable
-from worker_process import WorkerProcess
-from workloads import TINY, Workload
+from harness.machine import DiskProbe
+from harness.reporting import are_enough, at_least, at_most, emit, is_quiet, machine, progress, spread, usable
+from harness.worker_process import WorkerProcess, worker_command
+from models.workloads import TINY, Workload
 
 import torch_offload
 from torch_offload.config import parse_size
 
-HERE = Path(__file__).resolve().parent
 BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 14}
 SPARE_SHARE = 1.08  # of the state on SSD: pages that are being replaced, the file's growth
 SPARE_BYTES = 2 << 30
@@ -66,9 +63,7 @@ def train(plan: Plan, workload: Workload, limit: list[str], probe: DiskProbe, sc
     words = [word for name in names for word in (f"--{name}", str(values[name]))]
     words += ["--page-elements", str(workload.page_elements), "--ssd", scratch, "--dtype", plan.dtype, *limit]
     words += ["--optimizer", "offload"] if plan.dtype == "bf16" else []
-    worker = WorkerProcess(
-        f"{workload.parameters}", [sys.executable, str(HERE / "size_worker.py"), *words], log_directory=scratch
-    )
+    worker = WorkerProcess(f"{workload.parameters}", [*worker_command("size"), *words], log_directory=scratch)
     try:
         progress(f"{workload.parameters / 1e9:.2f} B parameters, built in {worker.description['build_seconds']:.1f} s")
         rounds = take_steps(plan, worker, probe)

@@ -20,17 +20,14 @@ somebody else took more than a tenth of the machine's CPU is discarded, up to a 
 
 import argparse
 import functools
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from reporting import at_least, at_most, emit, machine, progress, spread, usable
-from rounds import take_turns
-from worker_process import WorkerProcess
+from harness.reporting import at_least, at_most, emit, machine, progress, spread, usable
+from harness.rounds import take_turns
+from harness.worker_process import WorkerProcess, worker_command
 
-HERE = Path(__file__).resolve().parent
 CARD_OPERATIONS = 165e12
 OPERATIONS_PER_LINK_BYTE = CARD_OPERATIONS / 25e9
 OPERATIONS_PER_SSD_BYTE = CARD_OPERATIONS / 7e9
@@ -110,7 +107,7 @@ def start(name: str, point: Point, rates: Rates, ssd: str, *extra: str) -> Worke
     shape |= {"budget_bytes": point.ram_bytes, "ssd": ssd}
     shape |= {"link": rates.link_bytes_per_second, "ssd_rate": rates.ssd_bytes_per_second}
     options = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    return WorkerProcess(name, [sys.executable, str(HERE / "tiers_worker.py"), *options, *extra], log_directory=ssd)
+    return WorkerProcess(name, [*worker_command("tiers"), *options, *extra], log_directory=ssd)
 
 
 def shares_of(steps: dict[str, dict[str, Any]], rates: Rates) -> dict[str, float]:

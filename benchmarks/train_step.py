@@ -13,21 +13,18 @@ bandwidth. The least SSD traffic comes from the engine's own list of uses, repla
 """
 
 import argparse
-import sys
 import tempfile
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import interference
-from machine import DiskProbe
+from harness.machine import DiskProbe
+from harness.reporting import at_least, at_most, emit, machine, progress, spread, usable
+from harness.rounds import Round, take_turns
+from harness.worker_process import WorkerProcess, worker_command
+from models.workloads import LARGE, SMOKE, USUAL, Plan, VariantPlan, Workload
 from optimum import optimum
-from reporting import at_least, at_most, emit, machine, progress, spread, usable
-from rounds import Round, take_turns
-from worker_process import WorkerProcess
-from workloads import LARGE, SMOKE, USUAL, Plan, VariantPlan, Workload
 
-HERE = Path(__file__).resolve().parent
 MOST_RESIDENT_RATIO = 1.02
 MOST_QUARTER_RATIO = 1.10
 LEAST_SHARE_OF_LIMIT = 0.85
@@ -42,7 +39,7 @@ def start(workload: Workload, name: str, variant: VariantPlan, ssd: str) -> Work
     shape |= {"optimizer": workload.optimizer, "max_grad_norm": variant.max_grad_norm}
     shape |= {"budget_bytes": int(variant.budget_share * workload.state_bytes), "ssd": ssd}
     options = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    return WorkerProcess(name, [sys.executable, str(HERE / "step_worker.py"), *options], log_directory=ssd)
+    return WorkerProcess(name, [*worker_command("step"), *options], log_directory=ssd)
 
 
 def measure(

@@ -1,5 +1,5 @@
 """``python -m torch_offload`` is the console script ``torch-offload``."""
 
-from torch_offload.cli import main
+from torch_offload.cli.app import main
 
 main()

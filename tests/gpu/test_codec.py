@@ -6,7 +6,7 @@ from support.bits import digest
 from torch import Tensor
 
 from torch_offload import ConfigError, PageCorruptError
-from torch_offload import coded_linear as coded
+from torch_offload.moe import operators as coded
 
 CODERS = ("tun12", "rans4", "smallest")
 SHAPES = [(1, 1), (1, 257), (300, 1), (64, 64), (130, 67), (513, 1255), (2048, 1408)]

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_offload import Config, budget, session
+from torch_offload import Config
+from torch_offload.runtime import session
+from torch_offload.system import resources
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +42,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
     """A directory on a real disk."""
-    if budget.scratch_refusal(tmp_path) is None:
+    if resources.scratch_refusal(tmp_path) is None:
         yield tmp_path
         return
     parent = ROOT / "build" / "scratch"

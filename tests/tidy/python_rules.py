@@ -11,10 +11,10 @@ FILE_LINES = 600
 FUNCTION_LINES = 70
 EXAMPLE_LINES = 80
 LIBRARY = "torch_offload/"
-MAY_PRINT = ("torch_offload/cli.py", "torch_offload/__main__.py")
+MAY_PRINT = ("torch_offload/cli/app.py", "torch_offload/__main__.py")
 # TMPDIR, as tempfile reads it; what other programs and child processes are told.
-SITE_HOOK = "torch_offload/_site/sitecustomize.py"  # imported by the child processes of a launcher
-MAY_READ_ENVIRONMENT = ("torch_offload/budget.py", "torch_offload/environment.py", SITE_HOOK)
+SITE_HOOK = "torch_offload/launch/_site/sitecustomize.py"  # imported by the child processes of a launcher
+MAY_READ_ENVIRONMENT = ("torch_offload/system/resources.py", "torch_offload/system/environment.py", SITE_HOOK)
 GENERATED = ("_C", "_build_info")
 ALL_PYTHON = (LIBRARY, "tests/", "examples/", "benchmarks/", "setup.py")
 DEMO = "examples/demo"  # the demo measures and reports besides training
@@ -125,7 +125,7 @@ def dead_modules(tree: Tree) -> list[str]:
     return [
         f"{path}: no other module imports it"
         for path in _python(tree)
-        if module_name(path) not in used | entries and PurePosixPath(path).stem not in GENERATED
+        if module_name(path) not in used | entries and PurePosixPath(path).stem not in (*GENERATED, "__init__")
     ]
 
 

@@ -48,11 +48,11 @@ def quoted_names(text: str) -> Iterator[tuple[int, str]]:
 
 
 def public_names(tree: Tree) -> set[str]:
-    """Return what `torch_offload.` can be followed by: names bound in the package, and its modules."""
+    """Return what `torch_offload.` can be followed by: names bound in the package, its modules and subpackages."""
     found = {
-        PurePosixPath(path).stem
+        path.split("/")[1].split(".")[0]
         for path in select(tree, "torch_offload/", suffixes=(".py", ".pyi"))
-        if not path.endswith("__init__.py")
+        if not path.endswith("torch_offload/__init__.py")
     }
     for node in ast.walk(ast.parse(tree.get("torch_offload/__init__.py", ""))):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -71,7 +71,7 @@ def library_names(tree: Tree) -> list[str]:
     broken = []
     for path, text in documents(tree).items():
         for number, line in enumerate(text.splitlines(), start=1):
-            dotted = re.findall(r"\btorch_offload((?:\.\w+)+)", line)
+            dotted = re.findall(r"(?<!torch\.ops\.)\btorch_offload((?:\.\w+)+)", line)
             imported = re.findall(r"\bfrom torch_offload import ([\w, ]+)", line)
             chains = [chain.strip(".").split(".") for chain in dotted]
             chains += [[name.strip()] for names in imported for name in names.split(",")]

@@ -10,10 +10,10 @@ from typing import Any
 import xxhash
 from support.moe_models import tiny_moe
 
-from torch_offload import coded_files
-from torch_offload.coded_files import PAGE_ALIGNMENT_BYTES
-from torch_offload.moe import code_experts
-from torch_offload.ternary import in_planes
+from torch_offload.moe import checkpoint
+from torch_offload.moe.activate import code_experts
+from torch_offload.moe.checkpoint import PAGE_ALIGNMENT_BYTES
+from torch_offload.moe.ternary import in_planes
 
 FILES = ("config.json", "model.safetensors.index.json", "experts-*.safetensors", "model-*.safetensors")
 _LENGTH_BYTES = 8
@@ -36,7 +36,7 @@ def write_folder(folder: Path) -> None:
     """Write one layer of two experts, each of two planes."""
     model: Any = tiny_moe("mixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_local_experts=2)
     code_experts(model, lambda weight: in_planes(weight, [0.5, 0.8]))
-    coded_files.save(model, folder)
+    checkpoint.save(model, folder)
 
 
 class DamagedFolder:

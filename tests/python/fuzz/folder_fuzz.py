@@ -13,8 +13,9 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["torch_offload"]):
-    from torch_offload import cli, coded_files, coded_folder
+    from torch_offload.cli import app
     from torch_offload.errors import OffloadError
+    from torch_offload.moe import checkpoint, inspection
 
 import torch
 from damaged_folder import FILES, WAYS, DamagedFolder, write_folder
@@ -31,7 +32,7 @@ def require(holds: bool, claim: str) -> None:
 
 
 def run_command(*arguments: str) -> None:
-    result = CliRunner().invoke(cli.app, arguments, obj=[])
+    result = CliRunner().invoke(app.app, arguments, obj=[])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     require(result.exit_code in (0, 1, 2), "a command ends with a status that is documented")
@@ -44,8 +45,8 @@ def lay_out(path: Path) -> None:
     The model, which it makes itself, has a size that fits the folder: what transformers takes for others is not ours.
     """
     try:
-        folder = coded_folder.CodedFolder(path)
-        coded_files.lay_out(folder.model(), folder.config, dtype=torch.bfloat16)
+        folder = inspection.CodedFolder(path)
+        checkpoint.lay_out(folder.model(), folder.config, dtype=torch.bfloat16)
     except OffloadError as error:
         require(bool(str(error)), "an error says something")
 
@@ -84,7 +85,7 @@ def write_seeds(folder: DamagedFolder, seeds: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    coded_folder.MOST_VALUES = MOST_VALUES
+    inspection.MOST_VALUES = MOST_VALUES
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch, "whole")
         write_folder(whole)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def to_bf16(master: Tensor) -> Tensor:
-    """Round to nearest, ties away from zero, as docs/adamw.md defines the weight of a master."""
+    """Round to nearest, ties away from zero, as docs/reference/adamw.md defines the weight of a master."""
     top = torch.where(master.isnan(), 0x7FC0, (master.view(torch.int32).to(torch.int64) + 0x8000) >> 16)
     return top.to(torch.int16).view(torch.bfloat16)
 
 
 @dataclass
 class ReferenceAdamW:
-    """The formula of docs/adamw.md; each line is one fp32 operation, rounded by itself."""
+    """The formula of docs/reference/adamw.md; each line is one fp32 operation, rounded by itself."""
 
     lr: float = 1e-3
     beta1: float = 0.9

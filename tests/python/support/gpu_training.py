@@ -12,7 +12,7 @@ from support.bits import digest
 from torch_offload import Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-from bare_llama import BareLlama, Shape
+from models.bare_llama import BareLlama, Shape
 
 STEPS = 4
 MI = 1 << 20

@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from torch_offload import Config
-from torch_offload.launcher import run
+from torch_offload.launch.runner import run
 
 
 def main() -> None:

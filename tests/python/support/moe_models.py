@@ -21,9 +21,9 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
 )
 
-from torch_offload.coded_experts import DOWN, UP
-from torch_offload.expert_modules import FusedExperts, SwitchExperts, experts_of
-from torch_offload.ternary import TernaryMatrix
+from torch_offload.moe.layouts import FusedExperts, SwitchExperts, experts_of
+from torch_offload.moe.modules import DOWN, UP
+from torch_offload.moe.ternary import TernaryMatrix
 
 VOCABULARY = 256
 HIDDEN = 64

@@ -74,3 +74,11 @@ def start(command: Sequence[str]) -> Running:
 def start_paged(command: Sequence[str], *, ram: str, ssd: Path) -> Running:
     """Start the same under the launcher."""
     return Running([sys.executable, "-m", "support.launch", "--ram", ram, "--ssd", str(ssd), *command])
+
+
+def assert_paged(ended: Ended) -> None:
+    report = ended.report
+    assert report["evictions"] > 0
+    assert report["ssd_written_bytes"] > 0
+    assert report["ssd_read_bytes"] > 0
+    assert report["host_peak_bytes"] <= report["budget_bytes"]

@@ -1,0 +1,45 @@
+"""The least SSD traffic that a recorded run could have had: its uses of pages, replayed with the best eviction.
+
+What is replayed is what the engine did, in this order: pins, updates, new gradients and their end. At each use pages
+may have what the budget leaves beside the activations and temporaries of that moment.
+"""
+
+from collections.abc import Sequence
+
+from torch_offload.planning.belady import Event, Memory, Pages, Use
+
+LoggedUse = tuple[str, int, int, int, int, int, int]
+USES = {"read": Use.read, "write": Use.update, "create": Use.create, "drop": Use.drop}
+
+
+def events_of(log: Sequence[LoggedUse]) -> tuple[Pages, list[Event]]:
+    """Return the uses of single pages; pages of the same segment are in use together."""
+    pages = Pages()
+    numbers: dict[tuple[int, int], int] = {}
+    events = []
+    for kind, segment, first, count, page_bytes, segment_bytes, other_bytes in log:
+        if kind == "step":
+            events.append(Event(Use.mark))
+        for index in range(first, first + count):
+            if (segment, index) not in numbers:
+                size_bytes = min(page_bytes, segment_bytes - index * page_bytes)
+                numbers[segment, index] = pages.add("page", size_bytes)
+            page = numbers[segment, index]
+            events.append(Event(USES[kind], page, group=segment + 1, other_bytes=other_bytes))
+    return pages, events
+
+
+def least_traffic(log: Sequence[LoggedUse], limit_bytes: int) -> tuple[int, int]:
+    """Return the bytes that the last but one recorded step had to read and write.
+
+    Args:
+        log: What the engine listed over at least three steps. The first starts cold, after the last comes nothing.
+        limit_bytes: The budget.
+    """
+    pages, events = events_of(log)
+    created = {event.page for event in events if event.use is Use.create}
+    memory = Memory(pages, limit_bytes, stored=set(range(len(pages.kinds))) - created)
+    steps = list(memory.replay(events))
+    if len(steps) < 3:
+        raise ValueError(f"a replay needs three recorded steps, got {len(steps)}")
+    return steps[-2].read_bytes, steps[-2].written_bytes

@@ -1,0 +1,78 @@
+"""A worker process that takes commands on stdin and answers each with a JSON line, and its log."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TAIL_LINES = 15
+BENCHMARKS = Path(__file__).resolve().parents[1]
+
+
+def worker_command(name: str, *, python: str = sys.executable) -> list[str]:
+    """Return the command that runs a module of workers/, from any directory."""
+    search_path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return ["env", f"PYTHONPATH={search_path}", python, "-m", f"workers.{name}"]
+
+
+class WorkerFailed(RuntimeError):
+    """The process ended instead of answering; the message has the last lines of its log."""
+
+
+class WorkerProcess:
+    """Speaks with workers/step.py and what behaves like it."""
+
+    def __init__(self, name: str, command: Sequence[str], *, log_directory: str, **environment: str) -> None:
+        self.name = name
+        self.log = Path(log_directory, f"{name}.log")
+        self.peak_resident_bytes = 0.0
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                bufsize=1,
+                env={**os.environ, **environment},
+            )
+        self.description = self._answer()
+
+    def step(self) -> dict[str, Any]:
+        answer = self.ask("step")
+        self.peak_resident_bytes = max(self.peak_resident_bytes, answer["peak_resident_bytes"])
+        return answer
+
+    def ask(self, command: str) -> dict[str, Any]:
+        if self.process.stdin is None:
+            raise WorkerFailed(f"{self.name} has no stdin")
+        try:
+            self.process.stdin.write(command + "\n")
+        except BrokenPipeError:
+            self._fail()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process and wait for it; safe to call twice, and for one that failed."""
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self.process.stdout.readline() if self.process.stdout is not None else ""
+        if not line:
+            self._fail()
+        return dict(json.loads(line))
+
+    def _fail(self) -> None:
+        self.close()
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        raise WorkerFailed(f"{self.name} ended with status {self.process.returncode}:\n{tail}")

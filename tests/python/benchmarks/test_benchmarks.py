@@ -1,0 +1,131 @@
+"""Every benchmark driver runs from end to end on something tiny and says in JSON what it found.
+
+Times are no subject here: a smoke run judges none.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed: apt-get install fio")
+
+
+def run_smoke(name: str, *options: str) -> dict[str, Any]:
+    """Run a driver; the bars that it has hold."""
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke", "--json", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    result = dict(json.loads(ended.stdout))
+    assert all({"name", "value", "target", "holds"} <= set(bar) for bar in result["bars"])
+    assert [bar for bar in result["bars"] if not bar["holds"]] == []
+    return result
+
+
+def smoke(name: str, scratch: Path, *options: str) -> dict[str, Any]:
+    """Run a driver; nothing may stay in its directory."""
+    result = run_smoke(name, "--ssd", str(scratch), *options)
+    assert list(scratch.iterdir()) == []
+    return result
+
+
+@needs_fio
+def test_io_moves_the_same_bytes_as_fio(scratch):
+    """Both programs did what they were asked to: the same bytes, and none of them free of charge."""
+    result = smoke("io", scratch)
+    assert len(result["cases"]) == 6
+    for case in result["cases"].values():
+        runs = case["rounds"][0]["runs"]
+        assert {run["bytes"] for both in runs.values() for run in both} == {64 << 20}
+        assert all(run["cpu_seconds"] >= 0 and run["seconds"] > 0 for both in runs.values() for run in both)
+
+
+def test_interference_has_traffic_of_the_direction_asked_for(scratch):
+    """Computation and traffic ran at once, and a reader wrote nothing."""
+    result = smoke("interference", scratch)
+    moves = {
+        name: (result[name]["read_bytes_per_second"], result[name]["written_bytes_per_second"]) for name in DIRECTIONS
+    }
+    is_moving = {name: tuple(rate["median"] > 0 for rate in rates) for name, rates in moves.items()}
+    assert is_moving == {"read": (True, False), "write": (False, True), "mix": (True, True)}
+    assert result["operations_per_second"]["median"] > 0
+
+
+DIRECTIONS = ("read", "write", "mix")
+
+
+def test_peers_rows_compute_the_same_within_their_limits(scratch):
+    """Ours ran paged under a limit on its process; its bars (peak, losses, weights) hold, and there are such bars."""
+    result = smoke("peers", scratch)
+    ours = result["rows"]["ours_at_peer"]
+    assert ours["final"]["report"]["ssd_written_bytes"] > 0
+    assert ours["final"]["weights_sha256"] == result["rows"]["plain"]["final"]["weights_sha256"]
+    assert len(result["bars"]) == 2
+
+
+def test_size_trains_models_beyond_the_budget(scratch):
+    """Both models page, and the deeper one has more on SSD."""
+    result = smoke("size", scratch)
+    shallow, deep = result["runs"]
+    assert 0 < shallow["ssd_file_bytes"] < deep["ssd_file_bytes"]
+    assert deep["state_bytes"] > 2 * deep["budget_bytes"]
+    assert len(result["bars"]) == 4
+
+
+def test_train_step_compares_equal_work(scratch):
+    """Both dtypes trained to the same bits, plain and paged, and a replay accounts for the bytes that paging moved.
+
+    Furthest next use does not weigh that a dirty page moves twice, so on a tiny model it is no strict bound.
+    """
+    result = smoke("train_step", scratch)
+    assert [row["workload"]["dtype"] for row in result["workloads"]] == ["fp32", "bf16"]
+    for row in result["workloads"]:
+        quarter = row["variants"]["quarter"]
+        moved = quarter["ssd_read_bytes"]["median"] + quarter["ssd_written_bytes"]["median"]
+        least = quarter["traffic"]["least_read_bytes"] + quarter["traffic"]["least_written_bytes"]
+        assert 0.5 < moved / least < 2
+        assert row["variants"]["plain"]["final"]["weights_sha256"] == quarter["final"]["weights_sha256"]
+
+
+def test_three_tiers_computes_what_plain_torch_does(scratch):
+    """Bytes crossed every link, within both budgets, and a plan was made."""
+    result = smoke("three_tiers", scratch)
+    (point,) = result["points"]
+    assert all(point["busy_share"][name]["min"] > 0 for name in ("compute", "to device", "to host", "ssd"))
+    assert point["prediction"]["predicted_seconds"] > 0
+    assert len(result["bars"]) == 3
+
+
+def test_codec_gives_back_what_it_coded():
+    """Every coder was run both ways, near the entropy even of a small matrix, and every kernel had its turns."""
+    result = run_smoke("codec")
+    assert {row["coder"] for row in result["rates"]} == {"tun12", "rans4", "smallest", "qmoe"}
+    assert all(row["of_entropy"] > 0.7 for row in result["rates"])
+    assert {"tun12 encode, 1 threads", "rans4 encode, 1 threads"} <= set(result["speeds"])
+    assert all(speed["g_per_core_s"]["min"] > 0 for speed in result["speeds"].values())
+
+
+def test_moe_says_the_same_from_a_tenth_of_its_memory(scratch):
+    """Paged experts gave the tokens and losses of resident ones, within the budget, from bytes that were read."""
+    result = smoke("moe", scratch)
+    assert len(result["bars"]) == 10
+    assert result["final"]["paged"]["prefetches"] > 0
+
+
+def test_expert_quality_judges_every_way():
+    """Every way was judged, at no more bits than were asked for, and adapters were trained over the coded experts."""
+    result = run_smoke("expert_quality")
+    (found,) = result["results"]
+    methods = [row["method"] for row in found["variants"]]
+    assert methods == ["bf16", "zeroed", "qmoe", "qmoe_of_equal_tokens", "nearest", "nearest", "ours", "ours"]
+    assert [row["bits"] <= most for row, most in zip(found["variants"][-2:], (0.8, 2.0), strict=True)] == [True, True]
+    assert len({row["loss"] for row in found["variants"]}) == len(methods)
+    assert all(0 < ratio < 1 for ratio in found["rate_at_qmoes_error"])
+    assert all(0 < ratio < 1.1 for row in found["bytes_by_classes"] for ratio in row.values())
+    assert found["adapters"]["loss_adapted"] not in {row["loss"] for row in found["variants"]}

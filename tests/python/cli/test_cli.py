@@ -1,0 +1,212 @@
+"""The command line: what it understands, what it hands to the launcher, what it says about mistakes."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import typer
+from support.command import run_main
+from support.confined import command_line
+
+from torch_offload import Config, OutOfTierMemory
+from torch_offload.cli import app
+from torch_offload.cli.run_arguments import FLAGS, separate_script
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("run a.py --ram 2", "run -- a.py --ram 2"),
+        ("run --ram 2GiB a.py --ram 3 -m x", "run --ram 2GiB -- a.py --ram 3 -m x"),
+        ("run --ram=2GiB a.py --help", "run --ram=2GiB -- a.py --help"),
+        ("run --no-live a.py", "run --no-live -- a.py"),
+        ("run -m trl.scripts.sft --ram 3 --help", "run -m trl.scripts.sft -- --ram 3 --help"),
+        ("run -mpkg --ssd x", "run -mpkg -- --ssd x"),
+        ("run --module=pkg -- x", "run --module=pkg -- -- x"),
+        ("run --ssd /a --module pkg", "run --ssd /a --module pkg"),
+        ("run a.py -- --x", "run -- a.py -- --x"),
+        ("run -- a.py --x", "run -- a.py --x"),
+        ("run --ram", "run --ram"),
+        ("doctor --ssd run", "doctor --ssd run"),
+        ("", ""),
+    ],
+)
+def test_what_belongs_to_the_script_is_set_apart(given, expected):
+    assert separate_script(given.split()) == expected.split()
+
+
+def test_the_flags_of_run_are_those_that_take_no_value():
+    """Method: the parser that typer makes, against the table that finds the script's place."""
+    commands = typer.main.get_command(app.app).commands
+    flags = {
+        name
+        for option in commands["run"].params
+        if getattr(option, "is_flag", False)
+        for name in (*option.opts, *option.secondary_opts)
+    }
+    assert flags | {"-h", "--help"} == FLAGS
+
+
+def test_run_has_an_option_for_every_setting():
+    names = {option.name for option in typer.main.get_command(app.app).commands["run"].params}
+    assert set(Config.model_fields) <= names
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What the launcher is called with; it answers with the status 7."""
+    calls = []
+
+    def run(config, command, *, is_module):
+        calls.append((config, command, is_module))
+        return 7
+
+    stub = types.ModuleType("torch_offload.launch.runner")
+    stub.run = run
+    monkeypatch.setitem(sys.modules, "torch_offload.launch.runner", stub)
+    monkeypatch.setattr("torch_offload.launch.runner", stub, raising=False)
+    return calls
+
+
+def test_run_hands_script_and_settings_to_the_launcher(monkeypatch, launched, tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    arguments = ("--ram", "2GiB", "--ssd", str(tmp_path), "--queue-depth", "4", "--no-live", "--report", "r.json")
+    arguments += ("--trace", "t.json.gz")
+    monkeypatch.chdir(tmp_path)
+    assert run_main(monkeypatch, "run", *arguments, str(script), "--ram", "1", "-m", "--help") == 7
+    [(config, command, is_module)] = launched
+    wanted = Config(ram="2GiB", ssd=tmp_path, queue_depth=4, live=False, report=tmp_path / "r.json")
+    wanted = wanted.replace(trace=tmp_path / "t.json.gz")
+    assert config == wanted
+    assert config.model_fields_set == wanted.model_fields_set
+    assert command == [str(script), "--ram", "1", "-m", "--help"]
+    assert is_module is False
+
+
+def test_run_hands_modules_to_the_launcher(monkeypatch, launched):
+    assert run_main(monkeypatch, "run", "-m", "trl.scripts.sft", "--ssd", "x", "-m", "--", "--version") == 7
+    [(config, command, is_module)] = launched
+    assert (config, command) == (Config(live=True), ["trl.scripts.sft", "--ssd", "x", "-m", "--", "--version"])
+    assert is_module is True
+
+
+@pytest.mark.parametrize("raised", [OutOfTierMemory("full"), ValueError("no"), KeyboardInterrupt(), EOFError()])
+def test_what_the_script_raises_comes_out_as_it_is(monkeypatch, launched, raised):
+    """Also errors of ours: the traceback of the script is worth more than one line of this command."""
+
+    def run(config, command, *, is_module):
+        raise raised
+
+    monkeypatch.setattr(sys.modules["torch_offload.launch.runner"], "run", run)
+    monkeypatch.setattr(sys, "argv", ["torch-offload", "run", "-m", "x"])
+    with pytest.raises(type(raised)) as caught:
+        app.main()
+    assert caught.value is raised
+    assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["rnu", "a.py"], "Did you mean 'run'?"),
+        (["run", "--rma", "2GiB", "a.py"], "--ram"),
+        (["doctor", "--sdd", "x"], "--ssd"),
+        (["bench-ssd", "--secnds", "1"], "--seconds"),
+        (["report", "--htlm", "x"], "--html"),
+        (["plan", "x", "--optimzer", "none"], "--optimizer"),
+        (["plan", "{folder}"], "there is no model configuration at {folder}/config.json; give a model's directory"),
+        (["plan", "{folder}", "--dtype", "fp32"], "dtype: 'fp32' is not known; there are: float32, bfloat16, float16"),
+        (["plan", "{folder}", "--ram", "2GX"], "ram: cannot read '2GX' as a size; accepted: "),
+        (["probe", "--ssd", "{folder}/gone"], "gone does not exist; create it"),
+        (["run", "--ram", "2GX", "a.py"], "ram: cannot read '2GX' as a size; accepted: "),
+        (["run", "--io-engine", "urin", "a.py"], "io_engine: "),
+        (["run"], "nothing to run; name a script, or a module with -m"),
+        (["bench-ssd", "--block", "1000", "--ssd", "{folder}"], "block: must be a positive multiple of 4096"),
+        (["bench-ssd", "--size", "4KiB", "--ssd", "{folder}"], "size: must be at least"),
+        (["bench-ssd", "--ssd", "{folder}/gone"], "gone does not exist; create it"),
+        (["report", "{folder}/gone.json"], "run --report"),
+        (["report", "{folder}"], "no report in"),
+    ],
+)
+def test_mistakes_are_named_with_what_helps(monkeypatch, capsys, launched, scratch, arguments, expected):
+    assert run_main(monkeypatch, *(argument.format(folder=scratch) for argument in arguments)) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert expected.format(folder=scratch) in said
+    assert launched == []
+
+
+PLANNED = ("--sequence", "8", "--dtype", "bfloat16", "--json")
+
+
+@pytest.fixture
+def configured(monkeypatch, scratch):
+    """A directory with the configuration of a small model, on a machine that is known already."""
+    from support.figures import MACHINE
+    from support.models import tiny_config
+
+    monkeypatch.setattr("torch_offload.diagnostics.probe.probe_with_progress", lambda *_, **__: MACHINE, raising=False)
+    monkeypatch.setattr(sys.modules["torch_offload.diagnostics.probe"], "probe_with_progress", lambda *_, **__: MACHINE)
+    tiny_config("llama", tied=False, hidden=128, layers=2).save_pretrained(scratch)
+    return scratch
+
+
+def test_a_plan_says_whether_it_fits(monkeypatch, capsys, configured):
+    """By its exit status as well; with checkpointing, from a directory and from the file."""
+    options = ("--ssd", str(configured), "--optimizer", "torch_offload.AdamW", *PLANNED)
+    assert run_main(monkeypatch, "plan", str(configured), "--ram", "8MiB", "--checkpointing", *options) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["fits"], made["missing_bytes"], made["tokens_per_step"]) == (True, {}, 8)
+    assert run_main(monkeypatch, "plan", str(configured / "config.json"), "--ram", "64KiB", *options) == 1
+    made = json.loads(capsys.readouterr().out)
+    assert made["missing_bytes"]["ram"] == made["needed_bytes"]["ram"] - (64 << 10)
+
+
+def test_a_quantised_model_is_not_planned(monkeypatch, capsys, configured):
+    """Its weights are not what its configuration says."""
+    config = configured / "config.json"
+    said = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "torch_offload", "experts": {}}}
+    config.write_text(json.dumps(said))
+    assert run_main(monkeypatch, "plan", str(configured), "--ram", "8MiB", "--ssd", str(configured), *PLANNED) == 2
+    said = capsys.readouterr().err
+    assert "is of a quantised model (torch_offload)" in said
+    assert "knows" not in said
+
+
+def test_a_plan_is_shown_as_a_table(monkeypatch, capsys, configured):
+    assert run_main(monkeypatch, "plan", str(configured), "--ram", "64KiB", "--ssd", str(configured)) == 1
+    shown = capsys.readouterr().out
+    assert all(
+        words in shown for words in ("plan: does not fit", "bytes missing", "to change it", "tokens/s", "SSD read")
+    )
+
+
+def test_a_script_that_is_not_there_is_named_with_its_neighbour(monkeypatch, capsys, launched, tmp_path):
+    (tmp_path / "train.py").touch()
+    assert run_main(monkeypatch, "run", str(tmp_path / "trian.py"), "--x") == 2
+    assert f"there is no script {tmp_path}/trian.py; did you mean {tmp_path}/train.py?" in capsys.readouterr().err
+    assert run_main(monkeypatch, "run", str(tmp_path)) == 2
+    assert "a directory without a __main__.py" in capsys.readouterr().err
+    assert launched == []
+
+
+def test_the_module_runs_and_gives_its_version():
+    import torch_offload
+
+    shown = command_line("--version")
+    assert (shown.returncode, shown.stdout) == (0, f"torch-offload {torch_offload.__version__}\n")
+    helped = command_line("--help")
+    assert helped.returncode == 0
+    assert all(name in helped.stdout for name in ("run", "doctor", "bench-ssd", "report", "--version"))
+
+
+def test_the_library_imports_nothing_of_the_command_line():
+    """A training script that wraps by itself pays for none of it."""
+    code = (
+        "import sys, torch_offload; "
+        "found = {'typer', 'rich', 'jinja2', 'plotly', 'transformers'} & set(sys.modules); print(sorted(found))"
+    )
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (imported.returncode, imported.stdout) == (0, "[]\n")

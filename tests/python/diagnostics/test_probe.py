@@ -1,0 +1,91 @@
+"""A machine is measured once; what is kept is used as long as it holds, and is never in the way.
+
+Method: the real measurement with its rounds cut short, and counts of how often it is made.
+"""
+
+import json
+
+import pytest
+
+import torch_offload
+from torch_offload import Probe
+from torch_offload.diagnostics import ssd_benchmark as benches
+from torch_offload.diagnostics.probe import probe as measure
+
+RATES = ("ssd_read", "ssd_write", "ssd_mixed", "copy_rate")
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """The number of measurements so far, each of which takes a moment only."""
+    import sys
+
+    module = sys.modules["torch_offload.diagnostics.probe"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, little in {
+        "SSD_FILE_BYTES": 8 << 20,
+        "SSD_SECONDS": 0.01,
+        "COPY_BYTES": 1 << 20,
+        "GEMM_SIZE": 64,
+    }.items():
+        monkeypatch.setattr(module, name, little)
+    monkeypatch.setattr(module, "ROUNDS", 1)
+    calls = []
+    original = benches.measure
+
+    def counted(request, **options):
+        calls.append(request)
+        return original(request, **options)
+
+    monkeypatch.setattr(benches, "measure", counted)
+    return calls
+
+
+def test_every_rate_is_measured(measured, scratch):
+    found = torch_offload.probe(scratch)
+    assert all(getattr(found, name) > 0 for name in RATES)
+    assert all(rate > 0 for rate in [*found.gemm.values(), *found.update.values()])
+    assert set(found.gemm) == {"float32", "bfloat16"}
+    assert set(found.update) == {"adamw_torch_fused", "torch_offload.AdamW"}
+    assert list(scratch.iterdir()) in ([], [scratch / "cache"])
+
+
+def test_what_was_measured_is_used_again(measured, scratch):
+    first = measure(scratch)
+    assert measure(scratch) == first
+    assert len(measured) == 1
+    measure(scratch, refresh=True)
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"ssd_read": 1}', "other machine"])
+def test_what_is_kept_and_cannot_be_used_is_measured_again(measured, scratch, tmp_path, damage):
+    """An unfinished file, one of another version, one of another machine under the same name."""
+    first = measure(scratch)
+    [file] = (tmp_path / "cache" / "torch_offload").iterdir()
+    if damage == "other machine":
+        damage = first.model_copy(update={"key": {"processor": "another"}}).model_dump_json()
+    file.write_text(damage)
+    assert measure(scratch).key == first.key
+    assert len(measured) == 2
+    assert json.loads(file.read_text())["key"] == first.key
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_not_needed(measured, scratch, tmp_path, caplog):
+    (tmp_path / "cache").write_text("a file where a directory should be")
+    assert measure(scratch).ssd_read > 0
+    assert "measurements are not kept for the next time" in caplog.text
+
+
+def test_progress_is_told(measured, scratch):
+    told = []
+    measure(scratch, show=lambda what, done, total: told.append((what, done, total)))
+    assert [done for _, done, _ in told] == list(range(len(told)))
+    assert {total for _, _, total in told} == {len(told)}
+
+
+def test_a_probe_does_not_change(measured, scratch):
+    found = measure(scratch)
+    with pytest.raises(ValueError, match="frozen"):
+        found.ssd_read = 1.0
+    assert Probe.model_validate(found.to_dict()) == found

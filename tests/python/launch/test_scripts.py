@@ -1,0 +1,116 @@
+"""Scripts that know nothing of paging, under the launcher, leave the same files as without it, to the byte.
+
+Method: tiny models and tokenizers made here, no network; each script runs plain and under the launcher with a budget
+below its state. Reports that every process writes when it ends say that bytes moved.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from support.folders import save_model, save_rows
+from support.script_runs import SCRIPTS, Ended, assert_paged, start, start_paged
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Models by kind, data sets by trainer."""
+    root = tmp_path_factory.mktemp("folders")
+    made = {kind: save_model(kind, root / kind) for kind in ("causal", "classification", "seq2seq")}
+    made |= {"sft": save_rows(root / "texts", preference=False), "dpo": save_rows(root / "pairs", preference=True)}
+    return made
+
+
+def run_both(command: Sequence[str], output: Path, scratch: Path, *, ram: str) -> Ended:
+    """Run with OUTPUT replaced by a folder, plain and paged at once; compare the files, return the paged run."""
+
+    def named(folder: Path) -> list[str]:
+        return [str(folder) if word == "OUTPUT" else word for word in command]
+
+    plain, paged = start(named(output / "plain")), start_paged(named(output / "paged"), ram=ram, ssd=scratch)
+    ends = [plain.end(), paged.end()]
+    for ended in ends:
+        assert ended.status == 0, ended.errors[-5000:]
+    assert ends[0].reports == []
+    assert_same_weights(output / "paged", output / "plain")
+    assert_paged(ends[1])
+    assert list(scratch.glob("*torch*offload*")) == []
+    return ends[1]
+
+
+def assert_same_weights(found: Path, expected: Path) -> None:
+    names = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
+    assert names, f"nothing was saved in {expected}"
+    assert sorted(path.relative_to(found) for path in found.rglob("*.safetensors")) == names
+    for name in names:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def trl_options(trainer: str, folders: dict[str, Path]) -> list[str]:
+    options = f"""--model_name_or_path {folders["causal"]} --dataset_name {folders[trainer]} --dtype float32
+        --output_dir OUTPUT --max_steps {STEPS} --per_device_train_batch_size 1 --gradient_accumulation_steps 2
+        --max_length 48 --use_cpu --bf16 false --report_to none --learning_rate 1e-3"""
+    return options.split()
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_trl_sft(folders, tmp_path, scratch, tuning):
+    """The script of trl, all weights and adapters. The base of adapters is written at most once, as it first leaves."""
+    options = [] if tuning == "full" else ["--use_peft", "--lora_r", "8"]
+    command = ["-m", "trl.scripts.sft", *trl_options("sft", folders), *options]
+    report = run_both(command, tmp_path, scratch, ram="10MiB" if tuning == "full" else "7MiB").report
+    if tuning == "lora":
+        base_bytes = (folders["causal"] / "model.safetensors").stat().st_size
+        assert report["clean_drops"] > 0
+        assert report["read_bytes"]["parameter"] > base_bytes // 2
+        assert report["written_bytes"]["parameter"] < 1.5 * base_bytes
+
+
+def test_trl_dpo(folders, tmp_path, scratch):
+    """Two models, the reference frozen."""
+    run_both(["-m", "trl.scripts.dpo", *trl_options("dpo", folders)], tmp_path, scratch, ram="12MiB")
+
+
+def test_trl_command_trains_in_a_child(folders, tmp_path, scratch):
+    """`trl sft`: the command line starts accelerate, which starts the script."""
+    run_both(
+        [str(Path(sys.executable).parent / "trl"), "sft", *trl_options("sft", folders)], tmp_path, scratch, ram="10MiB"
+    )
+
+
+def test_accelerate_launch_trains_in_a_child(folders, tmp_path, scratch):
+    """`accelerate launch` of a stock Trainer script."""
+    command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", str(SCRIPTS / "fine_tune.py")]
+    run_both([*command, "causal", str(folders["causal"]), "OUTPUT"], tmp_path, scratch, ram="7MiB")
+
+
+@pytest.mark.parametrize("kind", ["causal", "classification", "seq2seq"])
+def test_stock_trainer(folders, tmp_path, scratch, kind):
+    """Llama, BERT and T5 with evaluation and checkpoints; resumed from its own checkpoint the run ends the same."""
+    command = [str(SCRIPTS / "fine_tune.py"), kind, str(folders[kind]), "OUTPUT"]
+    ended = run_both(command, tmp_path, scratch, ram="14MiB" if kind == "seq2seq" else "7MiB")
+    if kind == "causal":
+        assert "offload/ssd_read_GB_per_step" in ended.output  # what a Trainer tells its trackers, it prints
+        resumed = [*command[:-1], str(tmp_path / "resumed"), str(tmp_path / "paged" / "checkpoint-2")]
+        ended = start_paged(resumed, ram="7MiB", ssd=scratch).end()
+        assert ended.status == 0, ended.errors[-5000:]
+        assert_paged(ended)
+        name = "model.safetensors"
+        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def test_plain_loop(tmp_path, scratch):
+    """PyTorch alone."""
+    for run in ("plain", "paged"):
+        (tmp_path / run).mkdir()
+    plain = start([str(SCRIPTS / "plain_loop.py"), str(tmp_path / "plain" / "w.safetensors")])
+    command = [str(SCRIPTS / "plain_loop.py"), str(tmp_path / "paged" / "w.safetensors")]
+    paged = start_paged(command, ram="1MiB", ssd=scratch)
+    assert plain.end().status == 0
+    ended = paged.end()
+    assert ended.status == 0, ended.errors[-5000:]
+    assert_same_weights(tmp_path / "paged", tmp_path / "plain")
+    assert_paged(ended)

@@ -1,0 +1,268 @@
+"""A module whose tensors are on a GPU, paged: all that runs above the driver and the kernels, on a fake of both."""
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cases import CASES, differing
+from support.fake_gpu import ROOT, build, driver, in_gpu_child
+from support.gpu_training import check
+from support.training import STEPS, Case, Placement, train_both
+from torch import nn
+
+import torch_offload
+from torch_offload import Config, ConfigError, OutOfTierMemory, TierIOError
+
+GPU_CASES = [case for case in CASES if case.loop == "plain" and case.precision != "autocast"]
+SIDES = ("device", "host")
+PLACES = ("ssd", "keep", "ram")
+PLACED = [
+    (case, Placement(device=True, kind="cuda", activations=PLACES[index % 3], update_on=SIDES[index % 2]))
+    for index, case in enumerate(GPU_CASES[::2])
+]
+
+
+@pytest.fixture(scope="session")
+def fake_gpu() -> Path:
+    """The library that makes a GPU."""
+    return build()
+
+
+@pytest.mark.parametrize(("case", "placement"), PLACED, ids=[f"{case.name}-{place.name}" for case, place in PLACED])
+def test_paged_training_is_bitwise_equal(case: Case, placement: Placement, scratch, fake_gpu):
+    """Losses, weights, gradients and states are those of the run in the GPU, and pages crossed every link both ways."""
+    plain, paged, report = in_gpu_child(fake_gpu, train_both, case, str(scratch), placement)
+    assert paged.losses == plain.losses
+    assert len(plain.losses) == STEPS * case.micro_batch_count
+    assert differing(paged.digests, plain.digests) == []
+    assert report.device.name.startswith("cuda:0")
+    assert report.device.peak_bytes <= report.device.budget_bytes
+    assert report.host_peak_bytes <= report.budget_bytes
+    assert sum(report.device.to_device_bytes.values()) > 0
+    assert sum(report.device.to_host_bytes.values()) > 0
+    assert (report.counters["saved_bytes"] > 0) == (placement.activations != "keep")
+    if placement.activations != "ram":
+        assert report.ssd_written_bytes > 0
+        assert report.ssd_read_bytes > 0
+
+
+def small_config(scratch: str, **settings: object) -> Config:
+    """1 MiB of pages in the GPU over as much memory; what is below 1 KiB stays torch's."""
+    defaults = {"device": "2MiB", "device_kind": "cuda", "device_unpaged": "1MiB", "ram": "1MiB", "ssd": scratch}
+    return Config(**{**defaults, "page_elements": 4096, "min_paged_bytes": 1024, **settings})
+
+
+class Tied(nn.Module):
+    """Two parameters over one storage, a small one, a buffer of integers and one of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        memory = torch.randn(64, 64, generator=generator)
+        self.first = nn.Parameter(memory)
+        self.second = nn.Parameter(memory.view(32, 128))
+        self.bias = nn.Parameter(torch.ones(8))
+        self.register_buffer("order", torch.arange(4096))
+        self.register_buffer("scale", torch.full((16,), 0.5))
+
+
+def bring_and_take_back(scratch: str) -> None:
+    module = Tied()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    objects = [*module.parameters(), *module.buffers()]
+    module.first.grad = torch.full((64, 64), 3.0)
+    torch_offload.wrap(module, config=small_config(scratch))
+    assert all(a is b for a, b in zip([*module.parameters(), *module.buffers()], objects, strict=True))
+    assert all(tensor.is_cuda for tensor in (*objects, module.first.grad))
+    assert module.first.untyped_storage().data_ptr() == module.second.untyped_storage().data_ptr()
+    assert torch_offload.evict(module) == 0
+    with torch.no_grad():
+        module.first += 1
+    assert torch.equal(module.second.cpu(), before["second"] + 1)
+    assert torch_offload.report().device.to_device_bytes["parameter"] > 0
+
+    torch_offload.unwrap(module)
+    assert all(a is b for a, b in zip([*module.parameters(), *module.buffers()], objects, strict=True))
+    assert all(tensor.device.type == "cpu" for tensor in (*objects, module.first.grad))
+    assert module.first.untyped_storage().data_ptr() == module.second.untyped_storage().data_ptr()
+    assert torch.equal(module.first, before["first"] + 1)
+    assert torch.equal(module.first.grad, torch.full((64, 64), 3.0))
+    assert all(torch.equal(module.state_dict()[name], before[name]) for name in ("bias", "order", "scale"))
+    assert type(module.first) is nn.Parameter
+
+
+def test_wrapping_brings_a_module_there_and_unwrapping_back(scratch, fake_gpu):
+    """The same objects, tied ones still tied, gradients and what is too small to be paged along."""
+    in_gpu_child(fake_gpu, bring_and_take_back, str(scratch))
+
+
+def save_and_load(scratch: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    module = nn.Linear(128, 128)
+    expected = module.weight.detach().clone()
+    torch_offload.wrap(module, config=small_config(scratch))
+    assert torch_offload.evict(module.weight) == 0
+    saved = io.BytesIO()
+    torch.save(module.state_dict(), saved)
+    saved.seek(0)
+    assert torch.equal(torch.load(saved, map_location="cpu")["weight"], expected)
+    assert torch_offload.evict(module.weight) == 0
+    file = Path(scratch) / "weights.safetensors"
+    save_file(module.state_dict(), file)
+    assert torch.equal(load_file(file)["weight"], expected)
+
+
+def test_what_is_saved_is_fetched_first(scratch, fake_gpu):
+    """By torch, which reads storages behind the dispatcher, and by safetensors."""
+    in_gpu_child(fake_gpu, save_and_load, str(scratch))
+
+
+def hold_for_bare_addresses(scratch: str) -> None:
+    module = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    torch_offload.wrap(module, config=small_config(scratch))
+    torch_offload.evict(module)
+    with torch_offload.pinned(module[0]):
+        assert torch_offload.is_resident(module[0].weight)
+        assert torch_offload.evict(module) == module[0].weight.nbytes
+    assert torch_offload.evict(module) == 0
+    more = nn.Sequential(*(nn.Linear(128, 128) for _ in range(16)))
+    torch_offload.wrap(more)
+    with pytest.raises(OutOfTierMemory, match="device memory tier"), torch_offload.pinned(module, more):
+        pass
+    assert torch_offload.evict(module) == 0
+
+
+def test_pinned_modules_stay(scratch, fake_gpu):
+    """While the context is open; what does not fit at once is refused."""
+    in_gpu_child(fake_gpu, hold_for_bare_addresses, str(scratch))
+
+
+def refuse_a_small_device(scratch: str) -> None:
+    module = nn.Linear(1024, 512).to("cuda")
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with pytest.raises(OutOfTierMemory, match=r"weight .*device"):
+        torch_offload.wrap(module, config=small_config(scratch, device_kind=None))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert not any(torch_offload._C.is_managed(tensor) for tensor in module.parameters())
+
+
+def test_a_device_smaller_than_its_largest_tensor_is_refused(scratch, fake_gpu):
+    """A module that is on the GPU already, the kind of device left open: refused before anything is brought."""
+    in_gpu_child(fake_gpu, refuse_a_small_device, str(scratch))
+
+
+def refuse_capture(scratch: str) -> None:
+    module = nn.Linear(128, 128)
+    torch_offload.wrap(module, config=small_config(scratch))
+    batch = torch.ones(4, 128, device="cuda")
+    expected = module(batch)
+    driver().fake_gpu_set_capturing(True)
+    with pytest.raises(ConfigError, match="a CUDA graph cannot be captured over memory that is paged"):
+        module(batch)
+    driver().fake_gpu_set_capturing(False)
+    assert torch.equal(module(batch), expected)
+
+
+def test_capture_into_a_graph_is_refused(scratch, fake_gpu):
+    """With the reason; outside of it the module works as before."""
+    in_gpu_child(fake_gpu, refuse_capture, str(scratch))
+
+
+def call_often(module: nn.Module, batch: torch.Tensor) -> None:
+    """More than fits the pages' part: something has to come."""
+    for _ in range(20):
+        module(batch)
+
+
+def lose_the_device(scratch: str) -> None:
+    module = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
+    before = [weight.detach().clone() for weight in module.parameters()]
+    torch_offload.wrap(module, config=small_config(scratch, device="1.25MiB"))
+    torch_offload.evict(module)
+    batch = torch.ones(4, 128, device="cuda")
+    with torch.no_grad():
+        module(batch)
+        module[7].weight += 1
+        driver().fake_gpu_fail_copy()
+        for _ in range(2):
+            with pytest.raises(TierIOError, match="is lost"):
+                call_often(module, batch)
+    with pytest.raises(TierIOError, match="is lost"):
+        torch_offload.unwrap(module)
+    changed = module[7].weight
+    for weight, known in zip(module.parameters(), before, strict=True):
+        if weight is changed:
+            assert weight.is_cuda
+        else:
+            assert torch.equal(weight, known)
+
+
+def test_a_lost_device_is_a_typed_error(scratch, fake_gpu):
+    """At the access that finds it and at every later one; nothing hangs, and unwrapping gives back what is intact."""
+    in_gpu_child(fake_gpu, lose_the_device, str(scratch), timeout_seconds=60)
+
+
+def train_with_own_optimizer(scratch: str, side: str) -> None:
+    def losses(config: Config | None) -> tuple[list[str], list[bytes]]:
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8))).bfloat16()
+        if config is None:
+            module.cuda()
+        else:
+            torch_offload.wrap(module, config=config)
+        optimizer = torch_offload.AdamW(module.parameters(), lr=1e-2, moments="8bit", max_grad_norm=0.1)
+        found = []
+        for _ in range(4):
+            loss = module(torch.ones(4, 128, dtype=torch.bfloat16, device="cuda")).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item().hex())
+        return found, [weight.cpu().view(torch.uint8).numpy().tobytes() for weight in module.parameters()]
+
+    plain = losses(None)
+    assert len(set(plain[0])) == 4
+    settings = {"device": "400KiB", "device_unpaged": "120KiB", "ram": "512KiB", "update_on": side}
+    assert losses(small_config(scratch, page_elements=8192, **settings)) == plain
+    report = torch_offload.report()
+    assert report.device.to_device_bytes["parameter"] > 0
+    assert (report.device.to_device_bytes["state"] > 0) == (side == "device")
+
+
+@pytest.mark.parametrize(("optimizer", "activations"), [("own", "ram"), ("fused", "ssd")])
+def test_what_runs_on_a_real_gpu_runs(scratch, fake_gpu, optimizer, activations):
+    """The training of tests/gpu, smaller."""
+    settings = {"activations": activations, "update_on": "device"}
+    check(*in_gpu_child(fake_gpu, train_bare, optimizer, str(scratch), settings))
+
+
+def train_bare(optimizer: str, scratch: str, settings: dict[str, str]) -> Any:
+    from support import gpu_training
+
+    return gpu_training.train_both(optimizer, gpu_training.FAKE, scratch, settings)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_own_optimizer_is_bitwise_equal(scratch, fake_gpu, side):
+    """Split masters, moments of 8 bit, clipping; updates on either side."""
+    in_gpu_child(fake_gpu, train_with_own_optimizer, str(scratch), side)
+
+
+def train_bare_llama(scratch: str) -> dict[str, float]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from gpu_training import SMOKE, Training
+
+    turns = [Training(SMOKE, is_paged=is_paged, ssd=scratch).turn() for is_paged in (False, True)]
+    assert turns[0].keys() < turns[1].keys()
+    return turns[1]
+
+
+def test_benchmark_of_training_runs(scratch, fake_gpu):
+    """Its models train, in the GPU and paged."""
+    turn = in_gpu_child(fake_gpu, train_bare_llama, str(scratch))
+    assert turn["to device"] > 0
+    assert turn["to host"] > 0

@@ -1,0 +1,71 @@
+"""No operator of torch's own test database sees a page that is not there: equal bits or a typed error, never a signal.
+
+Method: workers call every operator with each tensor argument paged out in turn (and all at once), forward, backward, in
+place and into `out`; plain torch runs twice to find what is not deterministic in itself. A worker that dies names its
+operator, and the rest goes on.
+"""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.isolation import describe_exit
+
+WORKERS = 2
+FEWEST_OPERATORS = 650
+FEWEST_PAGED_CALLS = 8_000
+MOST_REFUSED_SHARE = 0.02
+
+
+@dataclass
+class ShardResult:
+    tallies: list[dict[str, Any]] = field(default_factory=list)
+    crashes: list[str] = field(default_factory=list)
+    misses: int = 0
+
+
+def run_worker(shard: int, start: int, scratch: str) -> tuple[list[dict[str, Any]], subprocess.CompletedProcess[str]]:
+    command = [sys.executable, "-m", "support.operator_sweep", "--scratch", scratch]
+    command += ["--shard", str(shard), "--shards", str(WORKERS), "--start", str(start)]
+    worker = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    return [json.loads(line) for line in worker.stdout.splitlines()], worker
+
+
+def sweep_shard(shard: int, scratch: str) -> ShardResult:
+    """Sweep a shard; after a crash go on behind the operator that crashed."""
+    result = ShardResult()
+    start = 0
+    while True:
+        lines, worker = run_worker(shard, start, scratch)
+        finished = [line for line in lines if "tally" in line]
+        result.tallies += [line["tally"] for line in finished]
+        result.misses += finished[-1]["statistics"]["misses"] if finished else 0
+        if worker.returncode == 0:
+            return result
+        assert lines, worker.stderr
+        result.crashes.append(f"{lines[-1]['operator']}: {describe_exit(worker.returncode)}\n{worker.stderr[-2000:]}")
+        start = lines[-1]["position"] + 1
+
+
+def test_every_operator_with_each_argument_evicted(scratch, capsys):
+    """Each operator's results, gradients and arguments afterwards are those of plain torch, bit for bit."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        shards = list(pool.map(lambda shard: sweep_shard(shard, str(scratch)), range(WORKERS)))
+    tallies = [tally for shard in shards for tally in shard.tallies]
+    total = {name: sum(tally[name] for tally in tallies) for name in ("calls", "paged_calls", "unstable_calls")}
+    refused = [line for tally in tallies for line in tally["refused"]]
+    misses = sum(shard.misses for shard in shards)
+    unstable = sorted(tally["operator"] for tally in tallies if tally["unstable_calls"])
+    with capsys.disabled():
+        sys.stdout.write(f"\n{len(tallies)} operators, {total}, {len(refused)} typed errors, {misses} page-ins\n")
+        sys.stdout.write(f"not deterministic in plain torch: {', '.join(unstable)}\n")
+    assert [crash for shard in shards for crash in shard.crashes] == []
+    assert [problem for tally in tallies for problem in tally["problems"]] == []
+    assert len(tallies) >= FEWEST_OPERATORS
+    assert total["paged_calls"] >= FEWEST_PAGED_CALLS
+    assert misses >= FEWEST_PAGED_CALLS
+    assert len(refused) <= MOST_REFUSED_SHARE * total["paged_calls"], refused[:20]

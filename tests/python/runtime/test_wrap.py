@@ -1,0 +1,548 @@
+"""wrap and unwrap change where bytes live and nothing else; bad input is refused and leaves everything usable."""
+
+import copy
+import json
+import os
+import pickle
+import resource
+import warnings
+import weakref
+
+import pytest
+import torch
+from support.paging import assert_bitwise_equal, page_out, reading, reading_nothing
+from torch import nn
+
+import torch_offload
+from torch_offload import _C, Config, ConfigError, OffloadError, OutOfTierMemory, TierIOError
+from torch_offload.runtime import session
+
+MIB = 1 << 20
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128), nn.BatchNorm1d(128))
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 1) -> torch.Tensor:
+    batch = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    loss = module(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach().clone()
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2, fused=True)
+
+
+def snapshot(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict:
+    content = {name: value.clone() for name, value in module.state_dict().items()}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            content[f"{name}.grad"] = parameter.grad.clone()
+        for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
+            content[f"{name}.{key}"] = value.clone()
+    return content
+
+
+def assert_usable(scratch) -> None:
+    """A module can be wrapped, trained and unwrapped, and trains as in memory."""
+    plain, paged = make_module(), make_module()
+    config = Config(ram=8 * MIB, ssd=scratch, min_paged_bytes=0, page_elements=4096)
+    assert torch_offload.wrap(paged, config=config) is paged
+    losses = [[step(module, optimizer) for _ in range(2)] for module in (plain, paged) for optimizer in [adamw(module)]]
+    assert_bitwise_equal(losses[1], losses[0])
+    assert_bitwise_equal(snapshot(paged), snapshot(plain))
+    torch_offload.unwrap(paged)
+
+
+# --- what wrap and unwrap do ------------------------------------------------------------------------------------------
+
+
+def test_wrap_changes_nothing_that_can_be_seen(config):
+    """Class, names, identity of parameters, addresses of storages over evictions, and values."""
+    module = make_module()
+    before = snapshot(module)
+    parameters, names = list(module.parameters()), [name for name, _ in module.named_parameters()]
+    assert torch_offload.wrap(module, config=config) is module
+    assert type(module) is nn.Sequential
+    assert [name for name, _ in module.named_parameters()] == names
+    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+    addresses = [parameter.data_ptr() for parameter in parameters]
+    page_out(module)
+    with reading_nothing():
+        assert [parameter.data_ptr() for parameter in parameters] == addresses
+    with reading(sum(parameter.nbytes for parameter in parameters)):
+        assert_bitwise_equal(snapshot(module), before)
+
+
+def test_training_is_bitwise_equal_with_everything_paged_out_at_every_turn(config):
+    """Parameters, gradients and moments leave before and after backward and the step."""
+    plain, paged = make_module(), make_module()
+    torch_offload.wrap(paged, config=config)
+    plain_optimizer, paged_optimizer = adamw(plain), adamw(paged)
+    for seed in range(4):
+        expected = step(plain, plain_optimizer, seed)
+        torch_offload.flush()
+        torch_offload.evict(paged)
+        assert_bitwise_equal(step(paged, paged_optimizer, seed), expected)
+    torch_offload.evict(paged)
+    assert_bitwise_equal(snapshot(paged, paged_optimizer), snapshot(plain, plain_optimizer))
+    report = torch_offload.report()
+    kinds = ("parameter", "gradient", "state")
+    assert all(report.written_bytes[kind] > 0 for kind in kinds)
+    assert report.ssd_read_bytes > 0
+    assert report.host_peak_bytes <= report.budget_bytes
+
+
+CLOSURE_OPTIMIZERS = {
+    "adamw": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True),
+    "sgd": lambda module: torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1, foreach=False),
+    "lbfgs": lambda module: torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3, history_size=3),
+}
+
+
+@pytest.mark.parametrize("name", CLOSURE_OPTIMIZERS)
+def test_steps_with_a_closure_are_bitwise_equal(config, name):
+    """The closure runs the model inside the optimizer's step."""
+    outcomes = []
+    for is_paged in (False, True):
+        module = make_module()
+        if is_paged:
+            torch_offload.wrap(module, config=config)
+        optimizer = CLOSURE_OPTIMIZERS[name](module)
+        losses = []
+        for seed in range(3):
+            batch = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))
+
+            def closure(module=module, optimizer=optimizer, batch=batch, losses=losses):
+                optimizer.zero_grad()
+                loss = module(batch).square().mean()
+                loss.backward()
+                losses.append(loss.item().hex())
+                return loss
+
+            if is_paged:
+                page_out(module)
+            optimizer.step(closure)
+        outcomes.append([losses, snapshot(module)])
+    assert_bitwise_equal(outcomes[1], outcomes[0])
+    assert torch_offload.report().ssd_read_bytes > 0
+
+
+def test_momentum_made_from_a_decayed_gradient_is_paged(config):
+    """SGD clones `gradient + decay * weight`, which is nobody's state before."""
+    module = make_module()
+    torch_offload.wrap(module, config=config)
+    optimizer = CLOSURE_OPTIMIZERS["sgd"](module)
+    step(module, optimizer)
+    large = [parameter for parameter in module.parameters() if parameter.dim() == 2]
+    assert all(_C.is_managed(optimizer.state[parameter]["momentum_buffer"]) for parameter in large)
+
+
+def test_an_optimizer_step_that_raises_leaves_the_engine_as_it_was(config):
+    """Results of the forward after it are ordinary, and training goes on equal."""
+    plain, paged = make_module(), make_module()
+    torch_offload.wrap(paged, config=config)
+    outcomes = []
+    for module in (plain, paged):
+        optimizer = adamw(module)
+        step(module, optimizer)
+
+        def closure():
+            raise RuntimeError("from the closure")
+
+        with pytest.raises(RuntimeError, match="from the closure"):
+            optimizer.step(closure)
+        assert not _C.is_managed(module(torch.randn(8, 128, generator=torch.Generator().manual_seed(9))))
+        step(module, optimizer, seed=2)
+        outcomes.append(snapshot(module, optimizer))
+    assert_bitwise_equal(outcomes[1], outcomes[0])
+
+
+def test_unwrap_gives_ordinary_tensors_back(config):
+    """Parameters, gradients and moments keep values, address nothing of ours and need no engine; hooks are gone."""
+    plain, paged = make_module(), make_module()
+    torch_offload.wrap(paged, config=config)
+    optimizers = [adamw(plain), adamw(paged)]
+    for module, optimizer in zip((plain, paged), optimizers, strict=True):
+        step(module, optimizer)
+    assert torch_offload.unwrap(paged) is paged
+    assert session.current() is None
+    tensors = list(paged.parameters())
+    tensors += [parameter.grad for parameter in tensors]
+    tensors += [value for state in optimizers[1].state.values() for value in state.values()]
+    assert not any(_C.is_managed(tensor) for tensor in tensors)
+    assert all(not part._forward_pre_hooks for part in paged.modules())
+    assert all(not parameter._post_accumulate_grad_hooks for parameter in paged.parameters())
+    assert_bitwise_equal(snapshot(paged, optimizers[1]), snapshot(plain, optimizers[0]))
+    for module, optimizer in zip((plain, paged), optimizers, strict=True):
+        step(module, optimizer, seed=5)
+    assert_bitwise_equal(snapshot(paged, optimizers[1]), snapshot(plain, optimizers[0]))
+
+
+def test_modules_share_one_engine_and_what_they_share_stays_paged(config):
+    """One budget for all; unwrapping one leaves the tied weight of the other paged."""
+    first, second = nn.Linear(128, 128), nn.Linear(128, 128)
+    second.weight = first.weight
+    torch_offload.wrap(first, config=config)
+    torch_offload.wrap(second)
+    assert _C.engine_of(first.bias) is _C.engine_of(second.bias)
+    torch_offload.unwrap(first)
+    assert not _C.is_managed(first.bias)
+    assert _C.is_managed(second.weight)
+    torch_offload.unwrap(second)
+    assert not _C.is_managed(second.weight)
+
+
+def test_tied_parameters_are_one_segment(config):
+    """They are paged once and read once."""
+    module = nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 64, bias=False))
+    module[1].weight = module[0].weight
+    torch_offload.wrap(module, config=config)
+    page_out(module)
+    with reading(module[0].weight.nbytes):
+        module(torch.tensor([1, 2]))
+    with reading_nothing():
+        module[1].weight.sum()
+
+
+def test_small_tensors_stay_in_memory(config):
+    """min_paged_bytes decides; evict says what stayed."""
+    module = make_module()
+    torch_offload.wrap(module, config=config.replace(min_paged_bytes="64KiB"))
+    assert _C.is_managed(module[0].weight)
+    assert not _C.is_managed(module[0].bias)
+    assert torch_offload.evict(module[0].bias) == module[0].bias.nbytes
+    assert torch_offload.is_resident(module[0].bias)
+    assert torch_offload.evict(module) == 0
+
+
+def test_large_buffers_are_paged(config):
+    """In-place updates of running statistics included."""
+    plain, paged = make_module(), make_module()
+    torch_offload.wrap(paged, config=config)
+    assert _C.is_managed(paged[3].running_mean)
+    for module in (plain, paged):
+        torch_offload.evict(paged)
+        module(torch.randn(4, 128, generator=torch.Generator().manual_seed(0)))
+    assert_bitwise_equal(dict(paged.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_prefetch_reads_ahead_and_evict_sends_away(config):
+    """Hints for a tensor and for a module; unknown things are a TypeError."""
+    module = make_module()
+    torch_offload.wrap(module, config=config)
+    page_out(module)
+    torch_offload.prefetch(module)
+    module[0].weight.sum()
+    assert torch_offload.is_resident(module[0].weight)
+    assert torch_offload.evict(module[0].weight) == 0
+    assert not torch_offload.is_resident(module[0].weight)
+    for verb in (torch_offload.evict, torch_offload.prefetch):
+        with pytest.raises(TypeError, match=r"torch\.nn\.Module or a torch\.Tensor"):
+            verb("module")
+
+
+def test_ordinary_tensors_pass_through_every_verb():
+    """Without any engine too."""
+    tensor = torch.ones(5)
+    assert torch_offload.evict(tensor) == 20
+    assert torch_offload.is_resident(tensor)
+    torch_offload.prefetch(tensor)
+    torch_offload.flush()
+
+
+# --- modules that change after they were wrapped ----------------------------------------------------------------------
+
+
+def test_parameters_registered_later_are_paged(config):
+    """By assignment, by load_state_dict(assign=True), and with a whole submodule."""
+    module = make_module()
+    torch_offload.wrap(module, config=config)
+    module[0].weight = nn.Parameter(torch.randn(256, 128))
+    assert _C.is_managed(module[0].weight)
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+    assert _C.is_managed(module[2].weight)
+    module[2] = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 128))
+    assert _C.is_managed(module[2][0].weight)
+    optimizer = adamw(module)
+    step(module, optimizer)
+    assert _C.is_managed(module[2][0].weight.grad)
+
+
+def test_parameters_made_trainable_later_are_hooked_and_equal(config):
+    """Frozen when wrapped, trained afterwards."""
+    plain, paged = make_module(), make_module()
+    for module in (plain, paged):
+        module.requires_grad_(False)
+    torch_offload.wrap(paged, config=config)
+    for module in (plain, paged):
+        module.requires_grad_(True)
+        optimizer = adamw(module)
+        step(module, optimizer)
+        step(module, optimizer)
+    assert _C.is_managed(paged[0].weight.grad)
+    assert_bitwise_equal(snapshot(paged), snapshot(plain))
+
+
+@pytest.mark.parametrize("convert", [nn.Module.bfloat16, nn.Module.double, lambda module: module.to(torch.float16)])
+def test_converted_modules_stay_paged(config, convert):
+    """Parameters get other storages and keep being paged."""
+    plain, paged = convert(make_module()), make_module()
+    torch_offload.wrap(paged, config=config)
+    page_out(paged)
+    convert(paged)
+    paged.eval()(torch.zeros(2, 128, dtype=paged[0].weight.dtype))
+    assert all(_C.is_managed(parameter) for parameter in paged.parameters())
+    page_out(paged)
+    assert_bitwise_equal(dict(paged.named_parameters()), dict(plain.named_parameters()))
+
+
+def test_states_loaded_into_an_optimizer_are_paged(config):
+    """optimizer.load_state_dict makes new states; training goes on equal."""
+    plain, paged = make_module(), make_module()
+    torch_offload.wrap(paged, config=config)
+    for module in (plain, paged):
+        optimizer = adamw(module)
+        step(module, optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = adamw(module)
+        optimizer.load_state_dict(saved)
+        step(module, optimizer)
+        step(module, optimizer)
+    assert _C.is_managed(optimizer.state[paged[0].weight]["exp_avg"])
+    assert_bitwise_equal(snapshot(paged), snapshot(plain))
+
+
+def test_copies_and_pickles_are_ordinary_modules(config):
+    """A copy computes the same and is not paged; a pickle names nothing of ours."""
+    module = make_module().eval()
+    batch = torch.randn(3, 128)
+    expected = module(batch)
+    torch_offload.wrap(module, config=config)
+    page_out(module)
+    duplicate = copy.deepcopy(module)
+    page_out(module)
+    content = pickle.dumps(module)
+    assert b"torch_offload" not in content
+    for twin in (duplicate, pickle.loads(content)):
+        assert_bitwise_equal(twin(batch), expected)
+        assert not any(_C.is_managed(parameter) for parameter in twin.parameters())
+    torch_offload.wrap(duplicate)
+    page_out(duplicate)
+    assert_bitwise_equal(duplicate(batch), expected)
+
+
+def test_a_module_that_is_dropped_can_be_followed_by_another(config):
+    """Nothing here keeps it alive, a reference cycle does not block the next budget."""
+    module = make_module()
+    module.itself = [module]
+    gone = weakref.ref(module)
+    torch_offload.wrap(module, config=config)
+    del module
+    torch_offload.wrap(make_module(), config=config.replace(ram="16MiB"))
+    assert gone() is None
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_counts_and_can_be_written_as_json(config):
+    """Every field of the issue is there, and the last report outlives the engine."""
+    module = make_module()
+    torch_offload.wrap(module, config=config)
+    page_out(module)
+    module(torch.zeros(2, 128))
+    report = torch_offload.report()
+    content = json.loads(report.json())
+    assert content["budget_bytes"] == 8 * MIB
+    assert content["ssd_read_bytes"] == sum(content["read_bytes"].values()) > 0
+    assert content["ssd_written_bytes"] == sum(content["written_bytes"].values()) > 0
+    assert 0 <= content["hit_rate"] <= 1
+    assert content["evictions"] > 0
+    assert set(content["stall_seconds"]) == {"read", "memory", "update", "fault"}
+    assert set(content["read_bytes"]) == {"parameter", "gradient", "state", "activation", "other"}
+    assert "of 8 MiB" in str(report)
+    torch_offload.unwrap(module)
+    assert torch_offload.report().ssd_read_bytes >= report.ssd_read_bytes
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_below_the_largest_parameter_is_refused_before_anything_moves(config, scratch):
+    """The message names the tier, the bytes needed and available, and a remedy that works."""
+    module = make_module()
+    with pytest.raises(OutOfTierMemory) as caught:
+        torch_offload.wrap(module, config=config, ram="128KiB")
+    message = str(caught.value)
+    assert isinstance(caught.value, MemoryError)
+    assert all(part in message for part in ("host tier", "0.weight", "131072 bytes (128 KiB) available"))
+    assert session.current() is None
+    remedy = int(message.rsplit(" ", 1)[1])
+    torch_offload.wrap(module, config=config, ram=remedy)
+    torch_offload.unwrap(module)
+    assert_usable(scratch)
+
+
+@pytest.mark.parametrize("ram", ["24G", "lots", -1, 0, 1.5])
+def test_a_budget_that_does_not_parse_is_refused(scratch, ram):
+    """Before an engine is made."""
+    with pytest.raises(ConfigError, match="ram"):
+        torch_offload.wrap(make_module(), ram=ram, ssd=scratch)
+    assert session.current() is None
+    assert_usable(scratch)
+
+
+def test_directories_that_cannot_hold_pages_are_refused(scratch):
+    """Missing, a file, in memory; each with its reason."""
+    file = scratch / "file"
+    file.write_text("")
+    cases = {scratch / "missing": "does not exist", file: "not a directory"}
+    if os.path.isdir("/dev/shm"):
+        cases["/dev/shm"] = "is on tmpfs, which is memory"
+    for directory, reason in cases.items():
+        with pytest.raises(ConfigError, match=reason):
+            torch_offload.wrap(make_module(), ram=8 * MIB, ssd=directory)
+    assert_usable(scratch)
+
+
+def test_a_directory_that_cannot_be_written_is_refused(scratch):
+    """/proc refuses root too."""
+    with pytest.raises(OffloadError):
+        torch_offload.wrap(make_module(), ram=8 * MIB, ssd="/proc/self")
+    assert_usable(scratch)
+
+
+def test_a_disk_without_room_for_the_parameters_is_refused(config, scratch, monkeypatch):
+    """Naming the tier and the bytes."""
+    monkeypatch.setattr("torch_offload.system.resources.free_disk_bytes", lambda _: 4096)
+    module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(40)))
+    with pytest.raises(OutOfTierMemory, match=r"ssd tier: .* 4096 bytes are free"):
+        torch_offload.wrap(module, config=config)
+    monkeypatch.undo()
+    assert_usable(scratch)
+
+
+def test_wrapping_twice_is_refused(config, scratch):
+    """The module stays wrapped and usable."""
+    module = make_module()
+    torch_offload.wrap(module, config=config)
+    with pytest.raises(OffloadError, match="unwrap"):
+        torch_offload.wrap(module)
+    page_out(module)
+    module(torch.zeros(2, 128))
+    torch_offload.unwrap(module)
+    assert_usable(scratch)
+
+
+def test_unwrapping_what_is_not_wrapped_is_refused(config):
+    """A part of a wrapped module is not wrapped itself."""
+    module = make_module()
+    with pytest.raises(OffloadError, match="not wrapped"):
+        torch_offload.unwrap(module)
+    torch_offload.wrap(module, config=config)
+    with pytest.raises(OffloadError, match="not wrapped"):
+        torch_offload.unwrap(module[0])
+
+
+def test_a_second_budget_beside_a_running_engine_is_refused(config):
+    """The same settings, or none, join."""
+    first, second = make_module(), make_module()
+    torch_offload.wrap(first, config=config)
+    with pytest.raises(ConfigError, match="ram"):
+        torch_offload.wrap(second, ram="9MiB")
+    torch_offload.wrap(second, ram="8MiB")
+
+
+def test_only_modules_can_be_wrapped():
+    """Not a tensor, not a list."""
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        torch_offload.wrap(torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_tensors_that_cannot_be_paged_are_named_in_one_warning(config):
+    """meta, sparse, quantised, a subclass and shared memory stay as they are; the rest is paged."""
+
+    class Packed(nn.Parameter):
+        pass
+
+    module = make_module()
+    module.on_meta = nn.Parameter(torch.empty(9, device="meta"))
+    module.sparse = nn.Parameter(torch.eye(4).to_sparse())
+    module.packed = Packed(torch.ones(4))
+    module.register_buffer("quantised", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
+    module.register_buffer("shared", torch.ones(4).share_memory_())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch_offload.wrap(module, config=config)
+    messages = [str(warning.message) for warning in caught if "torch_offload" in str(warning.message)]
+    assert len(messages) == 1
+    assert all(name in messages[0] for name in ("on_meta", "sparse", "packed", "quantised", "shared"))
+    assert caught[0].filename == __file__
+    assert _C.is_managed(module[0].weight)
+    assert not any(_C.is_managed(tensor) for tensor in (module.packed, module.shared))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module[0](torch.ones(2, 128))
+        torch_offload.unwrap(module)
+
+
+def test_an_error_midway_leaves_nothing_wrapped(config, scratch, monkeypatch):
+    """All or nothing: tensors paged before the error are ordinary again, hooks and engine are gone."""
+    module = make_module()
+    before = snapshot(module)
+    real = session.WrappedModule._adopt
+    adopted = []
+
+    def failing(self, label, *args):
+        if len(adopted) == 2:
+            raise TierIOError("the disk went away")
+        adopted.append(label)
+        return real(self, label, *args)
+
+    monkeypatch.setattr(session.WrappedModule, "_adopt", failing)
+    with pytest.raises(TierIOError, match="the disk went away"):
+        torch_offload.wrap(module, config=config)
+    monkeypatch.undo()
+    assert len(adopted) == 2
+    assert not any(_C.is_managed(parameter) for parameter in module.parameters())
+    assert not any(part._forward_pre_hooks for part in module.modules())
+    assert session.current() is None
+    assert_bitwise_equal(snapshot(module), before)
+    assert_usable(scratch)
+
+
+def test_an_operator_too_large_for_the_budget_is_a_typed_error_and_training_goes_on(config):
+    """The exception comes out of forward; afterwards everything works."""
+    plain, module = make_module(), make_module()
+    expected = step(plain, adamw(plain))
+    torch_offload.wrap(module, config=config, ram="4MiB")
+    batch = torch.zeros(4096, 128)
+    with pytest.raises(OutOfTierMemory, match="budget of 4194304 bytes"):
+        module(batch)
+    del batch
+    assert_bitwise_equal(step(module, adamw(module)), expected)
+
+
+def test_a_disk_that_fills_up_is_a_typed_error_and_nothing_is_lost(config):
+    """Method: a limit on the size of files. Once there is room again the same pages leave."""
+    module = make_module()
+    before = snapshot(module)
+    torch_offload.wrap(module, config=config)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))
+    try:
+        with pytest.raises(TierIOError):
+            torch_offload.evict(module)
+        assert_bitwise_equal(snapshot(module), before)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    page_out(module)
+    assert torch_offload.report().ssd_written_bytes >= sum(weight.nbytes for weight in module.parameters())
+    assert_bitwise_equal(snapshot(module), before)

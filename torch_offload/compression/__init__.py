@@ -1,0 +1,1 @@
+"""Turns dense experts into coded ones."""

@@ -1,0 +1,465 @@
+"""Compressing a model's experts: layer by layer to a total of bytes, with what each layer is given as it will run."""
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from torch_offload.compression import calibration as calibrations
+from torch_offload.compression import gptq
+from torch_offload.compression.calibration import DEFAULT_SEQUENCE, Sample
+from torch_offload.compression.gptq import Rounding
+from torch_offload.compression.input_moments import ExpertMoments, moments_of
+from torch_offload.compression.layerwise import BlockWalk, block_of
+from torch_offload.compression.rate_allocation import RateCurve, bytes_in, least_pages, share_pages
+from torch_offload.compression.resume import FOLDER, FinishedBlocks, fingerprint_of
+from torch_offload.compression.rounding import Problem
+from torch_offload.errors import ConfigError
+from torch_offload.integrations.hf_models import loaded_model
+from torch_offload.moe import checkpoint
+from torch_offload.moe.activate import experts_of
+from torch_offload.moe.checkpoint import PAGE_ALIGNMENT_BYTES
+from torch_offload.moe.layouts import ExpertsModule, read_ahead
+from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes, scale_widths
+from torch_offload.moe.operators import CODERS
+from torch_offload.moe.ternary import SCALE_DTYPE, check_finite, coded_experts
+from torch_offload.runtime import session as sessions
+from torch_offload.runtime.api import wrap
+from torch_offload.runtime.loading import loading
+
+LOG = logging.getLogger(__name__)
+
+_MOST_AT_ONCE_ELEMENTS = 1 << 25
+"""Of matrices that are rounded together, and of the second moments of their inputs."""
+
+_BUDGET_BYTES_PER_ELEMENT = 256
+"""Of a model that is paged: rounding takes up to 16 copies in float32, a quarter of the budget then."""
+
+_CURVE_ROWS = 96
+
+_CODERS = tuple(coder for coder in CODERS if coder != "qmoe")
+
+_NAME_BYTES = 110
+"""What a page's entry in the header of its file takes beside its name, at most."""
+
+_SPARE_BYTES = 1
+"""Of a module's share at least: what rounding of numbers may take from it."""
+
+
+@dataclass(frozen=True)
+class ModuleResult:
+    """What became of the experts of one module.
+
+    Attributes:
+        name: The module's.
+        weights: Of all its experts.
+        coded_bytes: Pages, scales and what names them in the file.
+        planes: Of each expert.
+        tokens: That each expert was given while the model ran on the calibration.
+        errors: Part of each expert's output energy that is lost, of the first matrix and of the last.
+    """
+
+    name: str
+    weights: int
+    coded_bytes: int
+    planes: int
+    tokens: list[int]
+    errors: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What :func:`compress` did."""
+
+    modules: list[ModuleResult]
+    target_bytes: int
+
+    @property
+    def coded_bytes(self) -> int:
+        """Of all modules."""
+        return sum(module.coded_bytes for module in self.modules)
+
+    @property
+    def bits(self) -> float:
+        """Per weight, everything counted."""
+        return self.coded_bytes * 8 / sum(module.weights for module in self.modules)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return asdict(self) | {"coded_bytes": self.coded_bytes, "bits": self.bits}
+
+
+def compress(
+    model: nn.Module,
+    *,
+    bits: float = 0.8,
+    calibration: Iterable[Sample],
+    tokenizer: Callable[..., Any] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    sequence: int = DEFAULT_SEQUENCE,
+    damping: float = 0.01,
+    sweeps: int = 2,
+    coder: str = "smallest",
+) -> Compression:
+    """Code all experts of a model in place, one block after the other; all else stays as it is.
+
+    The texts are run through the model; each block sees what the coded ones before it say. Memory: the model, the
+    hidden states of all texts, and the second moments of one block's experts. A wrapped model stays paged, and all of
+    this counts in its budget.
+
+    Args:
+        model: Of transformers.
+        bits: Per weight of the experts, everything counted: pages with headers, tables and fill, scales, names.
+        calibration: Texts, token ids, or what the model is called with; some hundred thousand tokens of the kind that
+            the model is meant for.
+        tokenizer: Turns texts into tokens.
+        out: A folder for the model, which ``from_pretrained`` opens. Finished blocks are kept there meanwhile, and the
+            same call goes on with them, in a new process or with the model loaded anew, if it was ended.
+        sequence: Tokens of a row that texts are cut into.
+        damping: See ``gptq.quantise``.
+        sweeps: See ``gptq.quantise``.
+        coder: ``"smallest"`` codes to the fewest bytes; ``"tun12"`` to some more, which are multiplied by faster, for
+            experts that are mostly in memory.
+
+    Raises:
+        ConfigError: If a layout is not known, experts are coded already, a weight is not finite, the rate is out of
+            reach, or `out` holds the model itself or the beginning of another compression. The message names what.
+        OutOfTierMemory: If the model is wrapped and its budget is too small for one block.
+        OSError: If `out` cannot be written.
+    """
+    _check_coder(coder)
+    batches = calibrations.batches_of(calibration, model, tokenizer=tokenizer, sequence=sequence)
+    calibrations.warn_of_few_tokens(batches)
+    found = experts_of(model)
+    _check_none_is_coded(found, model)
+    settings = {"bits": bits, "damping": damping, "sweeps": sweeps, "coder": coder, "version": 2}
+    budget = ByteBudget(found, bits=bits)
+    folder = None if out is None else Path(out)
+    source = getattr(getattr(model, "config", None), "name_or_path", "")
+    if folder is not None and source:
+        _check_is_another(folder, Path(source))
+    finished = FinishedBlocks(
+        None if folder is None else folder / FOLDER,
+        "" if folder is None else fingerprint_of(model, batches, settings),
+    )
+    run = _Compressor(model, budget, finished, damping=damping, sweeps=sweeps, coder=coder)
+    with _evaluating(model), torch.no_grad():
+        results = run.run(_by_block(found, model), BlockWalk(model, batches))
+    read_ahead(model)
+    if folder is not None:
+        checkpoint.save(model, folder)  # type: ignore[arg-type]  # a model with experts is one of transformers
+        finished.remove()
+    return Compression(results, budget.target_bytes)
+
+
+def compress_folder(
+    path: Path,
+    *,
+    bits: float,
+    calibration: Path,
+    out: Path,
+    rows: int,
+    sequence: int = DEFAULT_SEQUENCE,
+    coder: str = "smallest",
+    ram: int | str | None = None,
+    ssd: str | os.PathLike[str] | None = None,
+) -> Compression:
+    """Compress a saved model with its tokenizer into another folder. The model is paged: it may be larger than memory.
+
+    Args:
+        path: Of the model.
+        bits: See :func:`compress`.
+        calibration: A file of texts, see ``calibration.texts_in``.
+        out: Of what is written.
+        rows: The most rows of tokens that are used, the first ones of the file.
+        sequence: Tokens of a row.
+        coder: See :func:`compress`.
+        ram: See ``torch_offload.wrap``.
+        ssd: See ``torch_offload.wrap``.
+
+    Raises:
+        ConfigError: As :func:`compress`, if a file is missing or cannot be read, or if `out` is `path`.
+        OutOfTierMemory: If `ram` is too small for one block, or a disk for what `ram` cannot hold.
+        TierIOError: If a scratch file cannot be made or written.
+    """
+    _check_coder(coder)
+    _check_is_another(out, path)
+    texts = calibrations.texts_in(calibration)
+    with loading(ram=ram, ssd=ssd):
+        model = wrap(loaded_model(path).requires_grad_(requires_grad=False), ram=ram, ssd=ssd)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} has no tokenizer that transformers can load: {error}") from None
+    batches = calibrations.batches_of(texts, model, tokenizer=tokenizer, sequence=sequence, rows=rows)
+    tokenizer.save_pretrained(str(out))  # first: a folder that is finished has all of it
+    return compress(model, bits=bits, calibration=batches, out=out, coder=coder)
+
+
+def _check_coder(coder: str) -> None:
+    if coder not in _CODERS:
+        raise ConfigError(f"coder: {coder!r} is none of {', '.join(_CODERS)}")
+
+
+def _check_is_another(out: Path, path: Path) -> None:
+    if out.resolve() == path.resolve():
+        raise ConfigError(f"{out} is the folder of the model itself, which would be lost; give another folder")
+
+
+def _check_none_is_coded(found: Sequence[ExpertsModule], model: nn.Module) -> None:
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no experts")
+    coded = [experts.name for experts in found if experts.is_coded]
+    if coded:
+        raise ConfigError(
+            f"{coded[0]} is coded already, as {len(coded)} of {len(found)} modules of experts are, maybe by a call "
+            "that was ended; load the model anew and call again"
+        )
+
+
+def _by_block(found: Sequence[ExpertsModule], model: nn.Module) -> dict[str, list[ExpertsModule]]:
+    blocks: dict[str, list[ExpertsModule]] = {}
+    for experts in found:
+        blocks.setdefault(block_of(experts.name, model), []).append(experts)
+    return blocks
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class ByteBudget:
+    """Bytes for all modules: each has its share, and what it leaves goes to those behind it."""
+
+    def __init__(self, modules: Sequence[ExpertsModule], *, bits: float) -> None:
+        """Set the target.
+
+        Raises:
+            ConfigError: If it is out of reach for a module; the message says what is not.
+        """
+        self.planes = gptq.planes_for(bits)
+        self._weights = {experts.name: _weights(experts.shapes) for experts in modules}
+        self.target_bytes = int(bits * sum(self._weights.values()) / 8)
+        self._spent_bytes = 0
+        self._allowed_bytes = 0.0
+        for experts in modules:
+            shapes = experts.shapes
+            pages = least_pages(_matrix_weights(shapes), self.planes)
+            least = self.overhead_bytes(experts.name, shapes) + PAGE_ALIGNMENT_BYTES * pages + _SPARE_BYTES
+            if least > self._share_bytes(experts.name):
+                least_bits = math.ceil((least + _SPARE_BYTES) * 800 / self._weights[experts.name]) / 100
+                raise ConfigError(
+                    f"{experts.name}: {bits:g} bits per weight are out of reach, {least_bits:g} is the least for "
+                    f"experts of {shapes.weights_each} weights in {self.planes} planes"
+                )
+
+    def overhead_bytes(self, name: str, shapes: ExpertShapes) -> int:
+        """Return what a module takes beside pages: scales, and the names of pages."""
+        scales = sum(scale_widths(shapes).values()) * SCALE_DTYPE.itemsize
+        return shapes.count * self.planes * (scales + len(name) + _NAME_BYTES) + PAGE_ALIGNMENT_BYTES
+
+    def pages(self, name: str, shapes: ExpertShapes) -> int:
+        """Return how many pages a module may have. What the modules before it took has to be counted already."""
+        self._allowed_bytes += self._share_bytes(name)
+        left = self._allowed_bytes - self._spent_bytes - self.overhead_bytes(name, shapes)
+        return int(left // PAGE_ALIGNMENT_BYTES)
+
+    def spend(self, size_bytes: int) -> None:
+        """Count what a module took."""
+        self._spent_bytes += size_bytes
+
+    def _share_bytes(self, name: str) -> float:
+        return self.target_bytes * self._weights[name] / sum(self._weights.values())
+
+
+def _weights(shapes: ExpertShapes) -> int:
+    return shapes.count * shapes.weights_each
+
+
+def _matrix_weights(shapes: ExpertShapes) -> list[int]:
+    """Weights of all matrices: the first ones of all experts, then the last ones."""
+    return [math.prod(shape) for shape in (shapes.up, shapes.down) for _ in range(shapes.count)]
+
+
+class _Compressor:
+    """Codes blocks one after the other."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget: ByteBudget,
+        finished: FinishedBlocks,
+        *,
+        damping: float,
+        sweeps: int,
+        coder: str,
+    ) -> None:
+        self._model = model
+        self._budget = budget
+        self._finished = finished
+        self._damping = damping
+        self._sweeps = sweeps
+        self._coder = coder
+
+    def run(self, blocks: Mapping[str, list[ExpertsModule]], walk: BlockWalk) -> list[ModuleResult]:
+        results: list[ModuleResult] = []
+        with _progress() as progress:
+            task = progress.add_task("coding experts", total=len(blocks), block="")
+            for block, modules in blocks.items():
+                progress.update(task, block=block)
+                results += self._block(block, modules, walk)
+                walk.go_past(block)
+                progress.advance(task)
+        return results
+
+    def _block(self, block: str, modules: Sequence[ExpertsModule], walk: BlockWalk) -> list[ModuleResult]:
+        """Code one block's experts, or take what was kept of it."""
+        kept = self._finished.take(block, {experts.name: experts.shapes for experts in modules})
+        if kept is not None:
+            coded, results = kept[0], [ModuleResult(**said) for said in kept[1]]
+            for result, experts in zip(results, modules, strict=True):
+                self._budget.pages(experts.name, experts.shapes)
+                self._budget.spend(result.coded_bytes)
+        else:
+            moments = moments_of(modules, lambda: walk.run(block))
+            coded, results = {}, []
+            for experts in modules:
+                pages = self._budget.pages(experts.name, experts.shapes)
+                coded[experts.name], result = self._module(experts, moments[experts.name], pages)
+                self._budget.spend(result.coded_bytes)
+                results.append(result)
+            self._finished.keep(block, coded, [asdict(result) for result in results])
+        for experts in modules:
+            experts.replace(coded[experts.name])
+        return results
+
+    def _module(self, experts: ExpertsModule, moments: ExpertMoments, pages: int) -> tuple[CodedExperts, ModuleResult]:
+        shapes, planes = experts.shapes, self._budget.planes
+        for expert in range(shapes.count):
+            _check_finite(experts, expert)
+        energies = moments.energies().tolist()
+        curves = [
+            curve
+            for matrix in (UP, DOWN)
+            for curve in _curves(experts, moments, matrix, energies, damping=self._damping)
+        ]
+        given = share_pages(curves, pages=pages, planes=planes)
+        up, down = (
+            self._matrices(experts, moments, matrix, given[matrix * shapes.count : (matrix + 1) * shapes.count])
+            for matrix in (UP, DOWN)
+        )
+        coded = coded_experts(
+            shapes,
+            [(first.terms, last.terms) for first, last in zip(up, down, strict=True)],
+            label=experts.name,
+            coder=self._coder,
+        )
+        page_bytes = sum(page.numel() for name, page in coded.named_buffers() if ".page_" in name)
+        result = ModuleResult(
+            name=experts.name,
+            weights=_weights(shapes),
+            coded_bytes=page_bytes + self._budget.overhead_bytes(experts.name, shapes),
+            planes=planes,
+            tokens=[int(count) for count in moments.tokens.tolist()],
+            errors=[(first.error, last.error) for first, last in zip(up, down, strict=True)],
+        )
+        LOG.info("%s: %.3f bits per weight", experts.name, result.coded_bytes * 8 / result.weights)
+        return coded, result
+
+    def _matrices(
+        self, experts: ExpertsModule, moments: ExpertMoments, matrix: int, pages: Sequence[Sequence[int]]
+    ) -> list[Rounding]:
+        """Round one matrix of all experts, with these pages for each plane."""
+        rounded: list[Rounding] = []
+        for part in _parts(experts, matrix):
+            limits = [[bytes_in(count) for count in pages[expert]] for expert in part]
+            rounded += gptq.quantise_all(
+                _stacked(experts, part, matrix),
+                moments.means(matrix, part),
+                limits_bytes=limits,
+                damping=self._damping,
+                sweeps=self._sweeps,
+                coder=self._coder,
+            )
+        return rounded
+
+
+def _curves(
+    experts: ExpertsModule,
+    moments: ExpertMoments,
+    matrix: int,
+    energies: Sequence[float],
+    *,
+    damping: float,
+) -> list[RateCurve]:
+    """Return what one matrix of each expert loses at some rates."""
+    curves: list[RateCurve] = []
+    for part in _parts(experts, matrix):
+        weights = _stacked(experts, part, matrix)
+        problem = Problem.make(weights, moments.means(matrix, part), damping=damping)
+        entropies, errors = gptq.curve(problem.take(torch.arange(len(part)), most_rows=_CURVE_ROWS))
+        curves += [
+            RateCurve.make(
+                entropies[:, at].tolist(), errors[:, at].tolist(), energy=energies[expert], weights=weights[0].numel()
+            )
+            for at, expert in enumerate(part)
+        ]
+    return curves
+
+
+def _parts(experts: ExpertsModule, matrix: int) -> list[list[int]]:
+    """Experts that are rounded together, by number."""
+    shapes = experts.shapes
+    rows, columns = shapes.up if matrix == UP else shapes.down
+    size = max(1, _at_once_elements() // (columns * (rows + columns)))
+    return [list(range(begin, min(begin + size, shapes.count))) for begin in range(0, shapes.count, size)]
+
+
+def _at_once_elements() -> int:
+    session = sessions.current()
+    ram = None if session is None else session.config.ram
+    return _MOST_AT_ONCE_ELEMENTS if ram is None else min(_MOST_AT_ONCE_ELEMENTS, ram // _BUDGET_BYTES_PER_ELEMENT)
+
+
+def _stacked(experts: ExpertsModule, part: Sequence[int], matrix: int) -> Tensor:
+    return torch.stack([experts.weight(expert, matrix).detach().to("cpu", torch.float32) for expert in part])
+
+
+def _check_finite(experts: ExpertsModule, expert: int) -> None:
+    for matrix in (UP, DOWN):
+        try:
+            check_finite(experts.weight(expert, matrix))
+        except ConfigError as error:
+            raise ConfigError(f"expert {expert} of {experts.name}: {error}") from error
+
+
+def _progress() -> Progress:
+    """Return a bar on stderr; nothing is written where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed} of {task.total} layers"),
+        TextColumn("{task.fields[block]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, disable=not console.is_terminal)

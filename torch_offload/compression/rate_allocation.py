@@ -1,0 +1,121 @@
+"""Which matrix of a layer's experts gets how many pages: where a page saves the most of their energies."""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_offload.compression.gptq import LEAST_BITS_OF_A_PLANE, MOST_BITS_OF_A_PLANE
+from torch_offload.errors import ConfigError
+from torch_offload.moe.checkpoint import PAGE_ALIGNMENT_BYTES
+
+FILL_BYTES = 128
+"""What an extent has behind its coded bytes at least."""
+
+_OF_ENTROPY = 0.97
+"""The part of the coded bits that is entropy."""
+
+
+@dataclass(frozen=True)
+class PageLimits:
+    """Pages of one plane of a matrix: below the least a plane is of no use, above the most another plane is better."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, weights: int) -> "PageLimits":
+        """Limits of a matrix with so many weights."""
+        least, most = (bits * weights / 8 + FILL_BYTES for bits in (LEAST_BITS_OF_A_PLANE, 1.03 * MOST_BITS_OF_A_PLANE))
+        return cls(max(1, int(least // PAGE_ALIGNMENT_BYTES)), -int(-most // PAGE_ALIGNMENT_BYTES))
+
+    def split(self, pages: int, planes: int) -> list[int]:
+        """Return the pages of each plane: the first ones have as many as are of use to one."""
+        shares: list[int] = []
+        for later in reversed(range(planes)):
+            shares.append(min(pages - sum(shares) - later * self.least, self.most))
+        return shares
+
+
+def bytes_in(pages: int) -> int:
+    """Return the coded bytes that fit."""
+    return pages * PAGE_ALIGNMENT_BYTES - FILL_BYTES
+
+
+@dataclass(frozen=True)
+class RateCurve:
+    """What a matrix loses at some rates, and how much that counts.
+
+    Attributes:
+        points: Bits of entropy per weight, ascending, and the logarithm of the part of the output's energy lost.
+        energy: What a whole matrix is worth.
+        weights: Of the matrix.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    energy: float
+    weights: int
+
+    @classmethod
+    def make(cls, bits: Sequence[float], errors: Sequence[float], *, energy: float, weights: int) -> "RateCurve":
+        """Take points in any order. Nothing is known of a matrix without bits: all of it is lost."""
+        measured = sorted((rate, math.log(max(error, 1e-9))) for rate, error in zip(bits, errors, strict=True))
+        return cls(((0.0, 0.0), *(point for point in measured if point[0] > 0)), energy, weights)
+
+    def lost(self, pages: Sequence[int]) -> float:
+        """Return the energy lost with so many pages in each plane; each takes from the rest what the first would."""
+        rates = (_OF_ENTROPY * 8 * bytes_in(count) / self.weights for count in pages)
+        return self.energy * math.exp(sum(self._log_error(rate) for rate in rates))
+
+    def _log_error(self, bits: float) -> float:
+        """Interpolate; beyond the last point it goes on as before."""
+        if len(self.points) == 1:
+            return 0.0
+        following = next((at for at, (rate, _) in enumerate(self.points) if rate >= bits and at), len(self.points) - 1)
+        (low, first), (high, second) = self.points[following - 1 : following + 1]
+        return first + (bits - low) / max(high - low, 1e-6) * (second - first)
+
+
+def least_pages(weights: Sequence[int], planes: int) -> int:
+    """Return how many pages matrices of so many weights need at least."""
+    return planes * sum(PageLimits.of(count).least for count in weights)
+
+
+def share_pages(curves: Sequence[RateCurve], *, pages: int, planes: int) -> list[list[int]]:
+    """Give pages to matrices, one after the other to the one that gains the most by it.
+
+    Args:
+        curves: Of each matrix.
+        pages: In all; enough for the least of each.
+        planes: Of each matrix.
+
+    Returns:
+        The pages of each plane of each matrix.
+
+    Raises:
+        ConfigError: If there are fewer pages than the least of each.
+    """
+    limits = [PageLimits.of(curve.weights) for curve in curves]
+    given = [planes * limit.least for limit in limits]
+    if pages < sum(given):
+        raise ConfigError(
+            f"{pages} pages for {len(curves)} matrices in {planes} planes, {sum(given)} is the least; give more bits "
+            "per weight"
+        )
+    waiting: list[tuple[float, int]] = []
+
+    def offer(position: int) -> None:
+        curve, limit, now = curves[position], limits[position], given[position]
+        if now < planes * limit.most:
+            gain = curve.lost(limit.split(now, planes)) - curve.lost(limit.split(now + 1, planes))
+            heapq.heappush(waiting, (-gain, position))
+
+    for position in range(len(curves)):
+        offer(position)
+    for _ in range(pages - sum(given)):
+        if not waiting:
+            break
+        _, position = heapq.heappop(waiting)
+        given[position] += 1
+        offer(position)
+    return [limit.split(count, planes) for limit, count in zip(limits, given, strict=True)]

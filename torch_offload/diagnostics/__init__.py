@@ -1,0 +1,1 @@
+"""Measures and checks this machine: ``probe``, ``bench-ssd``, ``doctor``."""

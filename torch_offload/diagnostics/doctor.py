@@ -1,0 +1,173 @@
+"""Examines a machine: what the system says, what the disk does, and whether a small paged training run is exact."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torch_offload import _C
+from torch_offload.config import SECTOR_BYTES, Config, format_size
+from torch_offload.diagnostics import checks
+from torch_offload.diagnostics.check_result import Diagnosis, Finding, State
+from torch_offload.errors import ConfigError, OffloadError
+from torch_offload.runtime import session
+from torch_offload.runtime.api import report, unwrap, wrap
+from torch_offload.system import resources
+
+TRIAL_RAM_BYTES = 4 << 20
+TRIAL_WIDTH = 256
+TRIAL_LAYERS = 12
+TRIAL_STEPS = 3
+PROBE_BLOCK_BYTES = 256 << 10
+PROBE_FILE_BYTES = 4 << 20
+PROBE_SECONDS = 0.05
+
+
+def examine(*, ram: int | None = None, ssd: Path | None = None) -> Diagnosis:
+    """Look at everything that paging needs.
+
+    Args:
+        ram: The budget that a run will have; None: the one that would be chosen.
+        ssd: The directory that a run will use; None: the one that would be chosen.
+    """
+    planned_ram = _planned_ram(ram)
+    findings = [
+        checks.torch_finding(),
+        checks.cuda_finding(),
+        checks.kernel_finding(),
+        checks.processor_finding(),
+        checks.memory_finding(ram=ram),
+        checks.io_engine_finding(),
+        checks.memlock_finding(needed_bytes=planned_ram),
+        checks.address_finding(),
+        checks.mappings_finding(ram=planned_ram),
+        checks.huge_page_finding(),
+    ]
+    directory, directory_findings = _directory_findings(ssd, ram=planned_ram)
+    findings += directory_findings
+    if directory is not None:
+        findings.append(training_finding(directory))
+    return Diagnosis([*findings, *checks.package_findings()])
+
+
+def _planned_ram(ram: int | None) -> int:
+    if ram is not None:
+        return ram
+    try:
+        return resources.default_ram_bytes()
+    except ConfigError:
+        return 0  # memory_finding says so
+
+
+def _directory_findings(ssd: Path | None, *, ram: int) -> tuple[Path | None, list[Finding]]:
+    """Return the directory that can be used, None where none can, and what there is to say about it."""
+    name = "directory"
+    try:
+        directory = resources.default_scratch_directory(needed_bytes=ram) if ssd is None else ssd
+    except ConfigError as error:
+        return None, [
+            Finding(name=name, state=State.problem, what=str(error), remedy="give a directory on a disk with --ssd")
+        ]
+    refusal = resources.scratch_refusal(directory)
+    if refusal is not None:
+        what, _, remedy = refusal.partition("; ")
+        remedy = f"{remedy or 'name a directory on a disk'} (--ssd){_example(ram)}"
+        return None, [Finding(name=name, state=State.problem, what=what, remedy=remedy)]
+    found = [_room_finding(directory, ram=ram), transfer_finding(directory)]
+    usable = all(finding.state is not State.problem for finding in found)
+    return (directory if usable else None), found
+
+
+def _example(ram: int) -> str:
+    try:
+        return f", such as {resources.default_scratch_directory(needed_bytes=ram)}"
+    except ConfigError:
+        return ""
+
+
+def _room_finding(directory: Path, *, ram: int) -> Finding:
+    free_bytes = resources.free_disk_bytes(directory)
+    what = (
+        f"{directory} ({resources.filesystem_of(directory) or 'unknown file system'}), {format_size(free_bytes)} free"
+    )
+    if free_bytes < SECTOR_BYTES:
+        remedy = "free space there, or give a directory on a larger disk (--ssd)"
+        return Finding(name="directory", state=State.problem, what=what, remedy=remedy)
+    if free_bytes >= ram:
+        return Finding(name="directory", state=State.ok, what=what)
+    return Finding(
+        name="directory",
+        state=State.warning,
+        what=f"{what}: less than the budget of memory ({format_size(ram)}), so that little more than it can be held",
+        remedy=f"a model may take about {format_size(ram + free_bytes)} with gradients and optimizer states; "
+        "free space there, or give a directory on a larger disk (--ssd)",
+    )
+
+
+def transfer_finding(directory: Path) -> Finding:
+    """Whether bytes written to the directory come back the same, and whether they pass by the page cache."""
+    name = "direct I/O"
+    try:
+        probe = _C.SsdProbe(
+            directory=str(directory),
+            io_engine="auto",
+            file_bytes=PROBE_FILE_BYTES,
+            block_bytes=PROBE_BLOCK_BYTES,
+            max_depth=4,
+        )
+        probe.measure(pattern="mix", depth=4, seconds=PROBE_SECONDS)
+    except (OffloadError, OSError) as error:
+        what, _, remedy = str(error).partition("; ")
+        return Finding(
+            name=name, state=State.problem, what=what, remedy=remedy or "give a directory on another disk (--ssd)"
+        )
+    if probe.is_direct:
+        return Finding(name=name, state=State.ok, what=f"works in {directory}; test transfers came back the same")
+    return Finding(
+        name=name,
+        state=State.warning,
+        what=f"{directory} has none: pages pass through the page cache, which takes memory beside the budget",
+        remedy="give a directory on a local disk with ext4 or xfs (--ssd)",
+    )
+
+
+def training_finding(directory: Path) -> Finding:
+    """Train a small model in memory and paged and compare every bit."""
+    name = "trial run"
+    if session.current() is not None:
+        return Finding(name=name, state=State.ok, what="left out: a model of this process is paged already")
+    try:
+        plain, paged = _train(None), _train(Config(ram=TRIAL_RAM_BYTES, ssd=directory, page_elements=SECTOR_BYTES))
+        moved_bytes = report().ssd_read_bytes
+    except (OffloadError, OSError, RuntimeError) as error:
+        session.close_session()
+        what, _, remedy = str(error).partition("; ")
+        return Finding(name=name, state=State.problem, what=what, remedy=remedy or "see the message")
+    if all(torch.equal(one, other) for one, other in zip(plain, paged, strict=True)):
+        what = f"{TRIAL_STEPS} paged steps, {format_size(moved_bytes)} read back, equal to those in memory bit for bit"
+        return Finding(name=name, state=State.ok, what=what)
+    return Finding(
+        name=name,
+        state=State.problem,
+        what="a paged run gave other numbers than one in memory",
+        remedy="do not train here; report it with the output of torch-offload doctor --json",
+    )
+
+
+def _train(config: Config | None) -> list[torch.Tensor]:
+    """Return the weights after a few steps of a model whose state is three times the trial's budget."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(TRIAL_WIDTH, TRIAL_WIDTH) for _ in range(TRIAL_LAYERS)))
+        batch = torch.randn(8, TRIAL_WIDTH)
+    if config is not None:
+        wrap(model, config=config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    for _ in range(TRIAL_STEPS):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    if config is not None:
+        unwrap(model)
+    return weights

@@ -1,0 +1,1 @@
+"""How the package attaches to other people's code and lets go again."""

@@ -1,0 +1,1 @@
+"""Transformers: the Trainer callback, the registration of the quantizer, models from folders."""

@@ -1,0 +1,1 @@
+"""Runs unmodified scripts and their child processes."""

@@ -1,0 +1,161 @@
+"""Paging for a process that says nothing about it: a script under the launcher, or a child process of one.
+
+Nothing happens until the first large parameter of a module arrives; then the engine opens. From then on everything is
+paged as it is registered, and a module that is called with such tensors in it is wrapped, the outermost first.
+"""
+
+import logging
+import os
+import socket
+import sys
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from torch_offload.config import Config, format_size
+from torch_offload.hooks import registrations
+from torch_offload.runtime import preflight
+from torch_offload.runtime import session as sessions
+from torch_offload.runtime.session import Session
+from torch_offload.system import environment
+from torch_offload.system.environment import Launch
+
+logger = logging.getLogger(__name__)
+
+MOST_PROCESSES = 64
+
+
+class Ambient:
+    """What watches registrations and calls. There is one per process, for as long as the process lives.
+
+    Threads: those that build and call modules, one at a time.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        """Begin to watch.
+
+        Args:
+            launch: With settings as the user gave them: what was left open is decided when the engine opens.
+        """
+        self._launch = launch
+        self._process = os.getpid()
+        self._session: Session | None = None
+        self._claim: socket.socket | None = None
+        self._call_hook: RemovableHandle | None = None
+        self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._listening = registrations.listen(registrations.Listener(self._on_tensor))
+
+    def _on_tensor(self, module: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None:
+        """Open the engine for the first tensor that it would page; once open, it takes them by itself."""
+        if os.getpid() != self._process or not _is_large(tensor, self._launch.config):
+            return
+        if self._session is None or sessions.current() is not self._session:
+            if tensor.device.type != "cpu":
+                _check_layout(self._launch.config, module, name, tensor)
+                return
+            self._session = self._open()
+            self._session.on_tensor(module, name, tensor, kind)
+        if self._call_hook is None and self._session.arrivals.has_waiting():
+            self._call_hook = register_module_forward_pre_hook(self._before_call)
+
+    def _open(self) -> Session:
+        config = self._launch.config
+        sharing = environment.process_count()
+        if sharing > 1:
+            total_bytes = preflight.decided(config).ram or 0
+            config = config.replace(ram=total_bytes // sharing)
+            logger.info("%d processes share %s", sharing, format_size(total_bytes))
+        self._claim = self._claim or claim_budget(self._launch.name, sharing=sharing)
+        running = sessions.current()
+        if running is None or sessions.joinable(running.config) is None:
+            running = sessions.open_session(preflight.decided(config))
+        running.arrivals.open()
+        _add_figures_to_trackers()
+        return running
+
+    def _before_call(self, module: nn.Module, args: Any) -> None:
+        """Wrap a module that is called with tensors in it that arrived. Gone while no such module waits."""
+        if torch.compiler.is_compiling():
+            return
+        session = self._session
+        if session is None or session is not sessions.current() or not session.arrivals.has_waiting():
+            if self._call_hook is not None:
+                self._call_hook.remove()
+                self._call_hook = None
+            return
+        if module in self._passed or session.is_placed(module):
+            return
+        if any(session.arrivals.is_waiting(part) for part in module.modules()):
+            session.add(module)
+        else:
+            self._passed.add(module)
+
+
+class _Slot:
+    """The one that watches this process."""
+
+    ambient: Ambient | None = None
+
+
+def begin(launch: Launch) -> None:
+    """Page from now on, in this process. A second call changes nothing."""
+    if _Slot.ambient is None:
+        _Slot.ambient = Ambient(launch)
+
+
+def begin_in_child() -> None:
+    """Page in this process if a launcher started it."""
+    launch = environment.launch_of_parent()
+    if launch is not None:
+        begin(launch)
+
+
+def claim_budget(name: str, *, sharing: int) -> socket.socket | None:
+    """Note that this process takes the budget of the launch `name`, until it ends.
+
+    Warns where more than `sharing` processes have: each keeps to the budget, together they do not.
+
+    Returns:
+        The note: an unconnected socket, whose name the system keeps exactly as long as the process.
+    """
+    for number in range(MOST_PROCESSES):
+        note = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            note.bind(f"\0torch-offload-{name}-{number}")
+        except OSError:
+            note.close()
+            continue
+        if number >= sharing:
+            warnings.warn(
+                f"{number} other process(es) of this run page under the same budget, each up to all of it; "
+                "give the run a ram that fits so often into memory",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return note
+    return None
+
+
+def _add_figures_to_trackers() -> None:
+    """Give a script's Trainer a ReportCallback, if it has one: whoever uses it has imported it by now."""
+    if "transformers.trainer" in sys.modules:
+        from torch_offload.integrations import trainer
+
+        trainer.install()
+
+
+def _is_large(tensor: torch.Tensor, config: Config) -> bool:
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type in ("cpu", "meta")
+    return is_plain and tensor.nbytes >= max(config.min_paged_bytes, 1)
+
+
+def _check_layout(config: Config, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Refuse a model that is only laid out so far, if its budget is known and too small."""
+    if config.ram is not None and not preflight.is_provisional(tensor):
+        label = f"{type(module).__name__}.{name}"
+        preflight.check(config, label, size_bytes=tensor.nbytes, element_bytes=tensor.element_size())

@@ -1,0 +1,301 @@
+"""Folders of models with coded experts, as ``from_pretrained`` reads and :func:`save` writes them.
+
+Such a folder is an ordinary one of transformers, with a ``quantization_config`` in config.json. Coded pages lie in
+safetensors files of their own, each page on a multiple of 4 KiB, so that it can be read by one direct read.
+"""
+
+import json
+import os
+import re
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from torch_offload.config import parse_size
+from torch_offload.errors import ConfigError
+from torch_offload.hooks.patches import Patches
+from torch_offload.integrations.quantizer_hook import METHOD
+from torch_offload.moe.layouts import CODED, experts_of, read_ahead
+from torch_offload.moe.modules import QUALITIES, CodedExperts, CodedPlane
+from torch_offload.runtime import preflight
+from torch_offload.runtime.safetensors_writer import stream_file
+
+FORMAT = 1
+"""What this version writes, and the only one it reads."""
+
+PAGE_ALIGNMENT_BYTES = 4096
+_MOST_PAGE_BYTES = 1 << 40
+
+_PAGE = re.compile(rf"\.{CODED}\.planes\.\d+\.page_\d+$")
+_WRITE_BUFFER_BYTES = 64 << 20
+
+
+class CodedExpertsConfig(QuantizationConfigMixin):
+    """What config.json says of coded experts."""
+
+    def __init__(
+        self, /, *, experts: Any = None, coded_format: Any = FORMAT, quality: Any = "all", **other: Any
+    ) -> None:
+        """Check what the file says, which may be anything.
+
+        Args:
+            experts: By the module's name, the bytes of each page: ``{"page_bytes": [[of plane 0], ...]}``.
+            coded_format: Of the folder, a number.
+            quality: See ``CodedExperts.quality``.
+            **other: What a later version may add.
+
+        Raises:
+            ConfigError: If the format is not known, or something is not what it has to be. The message names it.
+        """
+        self.quant_method = METHOD  # type: ignore[assignment]  # registered methods are strings
+        if coded_format != FORMAT:
+            raise ConfigError(
+                f"these coded experts have format {reprlib.repr(coded_format)}, this version reads {FORMAT}: update it"
+            )
+        if quality not in QUALITIES:
+            raise ConfigError(f"quality: {reprlib.repr(quality)} is not known; there are: {', '.join(QUALITIES)}")
+        if not isinstance(experts, Mapping):
+            raise ConfigError(f"experts: {reprlib.repr(experts)} does not say what each module's pages take")
+        for name, said in experts.items():
+            _check_sizes(name, said)
+        self.coded_format = coded_format
+        self.experts = {name: dict(said) for name, said in experts.items()}
+        self.quality = quality
+
+
+def _check_sizes(name: str, said: Any) -> None:
+    planes = said.get("page_bytes") if isinstance(said, Mapping) else None
+    has_planes = isinstance(planes, list) and planes and all(isinstance(plane, list) and plane for plane in planes)
+    if not has_planes or not all(_is_page_size(size) for plane in cast(list[list[Any]], planes) for size in plane):
+        raise ConfigError(
+            f"experts: page_bytes of {name} is not, for each plane, a list of the pages' sizes in multiples of "
+            f"{PAGE_ALIGNMENT_BYTES} bytes: {reprlib.repr(planes)}"
+        )
+
+
+def _is_page_size(size: Any) -> bool:
+    return type(size) is int and 0 < size <= _MOST_PAGE_BYTES and size % PAGE_ALIGNMENT_BYTES == 0
+
+
+@register_quantizer(METHOD)
+class CodedExpertsQuantizer(HfQuantizer):
+    """Lays out coded experts in a model before transformers reads its files."""
+
+    requires_calibration = True
+    quantization_config: CodedExpertsConfig
+    _has_laid_out = False
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        """Called before the model is laid out with dense experts, which the budget need not hold, and after it."""
+        if not self._has_laid_out:
+            preflight.REPLACERS.add(self)
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        self._has_laid_out = True
+        preflight.REPLACERS.discard(self)
+        lay_out(model, self.quantization_config, dtype=model.dtype)
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        missing = _names_not_in_files(model)
+        if missing:
+            raise ConfigError(
+                f"{len(missing)} tensors of the model are not in the files, the first {missing[0]}; a part of the "
+                "folder is missing: copy it again, or compress the model again"
+            )
+        return model
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        """Nothing is coded while it is loaded."""
+        return False
+
+    def is_serializable(self) -> bool:
+        """Whether ``save_pretrained`` works."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters may be trained over it."""
+        return True
+
+
+def _names_not_in_files(model: PreTrainedModel) -> list[str]:
+    """What transformers has made up, but the head of a model that is another one than was saved."""
+    has_saved_head = type(model).__name__ in (model.config.architectures or ())
+    base = "" if has_saved_head or model.base_model is model else f"{model.base_model_prefix}."
+    return [
+        name
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if name.startswith(base) and not _is_loaded(tensor) and not may_be_absent(model, name)
+    ]
+
+
+def _is_loaded(tensor: Tensor) -> bool:
+    """Whether transformers found it in a file: it marks what it did, and makes up the rest."""
+    return bool(getattr(tensor, "_is_hf_initialized", False))
+
+
+def may_be_absent(model: nn.Module, name: str) -> bool:
+    """Whether transformers makes a tensor without a file, as it says of the model's class."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def lay_out(model: nn.Module, said: CodedExpertsConfig, *, dtype: torch.dtype) -> None:
+    """Put coded experts without values in place of a model's experts.
+
+    Raises:
+        ConfigError: If the model has no such modules, or they have other counts; the message names the module.
+    """
+    found = {experts.name: experts for experts in experts_of(model)}
+    for name, sizes in said.experts.items():
+        experts = found.get(_known_name(name, found))
+        if experts is None:
+            raise ConfigError(f"the files have coded experts of {name}, the model has experts in {sorted(found)}")
+        shapes = experts.shapes
+        for page_bytes in sizes["page_bytes"]:
+            if len(page_bytes) != shapes.count:
+                raise ConfigError(f"{name}: the files have {len(page_bytes)} experts, the model {shapes.count}")
+        planes = [CodedPlane(shapes, page_bytes, dtype=dtype, device="meta") for page_bytes in sizes["page_bytes"]]
+        coded = CodedExperts(shapes, planes, label=experts.name)
+        coded.quality = said.quality
+        experts.replace(coded)
+    read_ahead(model)
+
+
+def _known_name(name: str, found: Mapping[str, Any]) -> str:
+    """The same module's name in a model with or without its head: one ends in the other."""
+    ends = [known for known in found if known.endswith(f".{name}") or name.endswith(f".{known}")]
+    return name if name in found or not ends else ends[0]
+
+
+def config_of(model: nn.Module) -> CodedExpertsConfig:
+    """Describe a model's coded experts. Their quality is "all" unless all have the same other one.
+
+    Raises:
+        ConfigError: If it has none.
+    """
+    experts: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, CodedExperts):
+            sizes = [
+                [plane.page(expert).numel() for expert in range(module.shapes.count)] for plane in module.all_planes
+            ]
+            experts[name.removesuffix(f".{CODED}")] = {"page_bytes": sizes}
+    if not experts:
+        raise ConfigError("the model has no coded experts; torch_offload.compress(model, ...) makes them")
+    qualities = {module.quality for module in model.modules() if isinstance(module, CodedExperts)}
+    return CodedExpertsConfig(experts=experts, quality=qualities.pop() if len(qualities) == 1 else "all")
+
+
+def save(
+    model: PreTrainedModel, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", **options: Any
+) -> None:
+    """Write a model with coded experts; ``from_pretrained`` opens the folder once ``torch_offload`` is imported.
+
+    Args:
+        model: Of transformers.
+        folder: Made if it is not there. What a model of the same kind left there is replaced; files of coded experts
+            that nothing names any more are deleted last.
+        max_shard_size: Of one file.
+        options: For ``save_pretrained``, which writes everything but coded pages.
+
+    Raises:
+        ConfigError: If the model has no coded experts.
+        OSError: If a file cannot be written.
+    """
+    folder = Path(folder)
+    model.config.quantization_config = config_of(model)
+    state = model.state_dict()
+    pages = {name: state.pop(name) for name in list(state) if _PAGE.search(name)}
+    for older in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME):
+        older.unlink(missing_ok=True)  # which of them is there afterwards says what was written
+    with _without_quantizer(model):
+        model.save_pretrained(
+            folder, state_dict=state, max_shard_size=max_shard_size, save_original_format=False, **options
+        )
+    weight_map = _write_pages(pages, folder, shard_bytes=parse_size(max_shard_size))
+    total_bytes = sum(tensor.nbytes for tensor in (*state.values(), *pages.values()))
+    _extend_index(folder, weight_map, total_bytes=total_bytes)
+    for path in folder.glob("experts-*-of-*.safetensors"):
+        if path.name not in weight_map.values():
+            path.unlink()
+
+
+@contextmanager
+def _without_quantizer(model: PreTrainedModel) -> Iterator[None]:
+    """Have transformers write the tensors it is given: those of a model that it opened it asks the quantizer for."""
+    quantizer = vars(model).pop("hf_quantizer", None)
+    try:
+        yield
+    finally:
+        if quantizer is not None:
+            model.hf_quantizer = quantizer
+
+
+def _write_pages(pages: Mapping[str, Tensor], folder: Path, *, shard_bytes: int) -> dict[str, str]:
+    """Write pages to aligned files; returns the file of each."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, page in pages.items():
+        if shards[-1] and page.nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = page
+        room -= page.nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"experts-{number:05}-of-{len(shards):05}.safetensors"
+        stream_file(
+            shard,
+            folder / file_name,
+            {"format": "pt"},
+            budget_bytes=_WRITE_BUFFER_BYTES,
+            alignment_bytes=PAGE_ALIGNMENT_BYTES,
+        )
+        weight_map |= dict.fromkeys(shard, file_name)
+    return weight_map
+
+
+def _extend_index(folder: Path, added: Mapping[str, str], *, total_bytes: int) -> None:
+    """Have the folder's index name the added tensors too. One file without an index gets the name of a first part."""
+    index_path = folder / SAFE_WEIGHTS_INDEX_NAME
+    single = folder / SAFE_WEIGHTS_NAME
+    if single.exists():
+        first = single.with_name("model-00001-of-00001.safetensors")
+        os.replace(single, first)
+        weight_map = dict.fromkeys(_names_in(first), first.name)
+        metadata: dict[str, Any] = {}
+    else:
+        index = json.loads(index_path.read_text())
+        weight_map, metadata = index["weight_map"], index["metadata"]
+    metadata["total_size"] = total_bytes
+    text = json.dumps({"metadata": metadata, "weight_map": weight_map | dict(added)}, indent=2, sort_keys=True)
+    index_path.write_text(text + "\n")
+
+
+def _names_in(path: Path) -> list[str]:
+    with safetensors.safe_open(str(path), framework="pt") as file:
+        return list(file.keys())
+
+
+def _save_pretrained(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **options: Any) -> Any:
+    """Have config.json say what the experts are, however they were coded. Pages lie as they come."""
+    if any(isinstance(module, CodedExperts) for module in model.modules()):
+        model.config.quantization_config = config_of(model)
+    return original(model, *args, **options)
+
+
+_PATCHES = Patches()
+_PATCHES.replace(PreTrainedModel, "save_pretrained", _save_pretrained)

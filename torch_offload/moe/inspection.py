@@ -1,0 +1,405 @@
+"""A folder with coded experts as it lies on the disk: what is in it, and whether all of it is what was written."""
+
+import json
+import re
+import reprlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from torch_offload.config import format_size
+from torch_offload.errors import ConfigError, OffloadError
+from torch_offload.integrations.hf_models import empty_model
+from torch_offload.integrations.quantizer_hook import METHOD
+from torch_offload.moe.checkpoint import CodedExpertsConfig, may_be_absent
+from torch_offload.moe.layouts import CODED, experts_of
+from torch_offload.moe.modules import page_name, scale_widths
+from torch_offload.moe.operators import CodedExtent, decode, extents
+
+MOST_VALUES = 1 << 30
+"""Of one matrix: each takes a byte while it is looked at. Experts have less than half as many."""
+
+_BF16_BYTES = 2
+_FILE_NAME = re.compile(r"[^/\0]+\.safetensors")
+_COUNT = re.compile(r"(num|n)_(\w+_)?(layers?|experts)")
+
+
+@dataclass(frozen=True)
+class ModuleContent:
+    """The experts of one module, or of all.
+
+    Attributes:
+        name: The module's.
+        experts: How many.
+        planes: Of each; the most of any module.
+        weights: Of all experts.
+        zeros: Part of all coded values that is zero.
+        tiles: How many tiles each coder has.
+        coded_bytes: Pages and scales.
+    """
+
+    name: str
+    experts: int
+    planes: int
+    weights: int
+    zeros: float
+    tiles: dict[str, int]
+    coded_bytes: int
+
+    @property
+    def bits(self) -> float:
+        """Per weight."""
+        return self.coded_bytes * 8 / max(self.weights, 1)
+
+    @property
+    def bf16_bytes(self) -> int:
+        """What the weights take without coding."""
+        return self.weights * _BF16_BYTES
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return asdict(self) | {"bits": self.bits, "bf16_bytes": self.bf16_bytes}
+
+
+@dataclass(frozen=True)
+class FolderContent:
+    """The coded experts of a folder, by module."""
+
+    path: Path
+    modules: list[ModuleContent]
+
+    @property
+    def total(self) -> ModuleContent:
+        """Of all modules."""
+        weights = sum(module.weights for module in self.modules)
+        values = sum(module.weights * module.planes for module in self.modules)
+        zeros = sum(module.zeros * module.weights * module.planes for module in self.modules)
+        tiles: Counter[str] = Counter()
+        for module in self.modules:
+            tiles.update(module.tiles)
+        return ModuleContent(
+            "all",
+            sum(module.experts for module in self.modules),
+            max((module.planes for module in self.modules), default=0),
+            weights,
+            zeros / max(values, 1),
+            dict(tiles),
+            sum(module.coded_bytes for module in self.modules),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        modules = [module.to_dict() for module in self.modules]
+        return {"folder": str(self.path), "modules": modules, "total": self.total.to_dict()}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield a table with a line for each module and one for all."""
+        table = Table(box=box.SQUARE, title=f"coded experts in {escape(str(self.path))}", title_justify="left")
+        for heading in ("module", "experts", "planes", "bits/weight", "zeros", "coders", "bytes", "bf16"):
+            table.add_column(heading, justify="left" if heading in ("module", "coders") else "right")
+        for module in self.modules:
+            table.add_row(*_cells(module))
+        table.add_section()
+        table.add_row(*_cells(self.total))
+        yield table
+
+
+def _cells(module: ModuleContent) -> tuple[str, ...]:
+    tiles = sum(module.tiles.values())
+    coders = ", ".join(f"{name} {count / tiles:.0%}" for name, count in sorted(module.tiles.items()))
+    return (
+        escape(module.name),
+        str(module.experts),
+        str(module.planes),
+        f"{module.bits:.3f}",
+        f"{module.zeros:.1%}",
+        coders,
+        format_size(module.coded_bytes),
+        f"{format_size(module.bf16_bytes)} ({module.bf16_bytes / max(module.coded_bytes, 1):.1f}x)",
+    )
+
+
+class CodedFolder:
+    """The files of a folder, opened as they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the configuration and the index.
+
+        Raises:
+            ConfigError: If the folder has no coded experts, is one of ``save_pretrained``, or these files are damaged.
+        """
+        self.path = path
+        self._said = _json_of(path / "config.json")
+        self.config = _coded_config(path, self._said)
+        if (path / SAFE_WEIGHTS_NAME).exists():
+            raise ConfigError(
+                f"{path} was written by save_pretrained, pages among all else in {SAFE_WEIGHTS_NAME}; only folders "
+                "that compress or coded_files.save has written can be read"
+            )
+        index = _json_of(path / SAFE_WEIGHTS_INDEX_NAME)
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"{path / SAFE_WEIGHTS_INDEX_NAME} has no weight_map")
+        for name, file_name in weight_map.items():
+            if not isinstance(file_name, str) or not _FILE_NAME.fullmatch(file_name):
+                raise ConfigError(
+                    f"{path / SAFE_WEIGHTS_INDEX_NAME}: {name} is said to be in {reprlib.repr(file_name)}, which is "
+                    "no file of this folder"
+                )
+        self.weight_map: dict[str, str] = weight_map
+
+    def model(self) -> nn.Module:
+        """Return the model that the configuration describes, without values and on the meta device.
+
+        Raises:
+            ConfigError: If transformers knows no such model, or it would have more layers or experts than the index
+                has tensors, which takes long to make and cannot be right.
+        """
+        for name, count in _counts(self._said):
+            if count > len(self.weight_map):
+                raise ConfigError(
+                    f"{self.path / 'config.json'}: {name} is {count}, the index has {len(self.weight_map)} tensors"
+                )
+        return empty_model(self.path)
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            OffloadError: If it cannot be read; the message says why.
+        """
+        file_name = self.weight_map.get(name)
+        if file_name is None:
+            raise OffloadError("not in the index")
+        try:
+            with safetensors.safe_open(str(self.path / file_name), framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise OffloadError(f"{file_name}: {error}") from error
+        return tensor
+
+    def page(self, name: str) -> Tensor:
+        """Read one coded page. Its content is not checked yet.
+
+        Raises:
+            OffloadError: As :meth:`tensor`, or if it cannot be a page.
+        """
+        page = self.tensor(name)
+        if page.dtype != torch.uint8 or page.dim() != 1:
+            raise OffloadError(f"{page.dtype} of shape {tuple(page.shape)} is no coded page")
+        return page
+
+    def pages(self, module: str) -> Iterator[tuple[int, int, int, str]]:
+        """List a module's pages: plane, expert, bytes as configured, name."""
+        for plane, sizes in enumerate(self.config.experts[module]["page_bytes"]):
+            for expert, size_bytes in enumerate(sizes):
+                yield plane, expert, size_bytes, f"{_plane_name(module, plane)}.{page_name(expert)}"
+
+
+def _plane_name(module: str, plane: int) -> str:
+    return f"{module}.{CODED}.planes.{plane}"
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}; give a folder that compress has written")
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(said, ensure_ascii=False).encode()  # a half character cannot be shown, nor name a file
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error}") from None
+    if not isinstance(said, dict):
+        raise ConfigError(f"{path} is damaged: no JSON object")
+    return said
+
+
+def _counts(said: Any) -> Iterator[tuple[str, int]]:
+    """Yield the layers and experts that a configuration has, and those inside it."""
+    for name, value in said.items() if isinstance(said, dict) else ():
+        if isinstance(value, int) and _COUNT.fullmatch(name):
+            yield name, value
+        yield from _counts(value)
+
+
+def _coded_config(path: Path, configuration: dict[str, Any]) -> CodedExpertsConfig:
+    said = configuration.get("quantization_config")
+    if not isinstance(said, dict) or said.get("quant_method") != METHOD:
+        raise ConfigError(f"{path} has no coded experts; give a folder that compress has written")
+    try:
+        return CodedExpertsConfig(**{name: value for name, value in said.items() if name != "quant_method"})
+    except ConfigError as error:
+        raise ConfigError(f"{path / 'config.json'}: {error}") from None
+
+
+def inspect(path: Path) -> FolderContent:
+    """Say what a folder's coded experts are like. Every page is read and decoded.
+
+    Raises:
+        ConfigError: If it has none.
+        OffloadError: If something cannot be read; the message names it. See :func:`verify` for all that is damaged.
+    """
+    folder = CodedFolder(path)
+    return FolderContent(path, [_content_of(folder, module) for module in folder.config.experts])
+
+
+def _content_of(folder: CodedFolder, module: str) -> ModuleContent:
+    coded_bytes = zeros = values = weights = 0
+    tiles: Counter[str] = Counter()
+    experts, planes = set(), set()
+    for plane, expert, _, name in folder.pages(module):
+        try:
+            page = folder.page(name)
+            matrices = extents(page)
+            for number, matrix in enumerate(matrices):
+                zeros += int((_decoded(page, number, matrix) == 0).sum())
+        except OffloadError as error:
+            raise OffloadError(f"{name}: {error}") from error
+        experts.add(expert)
+        planes.add(plane)
+        coded_bytes += page.numel()
+        size = sum(matrix.rows * matrix.columns for matrix in matrices)
+        values += size
+        weights += size if plane == 0 else 0
+        for matrix in matrices:
+            tiles.update({"TUN12": matrix.tun12_tiles, "RANS4": matrix.rans4_tiles, "QMoE": matrix.qmoe_tiles})
+    for name in folder.weight_map:
+        if name.startswith(f"{module}.{CODED}.") and name.endswith("_scale"):
+            coded_bytes += folder.tensor(name).nbytes
+    return ModuleContent(module, len(experts), len(planes), weights, zeros / max(values, 1), dict(+tiles), coded_bytes)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was read, and what of it is wrong, one line each."""
+
+    path: Path
+    pages: int
+    read_bytes: int
+    problems: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return {
+            "folder": str(self.path),
+            "pages": self.pages,
+            "read_bytes": self.read_bytes,
+            "problems": self.problems,
+        }
+
+
+def verify(path: Path) -> Verification:
+    """Read every page, check its checksum, decode it, and hold shapes and names against the configuration.
+
+    Raises:
+        ConfigError: If the folder has no coded experts, or its configuration describes no model with experts.
+    """
+    folder = CodedFolder(path)
+    model = folder.model()
+    found = {experts.name: experts.shapes for experts in experts_of(model)}
+    problems = [f"{name}: the model has no such experts" for name in folder.config.experts if name not in found]
+    problems += _absent_problems(folder, model)
+    problems += _other_problems(folder)
+    pages = read_bytes = 0
+    for module in folder.config.experts:
+        shapes = found.get(module)
+        for plane, expert, size_bytes, name in folder.pages(module):
+            pages += 1
+            try:
+                page = folder.page(name)
+                read_bytes += page.nbytes
+                wanted = None if shapes is None else [shapes.up, shapes.down]
+                problem = _problem_of(page, size_bytes, wanted)
+            except OffloadError as error:
+                problem = str(error)
+            if problem:
+                problems.append(f"expert {expert} of {module}, plane {plane}: {problem}")
+        if shapes is not None:
+            planes = folder.config.experts[module]["page_bytes"]
+            counts = {len(sizes) for sizes in planes}
+            if counts != {shapes.count}:
+                problems.append(f"{module}: {sorted(counts)} experts in the files, {shapes.count} in the model")
+            problems += _scale_problems(folder, module, len(planes), scale_widths(shapes), shapes.count)
+    return Verification(path, pages, read_bytes, problems)
+
+
+def _absent_problems(folder: CodedFolder, model: nn.Module) -> Iterator[str]:
+    """Tensors of the model that the index does not name. Of tied ones it has to name one."""
+    not_needed: set[str] = set()
+    for experts in experts_of(model):
+        weights = experts.weight_names
+        if experts.name in folder.config.experts:
+            not_needed.update(weights)
+        elif not all(name in folder.weight_map for name in weights):
+            not_needed.update(weights)
+            yield f"{experts.name}: the model has such experts, the configuration names no coded ones of them"
+    tied: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tied.setdefault(id(tensor), []).append(name)
+    for names in tied.values():
+        if not any(name in folder.weight_map or name in not_needed or may_be_absent(model, name) for name in names):
+            yield f"{names[0]}: the model has such a tensor, the index does not name it"
+
+
+def _problem_of(page: Tensor, size_bytes: int, wanted: list[tuple[int, int]] | None) -> str | None:
+    if page.nbytes != size_bytes:
+        return f"{page.nbytes} bytes, {size_bytes} in the configuration"
+    matrices = extents(page)
+    shapes = [(matrix.rows, matrix.columns) for matrix in matrices]
+    if wanted is not None and shapes != wanted:
+        return f"matrices of {shapes}, the model has {wanted}"
+    for number, matrix in enumerate(matrices):
+        _decoded(page, number, matrix)
+    return None
+
+
+def _decoded(page: Tensor, number: int, matrix: CodedExtent) -> Tensor:
+    """Decode a matrix, unless it is one of those that take few bytes but would fill any memory."""
+    if matrix.rows * matrix.columns > MOST_VALUES:
+        raise OffloadError(
+            f"matrix {number} is said to have {matrix.rows} x {matrix.columns} values, at most {MOST_VALUES} are read"
+        )
+    return decode(page, number)
+
+
+def _scale_problems(
+    folder: CodedFolder, module: str, planes: int, widths: dict[str, int], experts: int
+) -> Iterator[str]:
+    for plane in range(planes):
+        for scale, width in widths.items():
+            name = f"{_plane_name(module, plane)}.{scale}"
+            try:
+                tensor = folder.tensor(name)
+            except OffloadError as error:
+                yield f"{name}: {error}"
+                continue
+            if tuple(tensor.shape) != (experts, width):
+                yield f"{name}: shape {tuple(tensor.shape)}, the model has {(experts, width)}"
+            elif not tensor.isfinite().all():
+                yield f"{name}: not all of it is finite"
+
+
+def _other_problems(folder: CodedFolder) -> Iterator[str]:
+    """Files of all other tensors: that they open and hold what the index says. They have no checksums."""
+    by_file: dict[str, set[str]] = {}
+    for name, file_name in folder.weight_map.items():
+        if f".{CODED}." not in name:
+            by_file.setdefault(file_name, set()).add(name)
+    for file_name, names in by_file.items():
+        try:
+            with safetensors.safe_open(str(folder.path / file_name), framework="pt") as file:
+                missing = names - set(file.keys())
+        except (OSError, safetensors.SafetensorError) as error:
+            yield f"{file_name}: {error}"
+            continue
+        yield from (f"{file_name}: {name} is missing" for name in sorted(missing))

@@ -1,0 +1,1 @@
+"""Predicts memory, traffic and time of a training step."""

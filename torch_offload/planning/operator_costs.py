@@ -1,0 +1,143 @@
+"""How long operator calls take here: timed on tensors of their shapes, or estimated where that takes too long."""
+
+import functools
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_offload.diagnostics.probe import Probe
+from torch_offload.planning.operator_calls import Call, Items, TensorShape, tensor_shapes
+from torch_offload.system import resources
+
+logger = logging.getLogger(__name__)
+
+REPETITIONS = 3
+LONG_SECONDS = 0.3  # a call that takes longer is timed once
+LARGEST_SHARE_OF_FREE_MEMORY = 0.5
+PATTERN_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds of some calls.
+
+    Attributes:
+        seconds: All of them.
+        timed_seconds: Of these, what comes from timing and not from an estimate.
+    """
+
+    seconds: float
+    timed_seconds: float
+
+
+class OperatorCosts:
+    """Times calls until its time is used up; the most expensive ones first."""
+
+    def __init__(self, probe: Probe, *, limit_seconds: float) -> None:
+        """Time nothing yet.
+
+        Args:
+            probe: What estimates are made from.
+            limit_seconds: Time to spend on timing.
+        """
+        self._probe = probe
+        self._limit_seconds = limit_seconds
+        self._largest_bytes = int(resources.free_memory_bytes() * LARGEST_SHARE_OF_FREE_MEMORY)
+
+    def of(self, calls: Mapping[str, Counter[Call]]) -> dict[str, Cost]:
+        """Return the cost of each phase."""
+        total: Counter[Call] = Counter()
+        for counts in calls.values():
+            total.update(counts)
+        seconds = self._seconds(total)
+        return {phase: _sum_of(counts, seconds) for phase, counts in calls.items()}
+
+    def estimate(self, call: Call) -> float:
+        """Return the seconds that the machine's rates allow at best."""
+        moved_seconds = (call.input_bytes + call.output_bytes) / self._probe.copy_rate
+        types = {str(shape.dtype).removeprefix("torch.") for shape in tensor_shapes(call.arguments)}
+        rate = max((self._probe.gemm.get(name, 0.0) for name in types), default=0.0) or min(self._probe.gemm.values())
+        return max(call.flops / rate, moved_seconds)
+
+    def _seconds(self, total: "Counter[Call]") -> dict[Call, tuple[float, bool]]:
+        """Return the seconds of one call of each, and whether they were timed."""
+        estimates = {call: self.estimate(call) for call in total}
+        spent_until = time.perf_counter() + self._limit_seconds
+        found = {}
+        for call in sorted(total, key=lambda call: -total[call] * estimates[call]):
+            fits = call.input_bytes + call.output_bytes <= self._largest_bytes
+            has_time = time.perf_counter() + estimates[call] < spent_until
+            timed = timed_seconds(call) if fits and has_time else None
+            found[call] = (estimates[call], False) if timed is None else (timed, True)
+        return found
+
+
+def _sum_of(counts: "Counter[Call]", seconds: Mapping[Call, tuple[float, bool]]) -> Cost:
+    return Cost(
+        seconds=sum(count * seconds[call][0] for call, count in counts.items()),
+        timed_seconds=sum(count * seconds[call][0] for call, count in counts.items() if seconds[call][1]),
+    )
+
+
+@functools.cache
+def timed_seconds(call: Call) -> float | None:
+    """Return the seconds of a call on tensors of its shapes, None where it cannot be made on such tensors.
+
+    The process keeps what it has timed.
+    """
+    bound = _index_bound(call)
+    arguments = [_real(value, bound) for value in call.arguments]
+    keywords = {name: _real(value, bound) for name, value in call.keywords}
+    try:
+        with torch.no_grad():
+            seconds = _time(call.operator, arguments, keywords)
+            repetitions = REPETITIONS if seconds < LONG_SECONDS else 0
+            return min([seconds, *(_time(call.operator, arguments, keywords) for _ in range(repetitions))])
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        logger.info("%s cannot be timed alone and is estimated: %s", call, error)
+        return None
+
+
+def _time(operator: Any, arguments: list[Any], keywords: dict[str, Any]) -> float:
+    started = time.perf_counter()
+    operator(*arguments, **keywords)
+    return time.perf_counter() - started
+
+
+def _index_bound(call: Call) -> int:
+    """Return what indices have to stay below, whichever tensor and dimension they count."""
+    sizes = [shape.size for shape in tensor_shapes(call.arguments) if shape.dtype.is_floating_point]
+    return max(1, min((length for size in sizes for length in size), default=1))
+
+
+def _real(value: Any, bound: int) -> Any:
+    """Return an argument that a call can be made with."""
+    if isinstance(value, TensorShape):
+        return _tensor(value, bound)
+    if isinstance(value, Items):
+        return [_real(item, bound) for item in value.items]
+    return value
+
+
+def _tensor(shape: TensorShape, bound: int) -> Tensor:
+    elements = 1 + sum((length - 1) * step for length, step in zip(shape.size, shape.stride, strict=True))
+    elements = max(elements, 0) if all(shape.size) else 0
+    return _filled(elements, shape.dtype, bound).as_strided(shape.size, shape.stride)
+
+
+def _filled(elements: int, dtype: torch.dtype, bound: int) -> Tensor:
+    """Return random fractions, a pattern of them where there are many; indices; true truth values."""
+    if dtype is torch.bool:
+        return torch.ones(elements, dtype=dtype)
+    if not dtype.is_floating_point:
+        return (torch.arange(elements) % bound).to(dtype)
+    pattern = torch.rand(min(elements, PATTERN_ELEMENTS)).to(dtype)
+    if elements <= PATTERN_ELEMENTS:
+        return pattern
+    return pattern.repeat(-(-elements // PATTERN_ELEMENTS))[:elements]

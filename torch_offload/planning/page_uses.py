@@ -1,0 +1,233 @@
+"""The page uses of training steps, made from the recording of one pass: what the engine will pin, in its order."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from torch_offload.errors import ConfigError
+from torch_offload.planning.belady import Event, Pages, Use
+from torch_offload.planning.fake_trace import Moment, Recording, What
+
+OptimizerName = Literal["adamw_torch_fused", "torch_offload.AdamW"]
+OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw_torch_fused", "torch_offload.AdamW")
+UpdateTier = Literal["device", "host"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What a step consists of beside one pass.
+
+    Attributes:
+        page_elements: Elements per page.
+        min_paged_bytes: Smaller tensors stay in memory.
+        optimizer: Whose states there are; None: gradients are dropped when the step ends.
+        micro_batches: Forward and backward passes per step.
+        pages_activations: Whether what autograd keeps becomes pages.
+        update_tier: Where deferred updates run.
+    """
+
+    page_elements: int
+    min_paged_bytes: int
+    optimizer: OptimizerName | None
+    micro_batches: int = 1
+    pages_activations: bool = False
+    update_tier: UpdateTier = "device"
+
+
+def optimizer_named(name: str | None) -> OptimizerName | None:
+    """Return the optimizer of this name, if there shall be one.
+
+    Raises:
+        ConfigError: If it is not known.
+    """
+    for known in OPTIMIZERS:
+        if name == known:
+            return known
+    if name is None:
+        return None
+    raise ConfigError(f"optimizer: {name!r} is not known; there are: {', '.join(OPTIMIZERS)}")
+
+
+def state_element_bytes(optimizer: OptimizerName | None, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes per element of each state that an optimizer keeps for a parameter."""
+    if optimizer is None:
+        return {}
+    if optimizer == "torch_offload.AdamW" and dtype is torch.bfloat16:
+        return {"master_low": 2, "exp_avg": 4, "exp_avg_sq": 4}
+    return {"exp_avg": dtype.itemsize, "exp_avg_sq": dtype.itemsize}
+
+
+@dataclass
+class _Paged:
+    """The pages of one parameter, by index; states in the order of their names."""
+
+    weight: list[int]
+    gradient: list[int] = field(default_factory=list)
+    states: list[list[int]] = field(default_factory=list)
+
+
+class StepUses:
+    """All pages of a model in training, and the order in which steps use them.
+
+    Attributes:
+        pages: Every page, kinds named as in a report.
+        resident_bytes: What is too small to be paged, gradients and states included.
+        updated_elements: How many a step updates.
+    """
+
+    def __init__(self, recording: Recording, shape: StepShape) -> None:
+        """Lay out the pages.
+
+        Args:
+            recording: Of one pass.
+            shape: Of a step.
+        """
+        self.pages = Pages()
+        self.resident_bytes = 0
+        self.updated_elements = sum(parameter.elements for parameter in recording.parameters if parameter.is_trained)
+        self._recording = recording
+        self._shape = shape
+        self._paged = self._lay_out()
+        self._activations = self._lay_out_activations() if shape.pages_activations else {}
+        self._group = 0
+        self._claim = 0
+        self._other_bytes = self.resident_bytes
+        self._pending: set[int] = set()
+
+    def events(self, *, steps: int) -> Iterator[Event]:
+        """Yield the uses of loading and of so many steps; a mark ends each forward and each backward."""
+        for paged in self._paged.values():
+            self._group += 1
+            yield from self._each(Use.create, paged.weight)
+        for step in range(steps):
+            if step > 0 and self._shape.optimizer is not None:
+                self._pending = {index for index, paged in self._paged.items() if paged.gradient}
+            for micro_batch in range(self._shape.micro_batches):
+                yield from self._pass(micro_batch)
+            if self._shape.optimizer is None:
+                for paged in self._paged.values():
+                    yield from self._each(Use.drop, paged.gradient)
+            yield Event(Use.mark)
+
+    def _lay_out(self) -> dict[int, _Paged]:
+        paged = {}
+        for index, parameter in enumerate(self._recording.parameters):
+            states = state_element_bytes(self._shape.optimizer, parameter.dtype) if parameter.is_trained else {}
+            if parameter.size_bytes < max(self._shape.min_paged_bytes, 1):
+                of_one = parameter.element_bytes * (1 + parameter.is_trained) + sum(states.values())
+                self.resident_bytes += parameter.elements * of_one
+                continue
+            entry = _Paged(self._cut("parameter", parameter.elements, parameter.element_bytes))
+            if parameter.is_trained:
+                entry.gradient = self._cut("gradient", parameter.elements, parameter.element_bytes)
+                entry.states = [self._cut("state", parameter.elements, size) for size in states.values()]
+            paged[index] = entry
+        return paged
+
+    def _lay_out_activations(self) -> dict[int, list[int]]:
+        """Return the pages of every temporary that autograd keeps."""
+        sizes = {m.subject: m.size_bytes for m in self._recording.moments if m.what is What.allocate}
+        saved = dict.fromkeys(m.subject for m in self._recording.moments if m.what is What.save)
+        least_bytes = max(self._shape.min_paged_bytes, 1)
+        return {
+            number: self._cut("activation", -(-sizes[number] // 4), 4)
+            for number in saved
+            if sizes[number] >= least_bytes
+        }
+
+    def _cut(self, kind: str, elements: int, element_bytes: int) -> list[int]:
+        whole = self._shape.page_elements
+        counts = [min(whole, elements - first) for first in range(0, elements, whole)]
+        return [self.pages.add(kind, count * element_bytes) for count in counts]
+
+    def _pass(self, micro_batch: int) -> Iterator[Event]:
+        """Yield what one forward and backward use."""
+        sizes: dict[int, int] = {}  # of temporaries that are not pages
+        saved: set[int] = set()
+        for moment in self._recording.moments:
+            if moment.what is What.backward:
+                yield Event(Use.mark)
+            elif moment.what is What.allocate:
+                sizes[moment.subject] = moment.size_bytes
+                self._other_bytes += moment.size_bytes
+                yield Event(Use.room, other_bytes=self._other_bytes)
+            elif moment.what is What.free:
+                self._other_bytes -= sizes.pop(moment.subject, 0)
+                if moment.subject in saved:
+                    yield from self._each(Use.drop, self._activations[moment.subject])
+            elif moment.what is What.save:
+                yield from self._save(moment.subject, sizes, saved)
+            elif moment.what is What.operate:
+                yield from self._operate(moment, saved)
+            elif micro_batch == 0:
+                self._let_go(moment, sizes)
+                yield from self._finish(moment.subject, micro_batch)
+            else:  # it is added to the one that is there, and dies then
+                yield from self._finish(moment.subject, micro_batch)
+                self._let_go(moment, sizes)
+        self._other_bytes = self.resident_bytes
+        if micro_batch + 1 < self._shape.micro_batches:
+            yield Event(Use.mark)
+
+    def _save(self, number: int, sizes: dict[int, int], saved: set[int]) -> Iterator[Event]:
+        """It becomes pages where it lies."""
+        if number in self._activations and number not in saved:
+            saved.add(number)
+            self._other_bytes -= sizes.pop(number, 0)
+            self._group += 1
+            yield from self._each(Use.create, self._activations[number])
+
+    def _let_go(self, moment: Moment, sizes: dict[int, int]) -> None:
+        """What holds a finished gradient becomes its pages, or is counted as too small to be paged."""
+        for number in moment.temporaries:
+            self._other_bytes -= sizes.pop(number, 0)
+
+    def _operate(self, moment: Moment, saved: set[int]) -> Iterator[Event]:
+        """An operator pins all that it uses; what is pending on it is done first."""
+        paged = [index for index in moment.parameters if index in self._paged]
+        activations = [number for number in moment.temporaries if number in saved]
+        if not paged and not activations:
+            return
+        self._group += 1
+        for index in paged:
+            if index in self._pending:
+                self._pending.discard(index)
+                yield from self._update(self._paged[index])
+            yield from self._each(Use.read, self._paged[index].weight)
+        for number in activations:
+            yield from self._each(Use.read, self._activations[number])
+
+    def _finish(self, index: int, micro_batch: int) -> Iterator[Event]:
+        """A gradient becomes pages, or is added to those of the micro-batch before."""
+        if index not in self._paged:
+            return
+        self._group += 1
+        pages = self._paged[index].gradient
+        yield from self._each(Use.create if micro_batch == 0 else Use.update, pages)
+
+    def _is_updated_below(self) -> bool:
+        return self._shape.update_tier == "host" and self._shape.optimizer is not None
+
+    def _update(self, paged: _Paged) -> Iterator[Event]:
+        """Apply an update page by page: weight, gradient and states of one index at a time."""
+        is_below = self._is_updated_below()
+        if is_below:
+            yield from self._each(Use.sink, paged.weight + paged.gradient)
+        for position, weight in enumerate(paged.weight):
+            self._claim += 1
+            yield self._claimed(weight, is_below=is_below, is_weight=True)
+            yield self._claimed(paged.gradient[position], is_below=is_below)
+            for state in paged.states:
+                yield self._claimed(state[position], is_below=is_below)
+        yield from self._each(Use.drop, paged.gradient)
+
+    def _claimed(self, page: int, *, is_below: bool, is_weight: bool = False) -> Event:
+        """Return the use of a page by an update; the weight stays in use for the operator that waits for it."""
+        claim = 0 if is_weight and not is_below else self._claim
+        group = -self._claim if is_below else self._group
+        return Event(Use.update, page, group, claim, 0 if is_below else self._other_bytes, is_below)
+
+    def _each(self, use: Use, pages: list[int]) -> Iterator[Event]:
+        return (Event(use, page, self._group, 0, self._other_bytes) for page in pages)

@@ -1,0 +1,132 @@
+"""What a plan says: the needs, the traffic and the time of a training step."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch_offload.config import format_size
+from torch_offload.planning.page_uses import UpdateTier
+from torch_offload.reporting.bottleneck import Wear, wear_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SECONDS_PER_DAY = 86400
+DAYS_PER_YEAR = 365.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedPhase:
+    """A forward or a backward of the step.
+
+    Attributes:
+        name: Which one.
+        seconds: How long it takes: its slowest resource.
+        resource_seconds: How long each resource is busy.
+    """
+
+    name: str
+    seconds: float
+    resource_seconds: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a training step needs, moves and takes. Tiers are ``device``, ``ram`` and ``ssd``.
+
+    Attributes:
+        fits: Whether training can run with these budgets. Where not, the other figures are those of a run in which
+            what is missing were there.
+        missing_bytes: What each tier lacks; empty where it fits.
+        remedy: One thing to change; None where it fits.
+        budget_bytes: What each tier may hold; of ``ssd`` what is free there.
+        needed_bytes: What each tier must hold at least.
+        peak_bytes: The most that each tier will hold.
+        placement: Where the bytes lie when a step ends, by tier and kind of page.
+        parameters: Count of all elements of parameters and buffers.
+        state_bytes: Parameters, gradients and optimizer states together.
+        ssd_read: Bytes read from the SSD in a step, by kind of page.
+        ssd_written: Bytes written to it.
+        to_device: Bytes that come to the device; empty without one.
+        to_host: Bytes that leave it.
+        update_tier: Where deferred updates run: ``device`` (where the module computes) or ``host``.
+        phases: The parts of a step, in order.
+        resource_seconds: How long each resource is busy in a step.
+        binding: The resource that a step waits for most.
+        lower_bound_seconds: A step cannot be faster: the busiest resource.
+        predicted_seconds: What a step will take: the sum of its phases, each as long as its slowest resource.
+        timed_share: Part of the seconds of the computation that was timed here; the rest was estimated.
+        tokens_per_step: Elements of the batch's first tensor of integers, else its rows; all micro-batches together.
+        break_even_tokens: Tokens per step from which on the computation takes longer than the slowest link.
+        endurance_bytes: What the SSD is rated to have written in its life.
+        steps_per_day: As many as will run.
+    """
+
+    fits: bool
+    missing_bytes: dict[str, int]
+    remedy: str | None
+    budget_bytes: dict[str, int]
+    needed_bytes: dict[str, int]
+    peak_bytes: dict[str, int]
+    placement: dict[str, dict[str, int]]
+    parameters: int
+    state_bytes: int
+    ssd_read: dict[str, int]
+    ssd_written: dict[str, int]
+    to_device: dict[str, int]
+    to_host: dict[str, int]
+    update_tier: UpdateTier
+    phases: list[PlannedPhase]
+    resource_seconds: dict[str, float]
+    binding: str
+    lower_bound_seconds: float
+    predicted_seconds: float
+    timed_share: float
+    tokens_per_step: int
+    break_even_tokens: int
+    endurance_bytes: int
+    steps_per_day: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of training."""
+        return self.tokens_per_step / self.predicted_seconds
+
+    @property
+    def wear(self) -> Wear | None:
+        """What training does to the SSD, None where a step takes no time."""
+        written_bytes = sum(self.ssd_written.values())
+        return wear_of(written_bytes, steps=1, seconds=SECONDS_PER_DAY / self.steps_per_day)
+
+    @property
+    def endurance_years(self) -> float | None:
+        """For how many years of such training the SSD is rated, None where nothing is written."""
+        days = None if self.wear is None else self.wear.days(self.endurance_bytes)
+        return None if days is None else days / DAYS_PER_YEAR
+
+    def json(self) -> str:
+        """Return the plan as one JSON object, what follows from it included."""
+        derived = {"tokens_per_second": self.tokens_per_second, "endurance_years": self.endurance_years}
+        wear = {} if self.wear is None else {"ssd_bytes_per_day": self.wear.bytes_per_day}
+        return json.dumps(dataclasses.asdict(self) | derived | wear)
+
+    def __rich__(self) -> "Table":
+        """Return the plan as a table for rich."""
+        from torch_offload.planning.table import table_of
+
+        return table_of(self)
+
+    def __str__(self) -> str:
+        """Return a summary of a few lines."""
+        lines = [
+            f"step    {self.predicted_seconds:.3g} s ({self.tokens_per_second:.4g} tokens/s), "
+            f"at best {self.lower_bound_seconds:.3g} s; {self.binding} binds",
+            f"ssd     read {format_size(sum(self.ssd_read.values()))}, "
+            f"written {format_size(sum(self.ssd_written.values()))} per step",
+            *(f"{tier:<7} peak {format_size(peak)}" for tier, peak in self.peak_bytes.items()),
+        ]
+        if not self.fits:
+            lacks = ", ".join(f"{tier} lacks {count} bytes" for tier, count in self.missing_bytes.items())
+            lines.insert(0, f"does not fit: {lacks}; {self.remedy}")
+        return "\n".join(lines)

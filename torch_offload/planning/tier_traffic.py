@@ -1,0 +1,107 @@
+"""What steady steps move between the tiers: memory over the SSD, or a device over memory over the SSD."""
+
+from dataclasses import dataclass
+
+from torch_offload.planning.belady import Event, Memory, Moved, Pages, Use
+from torch_offload.planning.page_uses import StepUses
+
+STEPS = 5  # the last but one is counted: the first ones fill the memory, after the last comes nothing
+COUNTED = -2
+SPARE_SHARE = 32  # of a budget, which the engine keeps free of reads ahead
+MOST_SPARE_BYTES = 16 << 20
+RESERVE_SHARE = 16  # of a budget, which it keeps free for small allocations
+MOST_RESERVE_BYTES = 4 << 20
+READS_SHARE = 48  # of a budget, in pages that are on their way
+FEWEST_READS = 2
+MOST_READS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Bytes of each tier; `device` is None where the module computes in the host's memory."""
+
+    ram: int
+    device: int | None = None
+
+    @property
+    def compute_tier(self) -> str:
+        """Where the module computes."""
+        return "ram" if self.device is None else "device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What one step moves.
+
+    Attributes:
+        ssd: By phase, between the host's memory and the SSD.
+        link: By phase, between the device's memory and the host's; empty without a device.
+        peak_bytes: The most that is in use, by tier.
+        needed_bytes: The most that is in use at once and cannot leave, by tier with a budget.
+        placement: Where the latest bytes lie when the step ends, by tier and kind of page.
+    """
+
+    ssd: list[Moved]
+    link: list[Moved]
+    peak_bytes: dict[str, int]
+    needed_bytes: dict[str, int]
+    placement: dict[str, dict[str, int]]
+
+
+def traffic_of(uses: StepUses, budgets: Budgets) -> Traffic:
+    """Replay some steps and return what the counted one moves."""
+    events = list(uses.events(steps=STEPS))
+    tiers: dict[str, _Tier] = {}
+    if budgets.device is not None:
+        tiers["device"] = _Tier(uses, budgets.device, events)
+        events = tiers["device"].memory.asked
+    host = tiers["ram"] = _Tier(uses, budgets.ram, events)
+    peak_bytes = {name: tier.memory.peak_bytes for name, tier in tiers.items()}
+    return Traffic(
+        ssd=host.moved,
+        link=tiers["device"].moved if "device" in tiers else [],
+        peak_bytes=peak_bytes | {"ssd": host.memory.peak_stored_bytes},
+        needed_bytes={name: tier.memory.needed_bytes for name, tier in tiers.items()},
+        placement=_placement(uses.pages, tiers),
+    )
+
+
+def _kept_free(budget_bytes: int, page_bytes: int) -> int:
+    """Return the bytes of a budget in which the engine keeps no pages: free ones, and reads on their way."""
+    spare_bytes = min(budget_bytes // SPARE_SHARE, MOST_SPARE_BYTES)
+    reserve_bytes = min(budget_bytes // RESERVE_SHARE, MOST_RESERVE_BYTES)
+    reads = min(max(budget_bytes // READS_SHARE // max(page_bytes, 1), FEWEST_READS), MOST_READS)
+    return spare_bytes + reserve_bytes + reads * page_bytes
+
+
+class _Tier:
+    """A memory after its replay: what moved in the step that counts, and what lay where when it ended."""
+
+    def __init__(self, uses: StepUses, budget_bytes: int, events: list[Event]) -> None:
+        self.memory = Memory(uses.pages, budget_bytes - _kept_free(budget_bytes, max(uses.pages.size_bytes, default=0)))
+        phase_count = sum(event.use is Use.mark for event in events)
+        per_step = phase_count // STEPS
+        first, end = phase_count + COUNTED * per_step, phase_count + (COUNTED + 1) * per_step
+        self.moved: list[Moved] = []
+        for number, moved in enumerate(self.memory.replay(events), start=1):
+            if first < number <= end:
+                self.moved.append(moved)
+            if number == end:
+                self.resident, self.stored = set(self.memory.resident), set(self.memory.stored)
+
+
+def _placement(pages: Pages, tiers: dict[str, _Tier]) -> dict[str, dict[str, int]]:
+    placement: dict[str, dict[str, int]] = {name: {} for name in [*tiers, "ssd"]}
+    for page, kind in enumerate(pages.kinds):
+        home = _home(page, tiers)
+        if home is not None:
+            placement[home][kind] = placement[home].get(kind, 0) + pages.size_bytes[page]
+    return placement
+
+
+def _home(page: int, tiers: dict[str, _Tier]) -> str | None:
+    """Return the highest tier that holds a page."""
+    for name, tier in tiers.items():
+        if page in tier.resident:
+            return name
+    return "ssd" if page in tiers["ram"].stored else None

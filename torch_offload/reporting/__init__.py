@@ -1,0 +1,1 @@
+"""What a run did: samples, report, tables, HTML page, trace file, status line."""

@@ -1,0 +1,273 @@
+"""Takes samples of the running engine: at the end of each optimizer step and, between them, on a light thread.
+
+Nothing is recorded unless somebody asks: a report (``Config.report``), the live line, or a caller of :func:`start`.
+"""
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from torch_offload.reporting.timeline import Sample, Timeline
+
+if TYPE_CHECKING:
+    from torch_offload.reporting.report import Report
+
+RECENT_SAMPLES = 2048
+STEP_SAMPLES = 2048
+SHORTEST_PERIOD_SECONDS = 0.1
+SAMPLES_PER_STEP = 40
+REPORT_NAME = "torch-offload-report"
+TRACE_NAME = "torch-offload-trace"
+
+Statistics = Callable[[], Mapping[str, Any]]
+Modules = Callable[[], Iterable[nn.Module]]
+
+
+class Recorder:
+    """Samples of one engine, of bounded number however long the run.
+
+    Threads: samples are taken by its own thread and by the one that trains; everything else is for one thread.
+    """
+
+    def __init__(
+        self, statistics: Statistics, *, modules: Modules = list, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Take the first sample. Nothing else happens before :meth:`start`.
+
+        Args:
+            statistics: Returns what ``Engine.statistics`` returns.
+            modules: Returns the modules whose tokens are counted from the end of the first step on.
+            clock: Seconds.
+        """
+        self._statistics = statistics
+        self._modules = modules
+        self._clock = clock
+        self._start_seconds = clock()
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._recent: deque[Sample] = deque(maxlen=RECENT_SAMPLES)
+        self._step_ends: list[Sample] = []
+        self._steps_per_entry = 1
+        self._steps = 0
+        self._tokens = 0
+        self._hooks: list[RemovableHandle] = []
+        self._counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.sample()
+
+    def start(self) -> None:
+        """Record from now on."""
+        self._hooks.append(register_optimizer_step_post_hook(self._after_step))
+        self._thread = threading.Thread(target=self._run, name="torch_offload.reporting.recorder", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Record no more; what was recorded stays. Safe to call twice."""
+        self._ended.set()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._thread is not None and self._process == os.getpid():
+            self._thread.join()
+        self._thread = None
+
+    def sample(self, *, is_step_end: bool = False) -> Sample:
+        """Take a sample now."""
+        statistics = self._statistics()
+        with self._lock:
+            self._steps += is_step_end
+            taken = Sample.from_statistics(
+                statistics,
+                seconds=self._clock() - self._start_seconds,
+                steps=self._steps,
+                tokens=self._tokens,
+                is_step_end=is_step_end,
+            )
+            self._recent.append(taken)
+            if is_step_end and (self._steps - 1) % self._steps_per_entry == 0:
+                self._keep_step_end(taken)
+        return taken
+
+    def _keep_step_end(self, taken: Sample) -> None:
+        self._step_ends.append(taken)
+        if len(self._step_ends) > STEP_SAMPLES:
+            self._step_ends = self._step_ends[::2]
+            self._steps_per_entry *= 2
+
+    def timeline(self) -> Timeline:
+        """Return what was recorded so far."""
+        with self._lock:
+            recent = list(self._recent)
+            ends = list(self._step_ends)
+        last = next((sample for sample in reversed(recent) if sample.is_step_end), None)
+        if last is not None and last.steps != ends[-1].steps:
+            ends.append(last)  # of a long run the last step may be one of those that are passed over
+        return Timeline(recent=recent, step_ends=ends)
+
+    def add_tokens(self, count: int) -> None:
+        """Note tokens that a model has seen."""
+        with self._lock:
+            self._tokens += count
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        if self._process != os.getpid():
+            return
+        self.sample(is_step_end=True)
+        for module in self._modules():
+            self._count_tokens_of(module)
+
+    def _count_tokens_of(self, module: nn.Module) -> None:
+        """Count, from now on, what a module's input embedding sees. Nothing for one without, or one that is counted."""
+        embedding = _input_embedding(module)
+        if embedding is None or embedding in self._counted:
+            return
+        self._counted.add(embedding)
+        self._hooks.append(embedding.register_forward_pre_hook(TokenHook(self)))
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._period_seconds()):
+            self.sample()
+
+    def _period_seconds(self) -> float:
+        """Close enough to show a step, far enough apart that the last steps fit."""
+        with self._lock:
+            ends = self._step_ends[-2:]
+        if len(ends) < 2:
+            return SHORTEST_PERIOD_SECONDS
+        step_seconds = (ends[1].seconds - ends[0].seconds) / max(1, ends[1].steps - ends[0].steps)
+        return max(SHORTEST_PERIOD_SECONDS, step_seconds / SAMPLES_PER_STEP)
+
+
+class TokenHook:
+    """Forward pre-hook of an embedding. What is in its place in a copy or a pickle does nothing."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Count the tokens of a training forward pass."""
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        if args and isinstance(args[0], torch.Tensor):
+            self._recorder.add_tokens(args[0].numel())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return {}.get
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, ({}, "get"))  # as tracking.RefreshHook: a hook that does nothing wherever it is loaded
+
+
+def _input_embedding(module: nn.Module) -> nn.Module | None:
+    get_embedding = getattr(module, "get_input_embeddings", None)
+    if get_embedding is None or getattr(module, "_compiled_call_impl", None) is not None:
+        return None
+    try:
+        embedding = get_embedding()
+    except (NotImplementedError, AttributeError):
+        return None
+    return embedding if isinstance(embedding, nn.Embedding) else None
+
+
+class _Slot:
+    """The recorder of the open session, and what the one before recorded."""
+
+    recorder: Recorder | None = None
+    recorded: Timeline | None = None
+
+
+def start(statistics: Statistics, *, modules: Modules = list) -> Recorder:
+    """Record the engine whose statistics these are; the recorder that runs already where there is one.
+
+    Args:
+        statistics: Returns what ``Engine.statistics`` returns.
+        modules: Returns the wrapped modules, whose tokens are counted where they have an input embedding.
+    """
+    if _Slot.recorder is None:
+        _Slot.recorded = None
+        recorder = Recorder(statistics, modules=modules)
+        recorder.start()
+        _Slot.recorder = recorder
+    return _Slot.recorder
+
+
+def stop() -> None:
+    """Stop recording; :func:`recorded` still returns what there is. Safe to call where nothing is recorded."""
+    recorder, _Slot.recorder = _Slot.recorder, None
+    if recorder is not None:
+        recorder.stop()
+        _Slot.recorded = recorder.timeline()
+
+
+def forget() -> None:
+    """Drop what was recorded of a session before."""
+    stop()
+    _Slot.recorded = None
+
+
+def current() -> Recorder | None:
+    """Return the recorder that runs, if any."""
+    return _Slot.recorder
+
+
+def recorded() -> Timeline | None:
+    """Return what was recorded of this session, or of the last one where none is recorded now."""
+    return _Slot.recorded if _Slot.recorder is None else _Slot.recorder.timeline()
+
+
+def save_report(path: Path | str) -> Path | None:
+    """Write the report of this process as JSON; several processes may name one directory.
+
+    Args:
+        path: A file, or a directory for a file of this process; one is made where the name has no ending.
+
+    Returns:
+        The file, None where nothing was ever wrapped.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    return _save(report_file(Path(path)), lambda report, target: report.write_json(target))
+
+
+def save_trace(path: Path | str) -> Path | None:
+    """Write what the resources did in this process, for a ``trace`` setting; otherwise as :func:`save_report`."""
+    return _save(trace_file(Path(path)), lambda report, target: report.trace(target))
+
+
+def _save(target: Path, write: Callable[["Report", Path], None]) -> Path | None:
+    from torch_offload.errors import OffloadError
+    from torch_offload.runtime.api import report
+
+    try:
+        content = report()
+    except OffloadError:
+        return None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write(content, target)
+    return target
+
+
+def report_file(path: Path) -> Path:
+    """Return the file that this process writes for a ``report`` setting."""
+    return _file_of_process(path, REPORT_NAME, ".json")
+
+
+def trace_file(path: Path) -> Path:
+    """Return the file that this process writes for a ``trace`` setting."""
+    return _file_of_process(path, TRACE_NAME, ".json.gz")
+
+
+def _file_of_process(path: Path, name: str, ending: str) -> Path:
+    return path / f"{name}-{os.getpid()}{ending}" if path.is_dir() or not path.suffix else path

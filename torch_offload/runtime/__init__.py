@@ -1,0 +1,1 @@
+"""The one engine of the process: wrapping, loading, saving, interception."""

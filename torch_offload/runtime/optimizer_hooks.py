@@ -1,0 +1,173 @@
+"""Optimizer steps as the engine sees them: where they begin and end, and that what they need is paged.
+
+Gradients and states become pages by themselves: gradients when they are complete, states when a step makes them or a
+checkpoint brings them. What came otherwise is looked for in the first steps and whenever an optimizer has changed; a
+step of one that has settled costs the same however many parameters it has.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from torch_offload import _C
+from torch_offload.hooks.patches import Patches
+from torch_offload.runtime.tracked_module import refusal
+from torch_offload.runtime.unpickling import Unpickled
+
+STEPS_BETWEEN_SEARCHES = 64
+
+Signature = tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Known:
+    """What the last search through an optimizer found."""
+
+    has_pages: bool = False
+    signature: Signature = ()
+    steps: int = 0
+    is_searched: bool = False
+    is_settled: bool = False
+
+    def needs_search(self, signature: Signature) -> bool:
+        return not self.is_settled or signature != self.signature or self.steps % STEPS_BETWEEN_SEARCHES == 0
+
+
+class OptimizerSteps:
+    """Hooks on the steps of every optimizer of the process.
+
+    Threads: the one that trains.
+    """
+
+    def __init__(
+        self,
+        engine: _C.Engine,
+        unpickled: Unpickled,
+        *,
+        refresh: Callable[[], None],
+        label_of: Callable[[torch.Tensor], str],
+    ) -> None:
+        """Hook nothing yet.
+
+        Args:
+            engine: Pages gradients and states.
+            unpickled: Knows which tensors a file brought.
+            refresh: Pages what the modules got since they were last looked at.
+            label_of: The name of a parameter.
+        """
+        self._engine = engine
+        self._unpickled = unpickled
+        self._refresh = refresh
+        self._label_of = label_of
+        self._known: weakref.WeakKeyDictionary[Optimizer, Known] = weakref.WeakKeyDictionary()
+
+    def install(self, patches: Patches) -> list[RemovableHandle]:
+        """Hook every optimizer, and have loaded states paged as they arrive."""
+        patches.replace(Optimizer, "_process_value_according_to_param_policy", self._page_loaded_state)
+        patches.replace(Optimizer, "load_state_dict", self._after_loading)
+        return [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+
+    def unsettle(self) -> None:
+        """Search through every optimizer at its next step: other tensors are paged now."""
+        for known in self._known.values():
+            known.is_settled = False
+
+    def states_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """Return what all optimizers keep for a parameter."""
+        states = [optimizer.state.get(parameter, {}) for optimizer in list(self._known)]
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+    def _before(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        known = self._known.setdefault(optimizer, Known())
+        signature = _signature(optimizer)
+        known.is_searched = known.needs_search(signature)
+        known.signature = signature
+        known.steps += 1
+        if known.is_searched:
+            known.has_pages = any(_C.is_managed(parameter) for parameter in _parameters(optimizer))
+        if not known.has_pages:
+            return
+        if known.is_searched:
+            self._refresh()
+            known.is_settled = not self._adopt_gradients(optimizer)
+        self._engine.begin_optimizer_step()
+
+    def _after(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        known = self._known.get(optimizer)
+        if known is None or not known.has_pages:
+            return
+        try:
+            if known.is_searched:
+                found_any = self._adopt_states(optimizer)
+                known.is_settled = known.is_settled and not found_any
+        finally:
+            self._engine.end_optimizer_step()
+
+    def _adopt_gradients(self, optimizer: Optimizer) -> bool:
+        """Page the gradients that no hook saw being completed; returns whether there were any."""
+        found_any = False
+        for parameter in _parameters(optimizer):
+            gradient = parameter.grad
+            if gradient is None or _C.is_managed(gradient) or refusal(gradient, self._engine.place):
+                continue
+            if _C.is_managed(parameter):
+                self._engine.gradient_complete(parameter)
+                found_any |= _C.is_managed(gradient)
+        return found_any
+
+    def _adopt_states(self, optimizer: Optimizer) -> bool:
+        """Page the states that neither a step nor a checkpoint brought; returns whether there were any."""
+        found_any = False
+        for parameter in _parameters(optimizer):
+            if _C.is_managed(parameter):
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    found_any |= self._adopt_state(parameter, name, value)
+        return found_any
+
+    def _adopt_state(self, parameter: torch.Tensor, name: str, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or _C.is_managed(value):
+            return False
+        if refusal(value, self._engine.place) is not None:
+            return False
+        label = f"{self._label_of(parameter)}.{name}"
+        return self._engine.manage(value, kind="state", label=label, anchor=parameter)
+
+    def _after_loading(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **options: Any) -> Any:
+        result = original(optimizer, *args, **options)
+        known = self._known.get(optimizer)
+        if known is not None:
+            known.is_settled = False
+        return result
+
+    def _page_loaded_state(
+        self, original: Callable[..., Any], parameter: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
+        """Page a state that a checkpoint brings. One that became pages when it was read is copied: it was nobody's."""
+        state = original(parameter, value, *args, **options)
+        if not isinstance(state, torch.Tensor) or not _C.is_managed(parameter):
+            return state
+        name = str(args[2] if len(args) > 2 else options.get("key", "state"))
+        if state not in self._unpickled:
+            self._adopt_state(parameter, name, state)
+            return state
+        with torch.no_grad():
+            own = torch.empty_like(state)
+            self._adopt_state(parameter, name, own)
+            return own.copy_(state)
+
+
+def _signature(optimizer: Optimizer) -> Signature:
+    """Return what changes when an optimizer gets other parameters or more states."""
+    groups = tuple((id(group["params"]), len(group["params"])) for group in optimizer.param_groups)
+    return (*groups, (0, len(optimizer.state)))
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

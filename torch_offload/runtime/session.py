@@ -1,0 +1,388 @@
+"""The engine of this process and what is installed while there is one.
+
+Torch has one CPU allocator and one set of global hooks per process, so there is one engine per process: modules
+wrapped together share its budget. The session opens with the first wrapped module. It closes when nothing is paged
+any more, and gives everything back that it replaced.
+"""
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from torch_offload import _C
+from torch_offload.activations.paging import PagedActivations
+from torch_offload.activations.policy import ActivationPlan
+from torch_offload.config import Config
+from torch_offload.errors import ConfigError, OffloadError
+from torch_offload.hooks import registrations
+from torch_offload.hooks.patches import Patches
+from torch_offload.reporting import recorder
+from torch_offload.reporting.report import Report
+from torch_offload.runtime import monitors, raw_access, transformers_saving
+from torch_offload.runtime.optimizer_hooks import OptimizerSteps
+from torch_offload.runtime.pending_modules import Arrivals
+from torch_offload.runtime.tracked_module import WrappedModule
+from torch_offload.runtime.unpickling import Unpickled
+from torch_offload.system import gpu
+
+logger = logging.getLogger(__name__)
+
+TRACE_CAPACITY = 1 << 18
+"""Activities that are recorded for a trace: 22 MiB outside of the budget."""
+
+
+class Session:
+    """One engine, the modules it pages, and the hooks and replacements that live as long.
+
+    Threads: opening, closing and wrapping, one at a time; hooks run where torch calls them.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Start an engine.
+
+        Args:
+            config: With ``ram`` and ``ssd`` decided.
+
+        Raises:
+            OffloadError: If the budget or the directory cannot be used; nothing stays installed.
+        """
+        self.config = config
+        self.engine = _C.Engine(
+            budget_bytes=config.ram or 0,
+            directories=[str(directory) for directory in (config.ssd, *config.stripe_over)],
+            io_engine=config.io_engine,
+            queue_depth=config.queue_depth,
+            page_elements=config.page_elements,
+            min_paged_bytes=config.min_paged_bytes,
+            device_bytes=config.compute_bytes if config.device is not None else 0,
+            updates_on_host=config.update_on == "host",
+            activations_stay_on_host=config.activations == "ram",
+            link_bytes_per_second=config.emulated_link or 0,
+            ssd_bytes_per_second=config.emulated_ssd or 0,
+            device_kind=config.device_kind or "emulated",
+            device_ordinal=gpu.current() if config.device_kind == "cuda" else 0,
+        )
+        if config.trace:
+            self.engine.start_activity_log(TRACE_CAPACITY)
+        self._wrapped: weakref.WeakKeyDictionary[nn.Module, WrappedModule] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WrappedModule, str]] = weakref.WeakKeyDictionary()
+        self._patches = Patches()
+        self._hooks: list[RemovableHandle | registrations.Listening] = []
+        self._saves_experts = False
+        self._unpickled = Unpickled(self.engine, budget_bytes=config.compute_bytes)
+        self._steps = OptimizerSteps(self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of)
+        self._activations = PagedActivations(self.engine) if config.pages_activations else None
+        self.activation_plan = self._plan_activations()
+        self.arrivals = Arrivals(self.engine, config)
+        self._lower_wall: Callable[[], None] = nothing
+        try:
+            self._install()
+        except BaseException:
+            self.close()
+            raise
+        logger.info("engine with a budget of %d bytes and pages in %s", config.ram, config.ssd)
+
+    def _install(self) -> None:
+        raw_access.install(self._patches, budget_bytes=self.config.compute_bytes)
+        self._unpickled.install(self._patches)
+        self._patches.replace(nn.Module, "_apply", self._after_conversion)
+        self._patches.replace(nn.Parameter, "__deepcopy__", self._after_copy)
+        self._hooks = [
+            registrations.listen(registrations.Listener(self.on_tensor, self._on_submodule_added)),
+            *self._steps.install(self._patches),
+            register_optimizer_step_post_hook(self._end_step),
+        ]
+        if self.engine.place == "cpu":
+            self.engine.install_allocator()
+        else:
+            self._lower_wall = gpu.raise_wall(self.config.unpaged_bytes, torch.device(self.engine.place))
+
+    def _plan_activations(self) -> ActivationPlan | None:
+        if self.config.activations not in ("auto", "recompute"):
+            return None
+        return ActivationPlan(self.engine.statistics, recompute_all=self.config.activations == "recompute")
+
+    def _end_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        if self.activation_plan is not None:
+            self.activation_plan.end_step()
+
+    # --- modules ---------------------------------------------------------------------------------------------------
+    def is_wrapped(self, module: nn.Module) -> bool:
+        """Whether this very module was wrapped, as opposed to one that contains it."""
+        return module in self._wrapped
+
+    def is_placed(self, module: nn.Module) -> bool:
+        """Whether the module is known as a part of a wrapped one."""
+        return module in self._places
+
+    def add(self, module: nn.Module) -> None:
+        """Page the module's tensors, all or none.
+
+        Raises:
+            OffloadError: As from ``Engine.manage``. What had been paged is ordinary memory again.
+        """
+        before = {id(tensor) for tensor in (*module.parameters(), *module.buffers()) if _C.is_managed(tensor)}
+        wrapped = self._wrapped[module] = WrappedModule(
+            module, self.engine, on_submodule=self._place, activations=self._activations
+        )
+        self._steps.unsettle()
+        self._prepare_saving()
+        try:
+            wrapped.scan()
+            if self.activation_plan is not None:
+                self.activation_plan.follow(module)
+        except BaseException:
+            self._forget(module)
+            for _, tensor in wrapped.tensors():
+                if id(tensor) not in before:
+                    self._release(tensor.grad)
+                    self._release(tensor)
+            raise
+        finally:
+            self.engine.finish_loading()
+
+    def remove(self, module: nn.Module) -> None:
+        """Make everything of the module ordinary memory, except what another wrapped module shares.
+
+        Raises:
+            OffloadError: If bytes cannot be brought back. All others have been, the log names those that were not; the
+                module stays wrapped and the call can be repeated.
+            RuntimeError: The same, where torch found the device lost.
+        """
+        failures: list[OffloadError | RuntimeError] = []  # the latter from torch, about a lost device
+        try:
+            self.engine.flush()
+        except OffloadError as error:
+            failures.append(error)
+        wrapped = self._wrapped[module]
+        wrapped.mark_stale()
+        wrapped.refresh()
+        shared = {
+            tensor.untyped_storage().data_ptr()
+            for other, tensors in self._wrapped.items()
+            if other is not module
+            for _, tensor in tensors.tensors()
+            if _C.is_managed(tensor)
+        }
+        try:
+            for label, tensor in wrapped.tensors():
+                if not self._is_ours(tensor) or tensor.untyped_storage().data_ptr() in shared:
+                    continue
+                for part in (*self._steps.states_of(tensor), tensor.grad, tensor):
+                    try:
+                        self._release(part)
+                    except (OffloadError, RuntimeError) as error:
+                        logger.error("%s stays paged: %s", label, error)
+                        failures.append(error)
+        finally:
+            self.engine.finish_loading()
+        if failures:
+            raise failures[0]
+        self._forget(module)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield label and tensor of everything tracked, over all wrapped modules."""
+        for wrapped in list(self._wrapped.values()):
+            yield from wrapped.tensors()
+
+    def tensors_of(self, module: nn.Module) -> list[torch.Tensor]:
+        """Return what is paged for a module or a part of one: parameters, buffers, gradients, optimizer states."""
+        found = [*module.parameters(), *module.buffers()]
+        for parameter in list(module.parameters()):
+            found += [] if parameter.grad is None else [parameter.grad]
+            found += self._steps.states_of(parameter)
+        return [tensor for tensor in found if _C.is_managed(tensor)]
+
+    def modules(self) -> list[nn.Module]:
+        """Return the wrapped modules."""
+        return list(self._wrapped)
+
+    def is_idle(self) -> bool:
+        """Whether nothing is being loaded and neither a wrapped module nor one to be wrapped is alive."""
+        return not self._wrapped and self.arrivals.is_idle()
+
+    def report(self) -> Report:
+        """Return what the engine did so far, with what was recorded of it."""
+        statistics = self.engine.statistics()
+        choice = None if self.activation_plan is None else self.activation_plan.choice
+        return Report.from_statistics(
+            statistics, timeline=recorder.recorded(), activations=choice, activities=self.engine.activity_log()
+        )
+
+    def has_pages(self) -> bool:
+        """Whether tensors are paged, those that outlived their module included."""
+        return self.engine.managed_count() > 0
+
+    def close(self) -> None:
+        """Give back what was replaced. Tensors that are still paged stay usable. Safe to call twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for module in list(self._wrapped):
+            self._forget(module)
+        self._patches.undo()
+        self.engine.remove_allocator()
+        self._lower_wall()
+        self._lower_wall = nothing
+
+    def _place(self, wrapped: WrappedModule, part: nn.Module, path: str) -> None:
+        self._places[part] = (wrapped, path)
+        self.arrivals.leave(part)
+
+    def _forget(self, module: nn.Module) -> None:
+        wrapped = self._wrapped.pop(module)
+        wrapped.remove_hooks()
+        if self.activation_plan is not None:
+            self.activation_plan.release(module)
+        for part in [part for part, (owner, _) in self._places.items() if owner is wrapped]:
+            del self._places[part]
+
+    def _release(self, tensor: torch.Tensor | None) -> None:
+        if tensor is not None and self._is_ours(tensor):
+            self.engine.unmanage(tensor)
+
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        """Whether it is paged, or too small to be and on the device that the module was brought to."""
+        return _C.is_managed(tensor) or (tensor.device.type != "cpu" and str(tensor.device) == self.engine.place)
+
+    # --- hooks -----------------------------------------------------------------------------------------------------
+    def on_tensor(self, module: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None:
+        """Page a tensor that is about to be registered, if its module is wrapped or modules are being loaded."""
+        place = self._places.get(module)
+        if place is None:
+            if self.arrivals.is_open:
+                self._prepare_saving()
+                self.arrivals.take(module, name, tensor, kind)
+        elif kind == "parameter":
+            wrapped, path = place
+            wrapped.adopt_parameter(f"{path}.{name}" if path else name, tensor)
+
+    def _on_submodule_added(self, module: nn.Module, name: str, submodule: nn.Module) -> None:
+        place = self._places.get(module)
+        if place is None:
+            return
+        wrapped, path = place
+        wrapped.mark_stale()
+        for label, parameter in submodule.named_parameters(prefix=f"{path}.{name}" if path else name):
+            wrapped.adopt_parameter(label, parameter)
+
+    def _prepare_saving(self) -> None:
+        """Transformers may be imported long after the engine opened, but not after its models are built."""
+        if not self._saves_experts:
+            self._saves_experts = transformers_saving.install(self._patches, self.engine)
+
+    def _after_copy(self, original: Callable[..., Any], parameter: nn.Parameter, *args: Any) -> Any:
+        """Page a copy of a paged parameter while modules are loaded: a reference model, say."""
+        copied = original(parameter, *args)
+        if self.arrivals.is_open and _C.is_managed(parameter) and isinstance(copied, nn.Parameter):
+            label = f"copy of {self._label_of(parameter)}"
+            self.engine.manage(copied, kind="parameter", label=label, of_module=True)
+        return copied
+
+    def _after_conversion(self, original: Callable[..., Any], module: nn.Module, *args: Any, **options: Any) -> Any:
+        """Look at a wrapped module again after ``to``, ``half`` and the like, which may replace parameters."""
+        result = original(module, *args, **options)
+        place = self._places.get(module)
+        if place is not None:
+            place[0].mark_stale()
+        return result
+
+    def _refresh(self) -> None:
+        for wrapped in list(self._wrapped.values()):
+            wrapped.refresh()
+
+    def _label_of(self, parameter: torch.Tensor) -> str:
+        labels = (wrapped.label_of(parameter) for wrapped in list(self._wrapped.values()))
+        return next((label for label in labels if label is not None), "parameter")
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+class _Slot:
+    """Where the one session of the process is kept, and the last report of the one before."""
+
+    session: Session | None = None
+    last_report: Report | None = None
+
+
+def current() -> Session | None:
+    """Return the open session, if any."""
+    return _Slot.session
+
+
+def open_session(config: Config) -> Session:
+    """Return the session to wrap a module into: the open one, or a new one.
+
+    Args:
+        config: With ``ram`` and ``ssd`` decided unless there is a session.
+
+    Raises:
+        ConfigError: If a setting differs from the open session's. The message says which.
+        OffloadError: If an engine cannot be started.
+    """
+    session = joinable(config)
+    if session is None:
+        close_session()
+        _C.set_log_level(logging.getLogger("torch_offload").getEffectiveLevel())
+        session = _Slot.session = Session(config)
+        monitors.begin(config, current)
+    return session
+
+
+def joinable(config: Config) -> Session | None:
+    """Return the open session if modules are wrapped in it.
+
+    Raises:
+        ConfigError: If `config` asks for what that session does not have.
+    """
+    session = _Slot.session
+    if session is not None and _difference(config, session.config) is not None:
+        gc.collect()  # a module in a reference cycle may be waiting to go
+    if session is None or session.is_idle():
+        return None
+    difference = _difference(config, session.config)
+    if difference is not None:
+        raise ConfigError(f"{difference}; modules share one engine: unwrap the others first, or leave the setting out")
+    return session
+
+
+def close_if_unused() -> None:
+    """Close the session once nothing is paged any more."""
+    session = _Slot.session
+    if session is not None and session.is_idle() and not session.has_pages():
+        close_session()
+
+
+def close_session() -> None:
+    """Close the session, if one is open, and keep its last report."""
+    session, _Slot.session = _Slot.session, None
+    if session is not None:
+        monitors.end()
+        _Slot.last_report = session.report()
+        session.close()
+
+
+def last_report() -> Report | None:
+    """Return the figures at the end of the session before, if there was one."""
+    return _Slot.last_report
+
+
+def _difference(wanted: Config, running: Config) -> str | None:
+    for name in sorted(wanted.model_fields_set):
+        value, there = getattr(wanted, name), getattr(running, name)
+        if isinstance(value, Path):
+            value = value.resolve()
+        if value is not None and value != there:
+            return f"the engine runs with {name}={there!r}, not {value!r}"
+    return None

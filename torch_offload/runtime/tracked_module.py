@@ -1,0 +1,218 @@
+"""Which tensors of one wrapped module are paged, and the hooks on them."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from torch_offload import _C
+from torch_offload.activations.paging import PagedActivations
+from torch_offload.hooks.module_hooks import ModuleHook
+
+FIRST_SEARCHES = 8
+CALLS_BETWEEN_SEARCHES = 64
+
+_Folder = Mapping[str, torch.Tensor | None]
+OnSubmodule = Callable[["WrappedModule", nn.Module, str], None]
+
+
+@dataclass
+class Tracked:
+    """What is known about one tensor of a wrapped module."""
+
+    label: str
+    tensor: weakref.ref[torch.Tensor]
+    is_managed: bool
+    gradient_hook: RemovableHandle | None = None
+
+
+def refusal(tensor: torch.Tensor, place: str = "cpu") -> str | None:
+    """Say why a tensor cannot be paged, or return None where it can.
+
+    Args:
+        tensor: Any.
+        place: Where the module computes. A tensor may be there or on the CPU.
+    """
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return f"is a {type(tensor).__name__}"
+    if tensor.device.type != "cpu" and str(tensor.device) != place:
+        return f"is on device {tensor.device}"
+    if tensor.layout is not torch.strided:
+        return f"has layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"is quantised ({tensor.dtype})"
+    if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
+        return "is in memory shared with other processes"
+    return None
+
+
+class WrappedModule:
+    """Keeps what is paged in step with what the module holds, which may change after it was wrapped.
+
+    Threads: the one that trains.
+    """
+
+    def __init__(
+        self, module: nn.Module, engine: _C.Engine, *, on_submodule: OnSubmodule, activations: PagedActivations | None
+    ) -> None:
+        """Take note of the module. Nothing is paged before :meth:`scan`.
+
+        Args:
+            module: Held weakly.
+            engine: Pages the module.
+            on_submodule: Told of every submodule that a scan finds: this, the submodule, its qualified name. Must not
+                keep the module alive.
+            activations: Pages what the module's forward saves; None: it stays in memory.
+        """
+        self._module = weakref.ref(module)
+        self._engine = engine
+        self._on_submodule = on_submodule
+        self._tracked: dict[int, Tracked] = {}
+        self._parameters: list[_Folder] = []
+        self._is_stale = True
+        self._refreshes = 0
+        # Some callers (PEFT) run `forward` of the module itself, which calls no hook; its first child is called.
+        callable_children = [child for child in module.children() if not isinstance(child, nn.ModuleList)]
+        hooked = [module, *callable_children[:1]]
+        self._forward_hooks = [part.register_forward_pre_hook(RefreshHook(self)) for part in hooked]
+        if activations is not None:
+            self._forward_hooks += [hook for part in hooked for hook in activations.hook(part)]
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, None once it is gone."""
+        return self._module()
+
+    def mark_stale(self) -> None:
+        """The module has changed: look at all of it before the next forward."""
+        self._is_stale = True
+
+    def refresh(self) -> None:
+        """Scan again if the module is known to have changed.
+
+        Hooks tell of parameters that are registered, of submodules and of conversions. What reaches a parameter by no
+        hook is looked for in the first calls and now and then, since a search visits every parameter.
+        """
+        self._refreshes += 1
+        is_due = self._refreshes <= FIRST_SEARCHES or self._refreshes % CALLS_BETWEEN_SEARCHES == 0
+        if self._is_stale or (is_due and self._has_changed()):
+            self.scan()
+
+    def scan(self) -> None:
+        """Page what is not paged yet and hook what trains. One warning names what cannot be paged.
+
+        Raises:
+            OffloadError: As from ``Engine.manage``; what was paged before the failure stays paged.
+        """
+        module = self._module()
+        if module is None:
+            return
+        self._tracked = {key: known for key, known in self._tracked.items() if known.tensor() is not None}
+        self._parameters = []
+        refusals: list[str] = []
+        for path, submodule in module.named_modules():
+            self._on_submodule(self, submodule, path)
+            self._parameters.append(submodule._parameters)
+            for kind, folder in (("parameter", submodule._parameters), ("other", submodule._buffers)):
+                for name, tensor in folder.items():
+                    if tensor is not None:
+                        self._adopt(f"{path}.{name}" if path else name, tensor, kind, refusals)
+        self._is_stale = False
+        warn_unmanaged(refusals)
+
+    def adopt_parameter(self, label: str, parameter: torch.Tensor) -> None:
+        """Page a parameter that is about to be registered. One that cannot be paged waits for the next scan."""
+        if refusal(parameter, self._engine.place) is None:
+            self._adopt(label, parameter, "parameter", [])
+
+    def _adopt(self, label: str, tensor: torch.Tensor, kind: str, refusals: list[str]) -> None:
+        known = self._tracked.get(id(tensor))
+        if known is None or known.tensor() is not tensor:
+            reason = refusal(tensor, self._engine.place)
+            if reason is not None:
+                refusals.append(f"{label} {reason}")
+            known = Tracked(label, weakref.ref(tensor), is_managed=False)
+        if not known.is_managed or not _C.is_managed(tensor):
+            can_be = refusal(tensor, self._engine.place) is None
+            known.is_managed = can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True)
+        self._tracked[id(tensor)] = known
+        if kind == "parameter" and known.is_managed and known.gradient_hook is None:
+            known.gradient_hook = _hook_gradient(tensor, _gradient_hook(self._engine))
+
+    def _has_changed(self) -> bool:
+        tracked = self._tracked
+        for folder in self._parameters:
+            for tensor in folder.values():
+                if tensor is None:
+                    continue
+                known = tracked.get(id(tensor))
+                if known is None or known.tensor() is not tensor:
+                    return True
+                if not known.is_managed:
+                    continue
+                if (tensor.requires_grad and known.gradient_hook is None) or not _C.is_managed(tensor):
+                    return True
+        return False
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield label and tensor of everything tracked that is still alive."""
+        for known in list(self._tracked.values()):
+            tensor = known.tensor()
+            if tensor is not None:
+                yield known.label, tensor
+
+    def label_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the qualified name of a tracked tensor."""
+        known = self._tracked.get(id(tensor))
+        return known.label if known is not None and known.tensor() is tensor else None
+
+    def remove_hooks(self) -> None:
+        """Take every hook off again. Safe to call twice."""
+        for hook in self._forward_hooks:
+            hook.remove()
+        for known in self._tracked.values():
+            if known.gradient_hook is not None:
+                known.gradient_hook.remove()
+                known.gradient_hook = None
+
+
+class RefreshHook(ModuleHook[WrappedModule]):
+    """Forward pre-hook."""
+
+    def run(self, owner: WrappedModule, module: nn.Module) -> None:
+        """Refresh the wrapped module; nothing while a graph is captured."""
+        if not torch.compiler.is_compiling():
+            owner.refresh()
+
+
+def warn_unmanaged(refusals: list[str]) -> None:
+    """Name, in one warning, the tensors that stay ordinary memory."""
+    if refusals:
+        warnings.warn(f"torch_offload leaves these tensors in memory: {'; '.join(refusals)}", UserWarning, stacklevel=5)
+
+
+def _hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
+    """Hook a parameter, also one that is frozen now: nothing tells when it begins to train."""
+    is_frozen = not parameter.requires_grad
+    if is_frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
+        return None
+    if is_frozen:
+        parameter.requires_grad_(True)  # noqa: FBT003 (torch takes hooks of what trains only)
+    try:
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    finally:
+        if is_frozen:
+            parameter.requires_grad_(False)  # noqa: FBT003
+    return handle
+
+
+def _gradient_hook(engine: _C.Engine) -> Callable[[torch.Tensor], None]:
+    def complete(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            engine.gradient_complete(parameter)
+
+    return complete

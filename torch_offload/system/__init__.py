@@ -1,0 +1,1 @@
+"""What this machine offers: memory, disks, files, GPU, environment."""

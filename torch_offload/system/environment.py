@@ -1,0 +1,93 @@
+"""Environment variables by which this process tells other programs something, child processes of the launcher included.
+
+Settings of the engine come through `Config` alone; a child of the launcher gets its parent's.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_offload.config import Config
+
+LOADING_IN_SEQUENCE = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
+"""Read by transformers at each load: no thread converts tensors ahead of those that are paged, since what waits to be
+registered cannot leave memory."""
+
+LAUNCH = "TORCH_OFFLOAD_LAUNCH"
+"""What a launcher hands to its child processes, as JSON. `_site/sitecustomize.py` looks whether it is there."""
+
+SITE_DIRECTORY = Path(__file__).resolve().parents[1] / "launch" / "_site"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run of the launcher: its settings, and a name that its processes share."""
+
+    name: str
+    config: Config
+
+
+@contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, for this process and the ones it starts, and put them back as they were."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def hand_to_children(launch: Launch) -> None:
+    """Have every Python process that this one starts page like this one."""
+    settings = launch.config.model_dump(mode="json", exclude_unset=True)
+    os.environ[LAUNCH] = json.dumps({"name": launch.name, "config": settings})
+    paths = [str(SITE_DIRECTORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in dict.fromkeys(paths) if path)
+    os.environ.update(LOADING_IN_SEQUENCE)
+
+
+def launch_of_parent() -> Launch | None:
+    """Return what a launcher handed to this process, if it was started by one.
+
+    Raises:
+        ConfigError: If it holds a setting that this version does not know.
+    """
+    handed = os.environ.get(LAUNCH)
+    if handed is None:
+        return None
+    content = json.loads(handed)
+    return Launch(name=content["name"], config=Config(**content["config"]))
+
+
+def process_count() -> int:
+    """Return how many processes of this machine train together, as torchrun and accelerate say it."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(count)) if count.isdigit() else 1
+
+
+def cache_directory() -> Path:
+    """Return where this user's caches of ours go, after the XDG base directory specification."""
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    parent = Path(configured) if os.path.isabs(configured) else Path("~/.cache").expanduser()
+    return parent / "torch_offload"
+
+
+def processor_name(*, root: Path = Path("/")) -> str:
+    """Return the name of the processor, or of its architecture where the system does not say it."""
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [
+        value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == "model name"
+    ]
+    return names[0] if names else platform.machine()
