@@ -1,9 +1,6 @@
 """Folders of coded experts are opened by scripts that do not know of them, wherever the package is in the process."""
 
 import gc
-import importlib
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,8 @@ from support.folders import save_rows, save_tokenizer
 from support.script_runs import assert_paged, start, start_paged
 from transformers import AutoModelForCausalLM
 
-from torch_offload.integrations import quantizer_hook
 from torch_offload.moe import checkpoint
-from torch_offload.runtime import preflight
+from torch_offload.runtime.process import PROCESS
 
 OPEN = """
 import sys
@@ -55,27 +51,6 @@ def test_scripts_open_coded_folders(how, tmp_path, scratch):
     assert not is_paged or ended.report["host_peak_bytes"] > 100_000
 
 
-def test_a_finder_that_asks_again_breaks_no_import(tmp_path, monkeypatch):
-    """Method: a finder of another package looks for every module itself before it is found, as some tracers do."""
-    (tmp_path / "watched_one.py").write_text("value = 3")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    asked: list[object] = []
-
-    class Asking:
-        def find_spec(self, name: str, *_: object) -> None:
-            if name == "watched_one" and not asked:
-                asked.append(None)
-                asked.append(importlib.util.find_spec(name))
-
-    acted: list[int] = []
-    watchers = [quantizer_hook._Watcher("watched_one", lambda: acted.append(1)), Asking()]
-    monkeypatch.setattr(sys, "meta_path", [*watchers, *sys.meta_path])
-    assert importlib.import_module("watched_one").value == 3
-    assert acted == [1]
-    assert asked[1] is not None
-    assert watchers[0] not in sys.meta_path
-
-
 def test_without_the_package_experts_would_be_made_up(tmp_path):
     """That the test above can tell."""
     checkpoint.save(coded("mixtral"), tmp_path / "model")
@@ -110,7 +85,7 @@ def test_a_load_leaves_dense_models_judged(tmp_path):
     checkpoint.save(coded("mixtral"), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto")
     assert model.hf_quantizer is not None
-    assert not preflight.is_provisional(torch.empty(1, 1, 1, device="meta"))
+    assert not PROCESS.provisional_layers.include(torch.empty(1, 1, 1, device="meta"))
 
 
 def test_a_load_that_fails_leaves_dense_models_judged(tmp_path):
@@ -122,4 +97,4 @@ def test_a_load_that_fails_leaves_dense_models_judged(tmp_path):
     with pytest.raises(KeyError, match="none of them"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     gc.collect()
-    assert not preflight.is_provisional(torch.empty(1, 1, 1, device="meta"))
+    assert not PROCESS.provisional_layers.include(torch.empty(1, 1, 1, device="meta"))

@@ -128,7 +128,7 @@ def test_every_module_that_is_called_is_wrapped_once(tmp_path, scratch):
         from torch import nn
         from torch.nn.modules import module as internals
         from torch_offload import _C
-        from torch_offload.runtime import session
+        from torch_offload.runtime.process import PROCESS
         first, second, frozen = (nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)) for _ in range(3))
         frozen.requires_grad_(False)
         x = torch.ones(1, 128)
@@ -139,7 +139,7 @@ def test_every_module_that_is_called_is_wrapped_once(tmp_path, scratch):
         second(frozen(x)).sum().backward()
         first(x)
         assert len(internals._global_forward_pre_hooks) == 0
-        wrapped = [session.current().is_wrapped(module) for module in (first, second, frozen, first[0])]
+        wrapped = [PROCESS.session.is_wrapped(module) for module in (first, second, frozen, first[0])]
         assert wrapped == [True, True, True, False], wrapped
         weights = [*first.parameters(), *second.parameters()]
         assert all(_C.is_managed(weight) for weight in weights)
@@ -167,6 +167,33 @@ def test_helpers_open_no_engine(tmp_path, scratch):
                 assert len(list(loader)) == 4
             check = "import sys; sys.exit('torch' in sys.modules or 'torch_offload' in sys.modules)"
             sys.exit(subprocess.run([sys.executable, "-c", check]).returncode)
+    """
+    ended = paged([script(tmp_path, text)], scratch)
+    assert ended.status == 0, ended.errors
+    assert len(ended.reports) == 1
+
+
+def test_a_child_whose_first_import_of_torch_fails_pages_once_it_works(tmp_path, scratch):
+    """Method: the child finds a module named torch that raises; then that is taken off the path."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torch.py").write_text("raise ImportError('half installed')")
+    (tmp_path / "child.py").write_text(
+        textwrap.dedent("""
+            import sys
+            sys.path.insert(0, sys.argv[1])
+            try:
+                import torch
+                sys.exit("the broken module was not found")
+            except ImportError:
+                sys.path.remove(sys.argv[1])
+            import torch
+            torch.nn.Linear(128, 128)(torch.ones(1, 128))
+        """)
+    )
+    text = """
+        import pathlib, subprocess, sys
+        here = pathlib.Path(__file__).parent
+        sys.exit(subprocess.run([sys.executable, str(here / "child.py"), str(here / "broken")]).returncode)
     """
     ended = paged([script(tmp_path, text)], scratch)
     assert ended.status == 0, ended.errors
@@ -209,4 +236,4 @@ def test_children_inherit_settings_and_nothing_else(scratch, monkeypatch):
     environment.hand_to_children(launch)
     assert environment.launch_of_parent() == launch
     command = [sys.executable, "-c", "import sys; print([type(finder).__name__ for finder in sys.meta_path][0])"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "TorchWatcher"
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "ImportWatcher"

@@ -9,49 +9,29 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 LAUNCH = "TORCH_OFFLOAD_LAUNCH"
-PACKAGE_PARENT = Path(__file__).resolve().parents[3]
+PACKAGE = Path(__file__).resolve().parents[2]
 
 
-class TorchWatcher:
-    """Finds nothing; sees that torch is about to be imported and has paging begin right after it."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Find torch as it would have been found, with a loader that calls :func:`page_from_now_on` when it is done."""
-        if name != "torch":
-            return None
-        spec = self._found_without(name, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        loader = spec.loader
-        load = loader.exec_module
-
-        def load_and_page(module: ModuleType) -> None:
-            sys.meta_path.remove(self)  # not before: many ask where torch is and do not import it
-            vars(loader).pop("exec_module", None)
-            load(module)
-            page_from_now_on()
-
-        loader.exec_module = load_and_page  # type: ignore[method-assign]
-        return spec
-
-    def _found_without(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> importlib.machinery.ModuleSpec | None:
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        return next((spec for spec in specs if spec is not None), None)
+def watch_torch() -> None:
+    """Begin to page once torch is imported; the watcher is loaded by path, since torch_offload imports torch."""
+    spec = importlib.util.spec_from_file_location(
+        "_torch_offload_import_watcher", PACKAGE / "hooks" / "import_watcher.py"
+    )
+    if spec is None or spec.loader is None:
+        warnings.warn(f"torch_offload pages nothing in this child process: {PACKAGE} is incomplete", stacklevel=2)
+        return
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.ImportWatcher("torch", page_from_now_on).install()
 
 
 def page_from_now_on() -> None:
-    """Begin to page in this process. Where that is impossible it says so and goes on, in memory."""
+    """Begin to page in this process. Where that is impossible it warns and goes on, in memory."""
     if importlib.util.find_spec("torch_offload") is None:
-        sys.path.append(str(PACKAGE_PARENT))
+        sys.path.append(str(PACKAGE.parent))
     try:
         from torch_offload.launch import autopage
     except ImportError as error:
@@ -72,5 +52,5 @@ def run_the_next_one() -> None:
 
 
 if LAUNCH in os.environ:
-    sys.meta_path.insert(0, TorchWatcher())
+    watch_torch()
 run_the_next_one()
