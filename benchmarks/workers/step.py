@@ -153,9 +153,9 @@ class Worker:
 
         A plain worker takes the steps as well, so that the weights at the end can be compared.
         """
-        from torch_offload.runtime import session
+        from torch_offload.runtime.process import PROCESS
 
-        current = session.current()
+        current = PROCESS.session
         if current is not None:
             current.engine.start_use_log()
         for _ in range(REPLAYED_STEPS):

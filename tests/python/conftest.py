@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torch_offload import Config
-from torch_offload.runtime import session
+from torch_offload.runtime.process import PROCESS
 from torch_offload.system import resources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ def _no_engine_left() -> Iterator[None]:
     """An engine belongs to one test; its replacements are gone afterwards."""
     torch.manual_seed(0)
     yield
-    session.close_session()
+    PROCESS.close_session()
     gc.collect()
     assert "numpy" not in vars(torch.Tensor)
 

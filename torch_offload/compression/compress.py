@@ -32,9 +32,9 @@ from torch_offload.moe.layouts import ExpertsModule, read_ahead
 from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes, scale_widths
 from torch_offload.moe.operators import CODERS
 from torch_offload.moe.ternary import SCALE_DTYPE, check_finite, coded_experts
-from torch_offload.runtime import session as sessions
 from torch_offload.runtime.api import wrap
 from torch_offload.runtime.loading import loading
+from torch_offload.runtime.process import PROCESS
 
 LOG = logging.getLogger(__name__)
 
@@ -434,7 +434,7 @@ def _parts(experts: ExpertsModule, matrix: int) -> list[list[int]]:
 
 
 def _at_once_elements() -> int:
-    session = sessions.current()
+    session = PROCESS.session
     ram = None if session is None else session.config.ram
     return _MOST_AT_ONCE_ELEMENTS if ram is None else min(_MOST_AT_ONCE_ELEMENTS, ram // _BUDGET_BYTES_PER_ELEMENT)
 

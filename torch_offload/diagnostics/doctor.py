@@ -10,8 +10,8 @@ from torch_offload.config import SECTOR_BYTES, Config, format_size
 from torch_offload.diagnostics import checks
 from torch_offload.diagnostics.check_result import Diagnosis, Finding, State
 from torch_offload.errors import ConfigError, OffloadError
-from torch_offload.runtime import session
 from torch_offload.runtime.api import report, unwrap, wrap
+from torch_offload.runtime.process import PROCESS
 from torch_offload.system import resources
 
 TRIAL_RAM_BYTES = 4 << 20
@@ -134,13 +134,13 @@ def transfer_finding(directory: Path) -> Finding:
 def training_finding(directory: Path) -> Finding:
     """Train a small model in memory and paged and compare every bit."""
     name = "trial run"
-    if session.current() is not None:
+    if PROCESS.session is not None:
         return Finding(name=name, state=State.ok, what="left out: a model of this process is paged already")
     try:
         plain, paged = _train(None), _train(Config(ram=TRIAL_RAM_BYTES, ssd=directory, page_elements=SECTOR_BYTES))
         moved_bytes = report().ssd_read_bytes
     except (OffloadError, OSError, RuntimeError) as error:
-        session.close_session()
+        PROCESS.close_session()
         what, _, remedy = str(error).partition("; ")
         return Finding(name=name, state=State.problem, what=what, remedy=remedy or "see the message")
     if all(torch.equal(one, other) for one, other in zip(plain, paged, strict=True)):

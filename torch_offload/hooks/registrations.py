@@ -6,7 +6,7 @@ when the first large parameter arrives.
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -31,65 +31,66 @@ class Listener:
     on_submodule: OnSubmodule | None = None
 
 
-@dataclass
-class _Hooks:
-    """Installed while somebody listens. Listeners are called in the order of their numbers."""
+class Registrations:
+    """Torch's registration hooks, installed while somebody listens.
 
-    listeners: dict[int, Listener] = field(default_factory=dict)
-    handles: list[RemovableHandle] = field(default_factory=list)
-    numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    Threads: one at a time.
+    """
 
-    def install(self) -> None:
-        self.handles = [
-            register_module_parameter_registration_hook(self.on_parameter),
-            register_module_buffer_registration_hook(self.on_buffer),
-            register_module_module_registration_hook(self.on_submodule),
-        ]
+    def __init__(self) -> None:
+        self._listeners: dict[int, Listener] = {}  # called in the order of their numbers
+        self._handles: list[RemovableHandle] = []
+        self._numbers = itertools.count()
 
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
+    @property
+    def installed_count(self) -> int:
+        """The number of hooks that are installed; 0 while nobody listens."""
+        return len(self._handles)
 
-    def on_parameter(self, module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
-        self.on_tensor(module, name, parameter, "parameter")
+    def listen(self, listener: Listener) -> "Listening":
+        """Tell `listener` of every registration in whatever module from the next one on."""
+        if not self._listeners:
+            self._handles = [
+                register_module_parameter_registration_hook(self._on_parameter),
+                register_module_buffer_registration_hook(self._on_buffer),
+                register_module_module_registration_hook(self._on_submodule),
+            ]
+        number = next(self._numbers)
+        self._listeners[number] = listener
+        return Listening(self, number)
 
-    def on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
-        self.on_tensor(module, name, buffer, "other")
+    def remove(self, number: int) -> None:
+        """Tell a listener nothing any more. Safe to call twice."""
+        self._listeners.pop(number, None)
+        if not self._listeners:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
 
-    def on_tensor(self, module: nn.Module, name: str, tensor: torch.Tensor | None, kind: str) -> None:
+    def _on_parameter(self, module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
+        self._on_tensor(module, name, parameter, "parameter")
+
+    def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        self._on_tensor(module, name, buffer, "other")
+
+    def _on_tensor(self, module: nn.Module, name: str, tensor: torch.Tensor | None, kind: str) -> None:
         if tensor is not None:
-            for listener in list(self.listeners.values()):
+            for listener in list(self._listeners.values()):
                 listener.on_tensor(module, name, tensor, kind)
 
-    def on_submodule(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        for listener in list(self.listeners.values()):
+    def _on_submodule(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        for listener in list(self._listeners.values()):
             if submodule is not None and listener.on_submodule is not None:
                 listener.on_submodule(module, name, submodule)
 
 
-_HOOKS = _Hooks()
-
-
 class Listening:
-    """Ends with :meth:`remove`."""
+    """One listener of :class:`Registrations`, until :meth:`remove`."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, registrations: Registrations, number: int) -> None:
+        self._registrations = registrations
         self._number = number
 
     def remove(self) -> None:
         """Tell this listener nothing any more. Safe to call twice."""
-        if _HOOKS.listeners.pop(self._number, None) is not None and not _HOOKS.listeners:
-            _HOOKS.remove()
-
-
-def listen(listener: Listener) -> Listening:
-    """Tell `listener` of every registration from now on, in whatever module; not of one that is under way.
-
-    Threads: one at a time.
-    """
-    if not _HOOKS.listeners:
-        _HOOKS.install()
-    number = next(_HOOKS.numbers)
-    _HOOKS.listeners[number] = listener
-    return Listening(number)
+        self._registrations.remove(self._number)

@@ -5,14 +5,15 @@ figures are put into the logs before the first callback sees them.
 """
 
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from transformers import trainer as trainers
 from transformers import trainer_callback as callbacks
 
+from torch_offload.hooks import replaced_functions
 from torch_offload.reporting.timeline import Interval, Sample, between
-from torch_offload.runtime import session as sessions
+from torch_offload.runtime.process import PROCESS
 
 PREFIX = "offload/"
 
@@ -25,7 +26,7 @@ class ReportCallback(callbacks.TrainerCallback):
 
     def __init__(self) -> None:
         """Make every ``Trainer`` ask its ReportCallbacks first when it logs."""
-        _ask_first()
+        PROCESS.report_callbacks.keep_for(self)
         self._before: Sample | None = None
         self._start_seconds = time.monotonic()
 
@@ -44,7 +45,7 @@ class ReportCallback(callbacks.TrainerCallback):
             logs.update(scalars(between(before, now)) | {f"{PREFIX}memory_GB": memory_bytes / 1e9})
 
     def _sample(self, step: int) -> Sample | None:
-        session = sessions.current()
+        session = PROCESS.session
         if session is None:
             return None
         return Sample.from_statistics(
@@ -83,18 +84,13 @@ def uninstall() -> None:
         defaults.remove(ReportCallback)
 
 
-def _ask_first() -> None:
-    """Replace ``CallbackHandler.on_log`` by one that asks ReportCallbacks before it tells the callbacks."""
-    handler: Any = callbacks.CallbackHandler
-    told = handler.on_log
-    if getattr(told, "asks_report_callbacks", False):
-        return
+def _log_figures_first(original: Callable[..., Any], handler: Any, *args: Any, **options: Any) -> Any:
+    """Ask the ReportCallbacks of a Trainer for their figures before its callbacks read the logs."""
+    state, logs = args[1], args[3] if len(args) > 3 else options["logs"]
+    for callback in handler.callbacks:
+        if isinstance(callback, ReportCallback):
+            callback.add_figures(logs, step=state.global_step)
+    return original(handler, *args, **options)
 
-    def on_log(self: Any, args: Any, state: Any, control: Any, logs: Any, **others: Any) -> Any:
-        for callback in self.callbacks:
-            if isinstance(callback, ReportCallback):
-                callback.add_figures(logs, step=state.global_step)
-        return told(self, args, state, control, logs, **others)
 
-    on_log.asks_report_callbacks = True  # type: ignore[attr-defined]
-    handler.on_log = on_log
+PROCESS.report_callbacks.provide(lambda patches: patches.replace(replaced_functions.CALLBACK_LOG, _log_figures_first))

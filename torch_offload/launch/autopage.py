@@ -18,9 +18,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from torch_offload.config import Config, format_size
-from torch_offload.hooks import registrations
+from torch_offload.hooks.registrations import Listener
 from torch_offload.runtime import preflight
-from torch_offload.runtime import session as sessions
+from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.session import Session
 from torch_offload.system import environment
 from torch_offload.system.environment import Launch
@@ -48,13 +48,13 @@ class Ambient:
         self._claim: socket.socket | None = None
         self._call_hook: RemovableHandle | None = None
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._listening = registrations.listen(registrations.Listener(self._on_tensor))
+        self._listening = PROCESS.registrations.listen(Listener(self._on_tensor))
 
     def _on_tensor(self, module: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None:
         """Open the engine for the first tensor that it would page; once open, it takes them by itself."""
         if os.getpid() != self._process or not _is_large(tensor, self._launch.config):
             return
-        if self._session is None or sessions.current() is not self._session:
+        if self._session is None or PROCESS.session is not self._session:
             if tensor.device.type != "cpu":
                 _check_layout(self._launch.config, module, name, tensor)
                 return
@@ -71,11 +71,11 @@ class Ambient:
             config = config.replace(ram=total_bytes // sharing)
             logger.info("%d processes share %s", sharing, format_size(total_bytes))
         self._claim = self._claim or claim_budget(self._launch.name, sharing=sharing)
-        running = sessions.current()
-        if running is None or sessions.joinable(running.config) is None:
-            running = sessions.open_session(preflight.decided(config))
+        running = PROCESS.session
+        if running is None or PROCESS.joinable(running.config) is None:
+            running = PROCESS.open_session(preflight.decided(config))
         running.arrivals.open()
-        _add_figures_to_trackers()
+        _add_figures_to_trackers(running)
         return running
 
     def _before_call(self, module: nn.Module, args: Any) -> None:
@@ -83,7 +83,7 @@ class Ambient:
         if torch.compiler.is_compiling():
             return
         session = self._session
-        if session is None or session is not sessions.current() or not session.arrivals.has_waiting():
+        if session is None or session is not PROCESS.session or not session.arrivals.has_waiting():
             if self._call_hook is not None:
                 self._call_hook.remove()
                 self._call_hook = None
@@ -96,16 +96,10 @@ class Ambient:
             self._passed.add(module)
 
 
-class _Slot:
-    """The one that watches this process."""
-
-    ambient: Ambient | None = None
-
-
 def begin(launch: Launch) -> None:
     """Page from now on, in this process. A second call changes nothing."""
-    if _Slot.ambient is None:
-        _Slot.ambient = Ambient(launch)
+    if PROCESS.autopage is None:
+        PROCESS.autopage = Ambient(launch)
 
 
 def begin_in_child() -> None:
@@ -141,12 +135,13 @@ def claim_budget(name: str, *, sharing: int) -> socket.socket | None:
     return None
 
 
-def _add_figures_to_trackers() -> None:
-    """Give a script's Trainer a ReportCallback, if it has one: whoever uses it has imported it by now."""
+def _add_figures_to_trackers(session: Session) -> None:
+    """Give a script's Trainer a ReportCallback until the session closes, if the script imported a Trainer by now."""
     if "transformers.trainer" in sys.modules:
         from torch_offload.integrations import trainer
 
         trainer.install()
+        session.on_close(trainer.uninstall)
 
 
 def _is_large(tensor: torch.Tensor, config: Config) -> bool:
@@ -156,6 +151,6 @@ def _is_large(tensor: torch.Tensor, config: Config) -> bool:
 
 def _check_layout(config: Config, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Refuse a model that is only laid out so far, if its budget is known and too small."""
-    if config.ram is not None and not preflight.is_provisional(tensor):
+    if config.ram is not None and not PROCESS.provisional_layers.include(tensor):
         label = f"{type(module).__name__}.{name}"
         preflight.check(config, label, size_bytes=tensor.nbytes, element_bytes=tensor.element_size())

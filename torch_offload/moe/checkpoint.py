@@ -24,11 +24,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_offload.config import parse_size
 from torch_offload.errors import ConfigError
-from torch_offload.hooks.patches import Patches
+from torch_offload.hooks import replaced_functions
 from torch_offload.integrations.quantizer_hook import METHOD
 from torch_offload.moe.layouts import CODED, experts_of, read_ahead
 from torch_offload.moe.modules import QUALITIES, CodedExperts, CodedPlane
-from torch_offload.runtime import preflight
+from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.safetensors_writer import stream_file
 
 FORMAT = 1
@@ -99,11 +99,11 @@ class CodedExpertsQuantizer(HfQuantizer):
     def validate_environment(self, *_: Any, **__: Any) -> None:
         """Called before the model is laid out with dense experts, which the budget need not hold, and after it."""
         if not self._has_laid_out:
-            preflight.REPLACERS.add(self)
+            PROCESS.provisional_layers.expect(self)
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         self._has_laid_out = True
-        preflight.REPLACERS.discard(self)
+        PROCESS.provisional_layers.finish(self)
         lay_out(model, self.quantization_config, dtype=model.dtype)
         return model
 
@@ -297,5 +297,4 @@ def _save_pretrained(original: Callable[..., Any], model: PreTrainedModel, *args
     return original(model, *args, **options)
 
 
-_PATCHES = Patches()
-_PATCHES.replace(PreTrainedModel, "save_pretrained", _save_pretrained)
+PROCESS.coded_experts.provide(lambda patches: patches.replace(replaced_functions.TRANSFORMERS_SAVE, _save_pretrained))

@@ -14,13 +14,14 @@ import torch
 from peft.tuners.lora.config import LoraConfig
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.model import LoraModel
-from peft.utils import hotswap
 from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_offload.errors import ConfigError
+from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 from torch_offload.moe.modules import CodedExperts, CodedProjection, Product
+from torch_offload.runtime.process import PROCESS
 
 _COMBINATIONS = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
 """Of adapters into one, those that keep the rank."""
@@ -289,9 +290,12 @@ def _has_coded(model: nn.Module) -> bool:
     return any(isinstance(module, LoraCodedProjection) for module in model.modules())
 
 
-_PATCHES = Patches()
-_PATCHES.replace(LoraModel, "_create_new_module", _create_new_module)
-_PATCHES.replace(LoraModel, "_enable_peft_forward_hooks", _enable_peft_forward_hooks)
-_PATCHES.replace(LoraModel, "_prepare_model", _prepare_model)
-_PATCHES.replace(LoraModel, "add_weighted_adapter", _add_weighted_adapter)
-_PATCHES.replace(hotswap, "hotswap_adapter_from_state_dict", _hotswap_adapter_from_state_dict)
+def _install(patches: Patches) -> None:
+    patches.replace(replaced_functions.LORA_CREATE, _create_new_module)
+    patches.replace(replaced_functions.LORA_FORWARD_HOOKS, _enable_peft_forward_hooks)
+    patches.replace(replaced_functions.LORA_PREPARE, _prepare_model)
+    patches.replace(replaced_functions.LORA_COMBINE, _add_weighted_adapter)
+    patches.replace(replaced_functions.LORA_HOTSWAP, _hotswap_adapter_from_state_dict)
+
+
+PROCESS.coded_experts.provide(_install)

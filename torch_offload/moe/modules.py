@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch_offload import _C
 from torch_offload.errors import OffloadError, PageCorruptError
 from torch_offload.moe.expert_predictor import ExpertForecast
 from torch_offload.moe.operators import coded_linear, decode
+from torch_offload.runtime.process import PROCESS
 
 QUALITIES = ("base", "all", "arrived")
 """Planes that a product uses: the first; all of them; without gradients the first and those that are in memory."""
@@ -148,6 +149,12 @@ class CodedExperts(nn.Module):
         quality: One of ``QUALITIES``.
         label: The module's name, for messages.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> "CodedExperts":
+        """Make one, or a copy of one: saving and adapters know of coded experts while it is alive."""
+        module = super().__new__(cls)
+        PROCESS.coded_experts.keep_for(module)
+        return module
 
     def __init__(self, shapes: ExpertShapes, planes: Sequence[CodedPlane], *, label: str) -> None:
         """Take planes that are laid out already."""

@@ -14,7 +14,7 @@ from torch_offload.config import Config, format_size
 from torch_offload.errors import OffloadError, OutOfTierMemory
 from torch_offload.reporting.report import Report
 from torch_offload.runtime import preflight
-from torch_offload.runtime import session as sessions
+from torch_offload.runtime.process import PROCESS
 from torch_offload.system import resources
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def wrap(
         raise TypeError(f"wrap needs a torch.nn.Module, got {type(module).__name__}")
     given = {name: value for name, value in (("ram", ram), ("ssd", ssd), ("device", device)) if value is not None}
     wanted = (config or Config()).replace(**given)
-    session = sessions.joinable(wanted)
+    session = PROCESS.joinable(wanted)
     if session is not None and session.is_wrapped(module):
         raise OffloadError(
             f"this {type(module).__name__} is wrapped already; call torch_offload.unwrap(module) before wrapping again"
@@ -62,11 +62,11 @@ def wrap(
     paged = preflight.paged_tensors(module, preflight.with_device(wanted) if session is None else session.config)
     settings = preflight.decided(wanted, paged.values()) if session is None else session.config
     preflight.check_all(settings, paged)
-    session = sessions.open_session(settings if session is None else wanted)
+    session = PROCESS.open_session(settings if session is None else wanted)
     try:
         session.add(module)
     except BaseException:
-        sessions.close_if_unused()
+        PROCESS.close_if_unused()
         raise
     return module
 
@@ -82,7 +82,7 @@ def unwrap(module: AnyModule) -> AnyModule:
             wrapped.
         OffloadError: If the module is not wrapped.
     """
-    session = sessions.current()
+    session = PROCESS.session
     if session is None or not session.is_wrapped(module):
         raise OffloadError(f"this {type(module).__name__} is not wrapped; unwrap the very module given to wrap")
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in session.tensors_of(module)}
@@ -94,7 +94,7 @@ def unwrap(module: AnyModule) -> AnyModule:
             f"{free_bytes} bytes are free; save the module instead, or unwrap it on a larger machine"
         )
     session.remove(module)
-    sessions.close_if_unused()
+    PROCESS.close_if_unused()
     return module
 
 
@@ -153,7 +153,7 @@ def flush() -> None:
     Raises:
         TierIOError: If a write failed, also an earlier one.
     """
-    session = sessions.current()
+    session = PROCESS.session
     if session is not None:
         session.engine.flush()
 
@@ -164,10 +164,10 @@ def report() -> Report:
     Raises:
         OffloadError: If nothing was ever wrapped.
     """
-    session = sessions.current()
+    session = PROCESS.session
     if session is not None:
         return session.report()
-    final = sessions.last_report()
+    final = PROCESS.last_report
     if final is None:
         raise OffloadError("there is nothing to report before torch_offload.wrap(module)")
     return final
@@ -178,6 +178,6 @@ def _targets(target: nn.Module | torch.Tensor) -> list[torch.Tensor]:
         return [target]
     if not isinstance(target, nn.Module):
         raise TypeError(f"expected a torch.nn.Module or a torch.Tensor, got {type(target).__name__}")
-    session = sessions.current()
+    session = PROCESS.session
     found = [] if session is None else session.tensors_of(target)
     return list({tensor.untyped_storage().data_ptr(): tensor for tensor in found}.values())

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from torch_offload.config import Config
 from torch_offload.runtime import preflight
-from torch_offload.runtime import session as sessions
+from torch_offload.runtime.process import PROCESS
 from torch_offload.system import environment
 
 
@@ -38,13 +38,13 @@ def loading(
     """
     given = {name: value for name, value in (("ram", ram), ("ssd", ssd), ("device", device)) if value is not None}
     wanted = (config or Config()).replace(**given)
-    if sessions.joinable(wanted) is None:
+    if PROCESS.joinable(wanted) is None:
         wanted = preflight.decided(wanted)
-    session = sessions.open_session(wanted)
+    session = PROCESS.open_session(wanted)
     session.arrivals.open()
     try:
         with environment.variables(environment.LOADING_IN_SEQUENCE):
             yield
     finally:
         session.arrivals.close()
-        sessions.close_if_unused()
+        PROCESS.close_if_unused()

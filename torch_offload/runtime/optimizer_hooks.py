@@ -16,8 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from torch_offload import _C
+from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
-from torch_offload.runtime.tracked_module import refusal
+from torch_offload.runtime.eligibility import why_not_pageable
 from torch_offload.runtime.unpickling import Unpickled
 
 STEPS_BETWEEN_SEARCHES = 64
@@ -69,8 +70,8 @@ class OptimizerSteps:
 
     def install(self, patches: Patches) -> list[RemovableHandle]:
         """Hook every optimizer, and have loaded states paged as they arrive."""
-        patches.replace(Optimizer, "_process_value_according_to_param_policy", self._page_loaded_state)
-        patches.replace(Optimizer, "load_state_dict", self._after_loading)
+        patches.replace(replaced_functions.OPTIMIZER_LOADED_STATE, self._page_loaded_state)
+        patches.replace(replaced_functions.OPTIMIZER_LOAD, self._after_loading)
         return [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
     def unsettle(self) -> None:
@@ -114,7 +115,7 @@ class OptimizerSteps:
         found_any = False
         for parameter in _parameters(optimizer):
             gradient = parameter.grad
-            if gradient is None or _C.is_managed(gradient) or refusal(gradient, self._engine.place):
+            if gradient is None or _C.is_managed(gradient) or why_not_pageable(gradient, self._engine.place):
                 continue
             if _C.is_managed(parameter):
                 self._engine.gradient_complete(parameter)
@@ -133,7 +134,7 @@ class OptimizerSteps:
     def _adopt_state(self, parameter: torch.Tensor, name: str, value: Any) -> bool:
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or _C.is_managed(value):
             return False
-        if refusal(value, self._engine.place) is not None:
+        if why_not_pageable(value, self._engine.place) is not None:
             return False
         label = f"{self._label_of(parameter)}.{name}"
         return self._engine.manage(value, kind="state", label=label, anchor=parameter)

@@ -9,7 +9,8 @@ from torch import nn
 from torch_offload import _C
 from torch_offload.config import Config
 from torch_offload.runtime import preflight
-from torch_offload.runtime.tracked_module import refusal
+from torch_offload.runtime.eligibility import why_not_pageable
+from torch_offload.runtime.provisional_layers import ProvisionalLayers
 
 
 class Arrivals:
@@ -18,13 +19,15 @@ class Arrivals:
     Threads: the one that builds modules.
     """
 
-    def __init__(self, engine: _C.Engine, config: Config) -> None:
+    def __init__(self, engine: _C.Engine, config: Config, provisional: ProvisionalLayers) -> None:
         """Take note of nothing yet.
 
         Args:
             engine: Pages the tensors.
             config: With the budget decided.
+            provisional: Dense layers whose size does not count.
         """
+        self._provisional = provisional
         self._engine = engine
         self._config = config
         self._openings = 0
@@ -72,8 +75,8 @@ class Arrivals:
         label = f"{type(module).__name__}.{name}"
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.nbytes < max(self._config.min_paged_bytes, 1):
             return
-        if tensor.device.type in ("cpu", "meta") and not preflight.is_provisional(tensor):
+        if tensor.device.type in ("cpu", "meta") and not self._provisional.include(tensor):
             preflight.check(self._config, label, size_bytes=tensor.nbytes, element_bytes=tensor.element_size())
-        can_be = refusal(tensor, self._engine.place) is None
+        can_be = why_not_pageable(tensor, self._engine.place) is None
         if can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True):
             self._modules.add(module)

@@ -1,24 +1,18 @@
 """Whether what is to be paged fits: in the budget, and on the disk."""
 
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from torch_offload.config import Config, UpdateOn, format_size
 from torch_offload.errors import ConfigError, OutOfTierMemory
-from torch_offload.runtime.tracked_module import refusal
+from torch_offload.runtime.eligibility import why_not_pageable
 from torch_offload.system import gpu, resources
 
 SPARE_PAGES = 4
 TENSORS_PER_WEIGHT = 4  # itself, its gradient, two moments
-
-REPLACERS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Quantizers that will replace experts of the model that transformers lays out. One of a load that failed is forgotten
-with the error."""
 
 
 def with_device(config: Config) -> Config:
@@ -88,7 +82,7 @@ def paged_tensors(module: nn.Module, config: Config) -> dict[str, torch.Tensor]:
     """Return the tensors that will be paged, by name, each storage once. Pre: the device is decided."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if refusal(tensor, tensor_place(config)) is None and tensor.untyped_storage().nbytes() >= max(
+        if why_not_pageable(tensor, tensor_place(config)) is None and tensor.untyped_storage().nbytes() >= max(
             config.min_paged_bytes, 1
         ):
             found.setdefault(tensor.untyped_storage().data_ptr(), (name, tensor))
@@ -111,11 +105,6 @@ def least_bytes(config: Config, *, size_bytes: int, element_bytes: int) -> int:
     """Return the memory in which an operator on a tensor of this size, and its gradient, can run."""
     page_bytes = min(config.page_elements * element_bytes, size_bytes)
     return 2 * size_bytes + SPARE_PAGES * page_bytes
-
-
-def is_provisional(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is the layout of a layer's dense experts, about to be replaced by coded ones."""
-    return tensor.device.type == "meta" and tensor.dim() == 3 and len(REPLACERS) > 0
 
 
 def check(config: Config, name: str, *, size_bytes: int, element_bytes: int) -> None:

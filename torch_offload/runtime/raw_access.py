@@ -19,6 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from torch_offload import _C
 from torch_offload.errors import OffloadError
+from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 from torch_offload.runtime import safetensors_writer
 
@@ -28,15 +29,14 @@ def install(patches: Patches, *, budget_bytes: int) -> None:
 
     Threads: one at a time; the session calls it when it opens and undoes `patches` when it closes.
     """
-    patches.replace(torch.Tensor, "numpy", _held_numpy)
-    patches.replace(torch.Tensor, "__dlpack__", _held_dlpack)
-    patches.replace(torch.utils.dlpack, "to_dlpack", _held_dlpack)
-    patches.replace(torch, "to_dlpack", _held_dlpack)
-    for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):
-        patches.replace(torch.UntypedStorage, name, _refuse_sharing)
-    patches.replace(torch.UntypedStorage, "_write_file", _pinned_write_file)
-    patches.replace(torch.UntypedStorage, "copy_", _pinned_copy)
-    patches.replace(torch._C.PyTorchFileWriter, "write_record", _pinned_write_record)
+    patches.replace(replaced_functions.TENSOR_NUMPY, _held_numpy)
+    for function in (replaced_functions.TENSOR_DLPACK, *replaced_functions.TO_DLPACK):
+        patches.replace(function, _held_dlpack)
+    for function in replaced_functions.STORAGE_SHARING:
+        patches.replace(function, _refuse_sharing)
+    patches.replace(replaced_functions.STORAGE_WRITE_FILE, _pinned_write_file)
+    patches.replace(replaced_functions.STORAGE_COPY, _pinned_copy)
+    patches.replace(replaced_functions.FILE_WRITER_RECORD, _pinned_write_record)
     safetensors_writer.install(patches, budget_bytes=budget_bytes)
 
 

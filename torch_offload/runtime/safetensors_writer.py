@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 
 from torch_offload import _C
+from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 from torch_offload.system.direct_file import DirectFile
 
@@ -39,8 +40,8 @@ def install(patches: Patches, *, budget_bytes: int) -> None:
     """Replace the two functions that every ``save_file`` goes through, looked up by the library at each call."""
     if not hasattr(safetensors.torch, "_flatten_as_ptr"):
         return  # a library that copies the bytes by itself: addresses that are read in user space fault and are safe
-    patches.replace(safetensors.torch, "_flatten_as_ptr", _remember_tensors)
-    patches.replace(safetensors.torch, "serialize_file", functools.partial(_write_file, budget_bytes))
+    patches.replace(replaced_functions.SAFETENSORS_POINTERS, _remember_tensors)
+    patches.replace(replaced_functions.SAFETENSORS_WRITER, functools.partial(_write_file, budget_bytes))
 
 
 def _remember_tensors(original: Callable[..., Any], tensors: Any, *args: Any) -> Any:

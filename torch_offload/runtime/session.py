@@ -1,15 +1,13 @@
 """The engine of this process and what is installed while there is one.
 
-Torch has one CPU allocator and one set of global hooks per process, so there is one engine per process: modules
-wrapped together share its budget. The session opens with the first wrapped module. It closes when nothing is paged
-any more, and gives everything back that it replaced.
+Modules that are wrapped together share its budget. A session opens with the first wrapped module. It closes when
+nothing is paged any more, and puts back every function that it replaced.
 """
 
-import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,14 +20,16 @@ from torch_offload import _C
 from torch_offload.activations.paging import PagedActivations
 from torch_offload.activations.policy import ActivationPlan
 from torch_offload.config import Config
-from torch_offload.errors import ConfigError, OffloadError
-from torch_offload.hooks import registrations
+from torch_offload.errors import OffloadError
+from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
+from torch_offload.hooks.registrations import Listener, Listening, Registrations
 from torch_offload.reporting import recorder
 from torch_offload.reporting.report import Report
-from torch_offload.runtime import monitors, raw_access, transformers_saving
+from torch_offload.runtime import raw_access, transformers_saving
 from torch_offload.runtime.optimizer_hooks import OptimizerSteps
 from torch_offload.runtime.pending_modules import Arrivals
+from torch_offload.runtime.provisional_layers import ProvisionalLayers
 from torch_offload.runtime.tracked_module import WrappedModule
 from torch_offload.runtime.unpickling import Unpickled
 from torch_offload.system import gpu
@@ -46,16 +46,19 @@ class Session:
     Threads: opening, closing and wrapping, one at a time; hooks run where torch calls them.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, registrations: Registrations, provisional: ProvisionalLayers) -> None:
         """Start an engine.
 
         Args:
             config: With ``ram`` and ``ssd`` decided.
+            registrations: Torch's hooks on registration.
+            provisional: Dense layers that will be replaced.
 
         Raises:
             OffloadError: If the budget or the directory cannot be used; nothing stays installed.
         """
         self.config = config
+        self._registrations = registrations
         self.engine = _C.Engine(
             budget_bytes=config.ram or 0,
             directories=[str(directory) for directory in (config.ssd, *config.stripe_over)],
@@ -76,14 +79,14 @@ class Session:
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, WrappedModule] = weakref.WeakKeyDictionary()
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WrappedModule, str]] = weakref.WeakKeyDictionary()
         self._patches = Patches()
-        self._hooks: list[RemovableHandle | registrations.Listening] = []
+        self._hooks: list[RemovableHandle | Listening] = []
         self._saves_experts = False
         self._unpickled = Unpickled(self.engine, budget_bytes=config.compute_bytes)
         self._steps = OptimizerSteps(self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of)
         self._activations = PagedActivations(self.engine) if config.pages_activations else None
         self.activation_plan = self._plan_activations()
-        self.arrivals = Arrivals(self.engine, config)
-        self._lower_wall: Callable[[], None] = nothing
+        self.arrivals = Arrivals(self.engine, config, provisional)
+        self._until_closed = ExitStack()
         try:
             self._install()
         except BaseException:
@@ -94,17 +97,17 @@ class Session:
     def _install(self) -> None:
         raw_access.install(self._patches, budget_bytes=self.config.compute_bytes)
         self._unpickled.install(self._patches)
-        self._patches.replace(nn.Module, "_apply", self._after_conversion)
-        self._patches.replace(nn.Parameter, "__deepcopy__", self._after_copy)
+        self._patches.replace(replaced_functions.MODULE_APPLY, self._after_conversion)
+        self._patches.replace(replaced_functions.PARAMETER_DEEPCOPY, self._after_copy)
         self._hooks = [
-            registrations.listen(registrations.Listener(self.on_tensor, self._on_submodule_added)),
+            self._registrations.listen(Listener(self.on_tensor, self._on_submodule_added)),
             *self._steps.install(self._patches),
             register_optimizer_step_post_hook(self._end_step),
         ]
         if self.engine.place == "cpu":
             self.engine.install_allocator()
         else:
-            self._lower_wall = gpu.raise_wall(self.config.unpaged_bytes, torch.device(self.engine.place))
+            self._until_closed.callback(gpu.raise_wall(self.config.unpaged_bytes, torch.device(self.engine.place)))
 
     def _plan_activations(self) -> ActivationPlan | None:
         if self.config.activations not in ("auto", "recompute"):
@@ -218,6 +221,10 @@ class Session:
             statistics, timeline=recorder.recorded(), activations=choice, activities=self.engine.activity_log()
         )
 
+    def on_close(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when the session closes, the last one first."""
+        self._until_closed.callback(undo)
+
     def has_pages(self) -> bool:
         """Whether tensors are paged, those that outlived their module included."""
         return self.engine.managed_count() > 0
@@ -231,8 +238,7 @@ class Session:
             self._forget(module)
         self._patches.undo()
         self.engine.remove_allocator()
-        self._lower_wall()
-        self._lower_wall = nothing
+        self._until_closed.close()
 
     def _place(self, wrapped: WrappedModule, part: nn.Module, path: str) -> None:
         self._places[part] = (wrapped, path)
@@ -303,86 +309,3 @@ class Session:
     def _label_of(self, parameter: torch.Tensor) -> str:
         labels = (wrapped.label_of(parameter) for wrapped in list(self._wrapped.values()))
         return next((label for label in labels if label is not None), "parameter")
-
-
-def nothing() -> None:
-    """Do nothing."""
-
-
-class _Slot:
-    """Where the one session of the process is kept, and the last report of the one before."""
-
-    session: Session | None = None
-    last_report: Report | None = None
-
-
-def current() -> Session | None:
-    """Return the open session, if any."""
-    return _Slot.session
-
-
-def open_session(config: Config) -> Session:
-    """Return the session to wrap a module into: the open one, or a new one.
-
-    Args:
-        config: With ``ram`` and ``ssd`` decided unless there is a session.
-
-    Raises:
-        ConfigError: If a setting differs from the open session's. The message says which.
-        OffloadError: If an engine cannot be started.
-    """
-    session = joinable(config)
-    if session is None:
-        close_session()
-        _C.set_log_level(logging.getLogger("torch_offload").getEffectiveLevel())
-        session = _Slot.session = Session(config)
-        monitors.begin(config, current)
-    return session
-
-
-def joinable(config: Config) -> Session | None:
-    """Return the open session if modules are wrapped in it.
-
-    Raises:
-        ConfigError: If `config` asks for what that session does not have.
-    """
-    session = _Slot.session
-    if session is not None and _difference(config, session.config) is not None:
-        gc.collect()  # a module in a reference cycle may be waiting to go
-    if session is None or session.is_idle():
-        return None
-    difference = _difference(config, session.config)
-    if difference is not None:
-        raise ConfigError(f"{difference}; modules share one engine: unwrap the others first, or leave the setting out")
-    return session
-
-
-def close_if_unused() -> None:
-    """Close the session once nothing is paged any more."""
-    session = _Slot.session
-    if session is not None and session.is_idle() and not session.has_pages():
-        close_session()
-
-
-def close_session() -> None:
-    """Close the session, if one is open, and keep its last report."""
-    session, _Slot.session = _Slot.session, None
-    if session is not None:
-        monitors.end()
-        _Slot.last_report = session.report()
-        session.close()
-
-
-def last_report() -> Report | None:
-    """Return the figures at the end of the session before, if there was one."""
-    return _Slot.last_report
-
-
-def _difference(wanted: Config, running: Config) -> str | None:
-    for name in sorted(wanted.model_fields_set):
-        value, there = getattr(wanted, name), getattr(running, name)
-        if isinstance(value, Path):
-            value = value.resolve()
-        if value is not None and value != there:
-            return f"the engine runs with {name}={there!r}, not {value!r}"
-    return None

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_offload import _C
 from torch_offload.activations.paging import PagedActivations
 from torch_offload.hooks.module_hooks import ModuleHook
+from torch_offload.runtime.eligibility import why_not_pageable
 
 FIRST_SEARCHES = 8
 CALLS_BETWEEN_SEARCHES = 64
@@ -28,26 +29,6 @@ class Tracked:
     tensor: weakref.ref[torch.Tensor]
     is_managed: bool
     gradient_hook: RemovableHandle | None = None
-
-
-def refusal(tensor: torch.Tensor, place: str = "cpu") -> str | None:
-    """Say why a tensor cannot be paged, or return None where it can.
-
-    Args:
-        tensor: Any.
-        place: Where the module computes. A tensor may be there or on the CPU.
-    """
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
-        return f"is a {type(tensor).__name__}"
-    if tensor.device.type != "cpu" and str(tensor.device) != place:
-        return f"is on device {tensor.device}"
-    if tensor.layout is not torch.strided:
-        return f"has layout {tensor.layout}"
-    if tensor.is_quantized:
-        return f"is quantised ({tensor.dtype})"
-    if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
-        return "is in memory shared with other processes"
-    return None
 
 
 class WrappedModule:
@@ -126,18 +107,18 @@ class WrappedModule:
 
     def adopt_parameter(self, label: str, parameter: torch.Tensor) -> None:
         """Page a parameter that is about to be registered. One that cannot be paged waits for the next scan."""
-        if refusal(parameter, self._engine.place) is None:
+        if why_not_pageable(parameter, self._engine.place) is None:
             self._adopt(label, parameter, "parameter", [])
 
     def _adopt(self, label: str, tensor: torch.Tensor, kind: str, refusals: list[str]) -> None:
         known = self._tracked.get(id(tensor))
         if known is None or known.tensor() is not tensor:
-            reason = refusal(tensor, self._engine.place)
+            reason = why_not_pageable(tensor, self._engine.place)
             if reason is not None:
                 refusals.append(f"{label} {reason}")
             known = Tracked(label, weakref.ref(tensor), is_managed=False)
         if not known.is_managed or not _C.is_managed(tensor):
-            can_be = refusal(tensor, self._engine.place) is None
+            can_be = why_not_pageable(tensor, self._engine.place) is None
             known.is_managed = can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True)
         self._tracked[id(tensor)] = known
         if kind == "parameter" and known.is_managed and known.gradient_hook is None:

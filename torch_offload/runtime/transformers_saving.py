@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from torch_offload import _C
-from torch_offload.hooks.patches import Patches
-from torch_offload.runtime.tracked_module import refusal
+from torch_offload.hooks import replaced_functions
+from torch_offload.hooks.patches import Patches, replaced
+from torch_offload.runtime.eligibility import why_not_pageable
 
 
 def install(patches: Patches, engine: _C.Engine) -> bool:
@@ -20,27 +21,22 @@ def install(patches: Patches, engine: _C.Engine) -> bool:
     models = sys.modules.get("transformers.modeling_utils")
     if models is None or not hasattr(models, "revert_weight_conversion"):
         return False
-    patches.replace(models, "revert_weight_conversion", functools.partial(_revert_in_pages, engine))
+    patches.replace(replaced_functions.TRANSFORMERS_REVERT, functools.partial(_revert_in_pages, engine))
     return True
 
 
 def _revert_in_pages(engine: _C.Engine, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     loading = sys.modules.get("transformers.core_model_loading")
-    converter = getattr(loading, "WeightConverter", None)
-    if converter is None:
+    if not hasattr(loading, "WeightConverter"):
         return original(*args, **options)
-    patches = Patches()
-    patches.replace(converter, "convert", functools.partial(_convert_in_pages, engine))
-    try:
+    with replaced(replaced_functions.TRANSFORMERS_CONVERT, functools.partial(_convert_in_pages, engine)):
         return original(*args, **options)
-    finally:
-        patches.undo()
 
 
 def _convert_in_pages(engine: _C.Engine, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     converted = original(*args, **options)
     for name, value in converted.items():
         tensor = value[0] if isinstance(value, list) else value
-        if isinstance(tensor, torch.Tensor) and refusal(tensor) is None:
+        if isinstance(tensor, torch.Tensor) and why_not_pageable(tensor) is None:
             engine.manage(tensor, kind="other", label=f"{name} in a file")
     return converted

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._utils
 
 from torch_offload import _C
+from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
-from torch_offload.runtime.tracked_module import refusal
+from torch_offload.runtime.eligibility import why_not_pageable
 
 ORDINARY_SHARE = 4
 """Temporaries may take one part in so many of the budget before loaded tensors are paged."""
@@ -35,7 +35,7 @@ class Unpickled:
 
     def install(self, patches: Patches) -> None:
         """Replace the function through which every unpickled tensor gets its storage, looked up at each call."""
-        patches.replace(torch._utils, "_rebuild_tensor", self._page_beyond)
+        patches.replace(replaced_functions.REBUILD_TENSOR, self._page_beyond)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         """Whether this very tensor was paged because a file brought it."""
@@ -44,7 +44,7 @@ class Unpickled:
 
     def _page_beyond(self, original: Callable[..., Any], storage: Any, *args: Any) -> torch.Tensor:
         tensor: torch.Tensor = original(storage, *args)
-        if os.getpid() != self._process or refusal(tensor) is not None:
+        if os.getpid() != self._process or why_not_pageable(tensor) is not None:
             return tensor
         memory: Any = self._engine.statistics()["memory"]
         if memory["range_bytes"] + memory["small_bytes"] <= self._ordinary_bytes:

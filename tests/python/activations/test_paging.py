@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_offload
 from torch_offload import Config, OutOfTierMemory
-from torch_offload.runtime import session
+from torch_offload.runtime.process import PROCESS
 
 WIDTH = 64
 ROWS = 1024
@@ -138,14 +138,14 @@ def test_a_change_in_place_is_torchs_error(paged):
 def test_what_a_graph_kept_goes_with_it(paged):
     """Used or dropped."""
     network = torch_offload.wrap(deep_network(), config=paged)
-    before = session.current().engine.managed_count()
+    before = PROCESS.session.engine.managed_count()
     loss = network(rows()).sum()
-    assert session.current().engine.managed_count() > before + 16
+    assert PROCESS.session.engine.managed_count() > before + 16
     del loss
-    assert session.current().engine.managed_count() == before
+    assert PROCESS.session.engine.managed_count() == before
     network(rows()).sum().backward()
     network.zero_grad()
-    assert session.current().engine.managed_count() == before
+    assert PROCESS.session.engine.managed_count() == before
 
 
 def test_hooks_end_with_the_call(paged):
@@ -153,10 +153,10 @@ def test_hooks_end_with_the_call(paged):
     network = torch_offload.wrap(deep_network(), config=paged)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         network(torch.randn(3, 3))
-    before = session.current().engine.managed_count()
+    before = PROCESS.session.engine.managed_count()
     outside = torch.randn(ROWS, WIDTH, requires_grad=True)
     kept = outside.exp().exp()
-    assert session.current().engine.managed_count() == before
+    assert PROCESS.session.engine.managed_count() == before
     kept.sum().backward()
 
 

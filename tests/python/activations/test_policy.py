@@ -25,7 +25,7 @@ from torch_offload.activations.recompute import (
     set_recomputed,
     worth_recomputing,
 )
-from torch_offload.runtime import session
+from torch_offload.runtime.process import PROCESS
 
 DECIDED_STEPS = FIRST_STEPS + MEASURED_STEPS + STEPS_OF_DRIFT + 1
 COSTS = some.lists(
@@ -161,7 +161,7 @@ def test_a_module_without_such_layers_is_refused(config: Config):
     module = nn.Sequential(nn.Linear(256, 256))
     with pytest.raises(ConfigError, match="Sequential has no layers that transformers can checkpoint"):
         torch_offload.wrap(module, config=config.replace(activations="recompute"))
-    assert session.current() is None
+    assert PROCESS.session is None
     torch_offload.wrap(module, config=config.replace(activations="auto"))
 
 

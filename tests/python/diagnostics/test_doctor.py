@@ -148,7 +148,7 @@ def test_the_trial_run_pages_and_leaves_nothing(scratch):
     assert found.state is State.ok, found
     assert torch_offload.report().ssd_read_bytes > 0
     assert torch_offload.report().evictions > 0
-    assert torch_offload.runtime.session.current() is None
+    assert torch_offload.runtime.process.PROCESS.session is None
     assert list(scratch.iterdir()) == []
 
 

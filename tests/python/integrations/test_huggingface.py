@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 import torch_offload
 from torch_offload import _C
-from torch_offload.runtime import session
+from torch_offload.runtime.process import PROCESS
 
 STEPS = 3
 SAVED_STEP = 1
@@ -78,7 +78,7 @@ def test_a_trainer_checkpoint_resumes_to_the_uninterrupted_run(config, tmp_path)
     trainer_for(first, tmp_path / "paged", **saving).train()
     assert_was_paged()
     assert_bitwise_equal(weights(first), weights(plain))
-    session.close_session()
+    PROCESS.close_session()
     del first
     saved = [tmp_path / run / f"checkpoint-{SAVED_STEP}" for run in ("plain", "paged")]
     for name in ("model.safetensors", "config.json", "generation_config.json"):
@@ -99,7 +99,7 @@ def test_save_pretrained_writes_the_same_file_and_loads_again(config, tmp_path):
     page_out(paged)
     paged.save_pretrained(tmp_path / "paged")
     assert_was_paged()
-    session.close_session()
+    PROCESS.close_session()
     names = sorted(path.name for path in (tmp_path / "plain").iterdir())
     assert sorted(path.name for path in (tmp_path / "paged").iterdir()) == names
     for name in names:
@@ -234,7 +234,7 @@ def test_adapters_are_saved_and_merged_from_a_paged_model(config, tmp_path):
             page_out(model)
         outcomes.append([saved, weights(model.merge_and_unload())])
     assert_bitwise_equal(outcomes[1], outcomes[0])
-    session.close_session()
+    PROCESS.close_session()
     torch.manual_seed(0)
     again = PeftModel.from_pretrained(tiny_model("llama", tied=False), tmp_path / "True")
     assert_bitwise_equal(weights(again.merge_and_unload()), outcomes[0][1])

@@ -98,7 +98,7 @@ def test_a_training_run_is_recorded_when_asked(config, scratch):
     assert steady.ssd_read_bytes > 0
     assert steady.ssd_written_bytes > 0
     assert all(sum(sample.host_bytes.values()) <= 3 << 20 for sample in timeline.recent)
-    torch_offload.runtime.session.close_session()
+    torch_offload.runtime.process.PROCESS.close_session()
     final = torch_offload.report()
     assert final.timeline.step_ends == timeline.step_ends
     assert all(final.read_bytes[kind] >= size for kind, size in final.timeline.recent[-1].read_bytes.items())
@@ -154,7 +154,7 @@ def test_a_report_is_written_when_the_process_ends(scratch):
 
 
 def test_where_nothing_was_wrapped_no_report_is_written(scratch, monkeypatch):
-    monkeypatch.setattr(torch_offload.runtime.session._Slot, "last_report", None)
+    monkeypatch.setattr(torch_offload.runtime.process.PROCESS, "_last_report", None)
     assert recorders.save_report(scratch / "report.json") is None
     assert list(scratch.iterdir()) == []
 

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_offload
 from torch_offload import _C, ConfigError, OutOfTierMemory, TierIOError
-from torch_offload.hooks import registrations
-from torch_offload.runtime import session
+from torch_offload.runtime.process import PROCESS
 from torch_offload.system.environment import LOADING_IN_SEQUENCE
 
 
@@ -180,15 +179,15 @@ def test_the_engine_lives_as_long_as_what_was_loaded(config):
         module = nn.Linear(128, 128)
     with pytest.raises(ConfigError, match="ram"):
         torch_offload.wrap(module, ram="9MiB")
-    engine = session.current().engine
+    engine = PROCESS.session.engine
     assert _C.engine_of(torch_offload.wrap(module).weight) is engine
     torch_offload.unwrap(module)
-    assert session.current() is None
+    assert PROCESS.session is None
     with torch_offload.loading(config=config):
         nn.Linear(128, 128)
         gc.collect()
-    assert session.current() is None
-    assert registrations._HOOKS.handles == []
+    assert PROCESS.session is None
+    assert PROCESS.registrations.installed_count == 0
 
 
 def test_settings_of_the_process_are_put_back(config, monkeypatch):
@@ -205,7 +204,7 @@ def test_settings_of_the_process_are_put_back(config, monkeypatch):
         fail()
     assert seen == ["1"]
     assert name not in os.environ
-    assert session.current() is None
+    assert PROCESS.session is None
 
 
 def test_a_disk_that_fills_up_while_loading_is_a_typed_error(saved, config):

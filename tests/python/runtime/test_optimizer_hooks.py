@@ -11,8 +11,8 @@ from torch import nn
 
 import torch_offload
 from torch_offload import _C
-from torch_offload.runtime import session
 from torch_offload.runtime.optimizer_hooks import STEPS_BETWEEN_SEARCHES, OptimizerSteps
+from torch_offload.runtime.process import PROCESS
 
 
 def make_module(layers: int = 8) -> nn.Sequential:
@@ -135,5 +135,5 @@ def test_states_from_a_file_are_those_of_their_parameters(config, tmp_path, ram)
         assert before.written_bytes["other"] > 0
         states, others = (after.written_bytes[kind] - before.written_bytes[kind] for kind in ("state", "other"))
         assert states > 10 * others  # what a step makes and drops may leave as well
-    assert session.current() is not None
+    assert PROCESS.session is not None
     assert_bitwise_equal([digest(weight) for weight in paged.parameters()], [digest(w) for w in plain.parameters()])

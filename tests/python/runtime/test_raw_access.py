@@ -34,7 +34,8 @@ from transformers import pytorch_utils
 import torch_offload
 from torch_offload import OffloadError
 from torch_offload.hooks.patches import Patches
-from torch_offload.runtime import raw_access, safetensors_writer, session
+from torch_offload.runtime import raw_access, safetensors_writer
+from torch_offload.runtime.process import PROCESS
 
 ROWS, COLUMNS = 128, 192
 
@@ -394,7 +395,7 @@ def test_torch_save_of_more_than_the_budget_is_the_same_content(config, tmp_path
     module = wrapped_wide_module(config)
     torch.save(module.state_dict(), tmp_path / "paged", **options)
     assert_budget_kept()
-    session.close_session()
+    PROCESS.close_session()
     assert_bitwise_equal(dict(torch.load(tmp_path / "paged")), dict(wide_module().state_dict()))
 
 
@@ -429,7 +430,7 @@ def test_a_file_that_cannot_be_finished_does_not_appear(config, tmp_path, monkey
     assert path.read_bytes() == b"earlier"
     assert sorted(os.listdir(tmp_path)) == before
     save_file(module, path)
-    session.close_session()
+    PROCESS.close_session()
     content, expected = safetensors.torch.load_file(path), wide_module().state_dict()
     assert_bitwise_equal({name: content[name] for name in expected}, dict(expected))
 
@@ -520,4 +521,4 @@ def test_ordinary_tensors_take_the_original_path(config):
     assert tensor.numpy().ctypes.data == tensor.data_ptr()
     assert torch.from_dlpack(tensor).data_ptr() == tensor.data_ptr()
     assert_bitwise_equal(loaded(saved(tensor)), tensor)
-    assert session.current() is not None
+    assert PROCESS.session is not None

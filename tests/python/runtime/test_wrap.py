@@ -16,6 +16,7 @@ from torch import nn
 import torch_offload
 from torch_offload import _C, Config, ConfigError, OffloadError, OutOfTierMemory, TierIOError
 from torch_offload.runtime import session
+from torch_offload.runtime.process import PROCESS
 
 MIB = 1 << 20
 
@@ -171,7 +172,7 @@ def test_unwrap_gives_ordinary_tensors_back(config):
     for module, optimizer in zip((plain, paged), optimizers, strict=True):
         step(module, optimizer)
     assert torch_offload.unwrap(paged) is paged
-    assert session.current() is None
+    assert PROCESS.session is None
     tensors = list(paged.parameters())
     tensors += [parameter.grad for parameter in tensors]
     tensors += [value for state in optimizers[1].state.values() for value in state.values()]
@@ -382,7 +383,7 @@ def test_a_budget_below_the_largest_parameter_is_refused_before_anything_moves(c
     message = str(caught.value)
     assert isinstance(caught.value, MemoryError)
     assert all(part in message for part in ("host tier", "0.weight", "131072 bytes (128 KiB) available"))
-    assert session.current() is None
+    assert PROCESS.session is None
     remedy = int(message.rsplit(" ", 1)[1])
     torch_offload.wrap(module, config=config, ram=remedy)
     torch_offload.unwrap(module)
@@ -394,7 +395,7 @@ def test_a_budget_that_does_not_parse_is_refused(scratch, ram):
     """Before an engine is made."""
     with pytest.raises(ConfigError, match="ram"):
         torch_offload.wrap(make_module(), ram=ram, ssd=scratch)
-    assert session.current() is None
+    assert PROCESS.session is None
     assert_usable(scratch)
 
 
@@ -513,7 +514,7 @@ def test_an_error_midway_leaves_nothing_wrapped(config, scratch, monkeypatch):
     assert len(adopted) == 2
     assert not any(_C.is_managed(parameter) for parameter in module.parameters())
     assert not any(part._forward_pre_hooks for part in module.modules())
-    assert session.current() is None
+    assert PROCESS.session is None
     assert_bitwise_equal(snapshot(module), before)
     assert_usable(scratch)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 def write_report() -> None:
     package = sys.modules.get("torch_offload")
-    if package is None or package.runtime.session.current() is None:  # it paged nothing
+    if package is None or package.runtime.process.PROCESS.session is None:  # it paged nothing
         return
     Path(os.environ["REPORT_DIRECTORY"], f"{os.getpid()}.json").write_text(package.report().json())
 

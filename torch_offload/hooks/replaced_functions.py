@@ -1,0 +1,308 @@
+"""Every function of another package that this one replaces: which, why, until when, and what could make it unnecessary.
+
+:class:`torch_offload.hooks.patches.Patches` replaces nothing that is not listed here. A test keeps
+docs/reference/replaced-functions.md equal to this list.
+"""
+
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch_offload.errors import OffloadError
+
+
+class Until(Enum):
+    """When the original function is put back."""
+
+    ENGINE_CLOSES = "the engine closes"
+    CALL_RETURNS = "the call that needed it returns"
+    NO_CODED_MODEL = "no model with coded experts is alive"
+    NO_REPORT_CALLBACK = "no `ReportCallback` is alive"
+
+
+@dataclass(frozen=True)
+class ReplacedFunction:
+    """One function of another package.
+
+    Attributes:
+        owner: The class or module that holds it, as ``package.module`` or ``package.module:Class``.
+        name: Of the attribute.
+        parameters: Names of its leading parameters, which the replacement relies on; None for a function written in C,
+            which has no signature to check.
+        reason: Why it is replaced.
+        until: When the original is put back.
+        alternative: A public API that could replace the replacement, or what such an API would have to offer.
+    """
+
+    owner: str
+    name: str
+    parameters: tuple[str, ...] | None
+    reason: str
+    until: Until
+    alternative: str
+
+    @property
+    def path(self) -> str:
+        """The dotted name, such as ``torch.Tensor.numpy``."""
+        return f"{self.owner.replace(':', '.')}.{self.name}"
+
+    def resolve_owner(self) -> Any:
+        """Import and return the class or module that holds the function."""
+        return pkgutil.resolve_name(self.owner)
+
+    def check_signature(self) -> None:
+        """Compare the function with what the replacement was written for.
+
+        Raises:
+            OffloadError: If the function is missing, or its leading parameters have other names.
+        """
+        function = getattr(self.resolve_owner(), self.name, None)
+        expected = "a function" if self.parameters is None else f"({', '.join(self.parameters)}, ...)"
+        if not callable(function):
+            raise OffloadError(self._mismatch(expected, "nothing by that name"))
+        if self.parameters is None:
+            return
+        try:
+            actual = tuple(inspect.signature(function).parameters)
+        except ValueError:
+            raise OffloadError(self._mismatch(expected, "a function without a signature")) from None
+        if actual[: len(self.parameters)] != self.parameters:
+            raise OffloadError(self._mismatch(expected, f"({', '.join(actual)})"))
+
+    def _mismatch(self, expected: str, actual: str) -> str:
+        package = self.owner.split(".")[0].split(":")[0]
+        return (
+            f"cannot replace {self.path}: expected {expected}, got {actual}; install a version of {package} that "
+            "torch_offload supports (torch-offload doctor lists them)"
+        )
+
+
+_PINNED_SYSTEM_CALL = "A system call that reads an address without memory fails with EFAULT."
+
+TENSOR_NUMPY = ReplacedFunction(
+    owner="torch:Tensor",
+    name="numpy",
+    parameters=None,
+    reason="An array outlives the call: its tensor stays in memory as long as the array.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A hook of torch on exporting a storage.",
+)
+TENSOR_DLPACK = ReplacedFunction(
+    owner="torch:Tensor",
+    name="__dlpack__",
+    parameters=("self", "stream", "max_version"),
+    reason="A capsule outlives the call: its tensor stays in memory as long as the capsule.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A hook of torch on exporting a storage.",
+)
+TO_DLPACK = tuple(
+    ReplacedFunction(
+        owner=owner,
+        name="to_dlpack",
+        parameters=None,
+        reason="As `torch.Tensor.__dlpack__`.",
+        until=Until.ENGINE_CLOSES,
+        alternative="A hook of torch on exporting a storage.",
+    )
+    for owner in ("torch", "torch.utils.dlpack")
+)
+STORAGE_SHARING = tuple(
+    ReplacedFunction(
+        owner="torch:UntypedStorage",
+        name=name,
+        parameters=("self",),
+        reason="Paged memory cannot be shared with another process: the call raises OffloadError.",
+        until=Until.ENGINE_CLOSES,
+        alternative="A storage that can refuse to be shared.",
+    )
+    for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_")
+)
+STORAGE_WRITE_FILE = ReplacedFunction(
+    owner="torch:UntypedStorage",
+    name="_write_file",
+    parameters=None,
+    reason=f"{_PINNED_SYSTEM_CALL} The storage is pinned while it is written.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A reader of storages that copies in user space.",
+)
+STORAGE_COPY = ReplacedFunction(
+    owner="torch:UntypedStorage",
+    name="copy_",
+    parameters=None,
+    reason="A copy from or to a GPU takes bare addresses: both storages are pinned.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A dispatched operator for copies of storages.",
+)
+FILE_WRITER_RECORD = ReplacedFunction(
+    owner="torch._C:PyTorchFileWriter",
+    name="write_record",
+    parameters=None,
+    reason=f"{_PINNED_SYSTEM_CALL} `torch.save` writes a storage while it is pinned.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A reader of storages that copies in user space.",
+)
+REBUILD_TENSOR = ReplacedFunction(
+    owner="torch._utils",
+    name="_rebuild_tensor",
+    parameters=("storage", "storage_offset", "size", "stride"),
+    reason="`torch.load` of a file larger than the budget: what it reads becomes pages.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A hook of `torch.load` on each tensor.",
+)
+MODULE_APPLY = ReplacedFunction(
+    owner="torch.nn:Module",
+    name="_apply",
+    parameters=("self", "fn"),
+    reason="`to`, `half` and the like may replace parameters: a wrapped module is scanned afterwards.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A conversion hook of `torch.nn.Module`, such as those for registration.",
+)
+PARAMETER_DEEPCOPY = ReplacedFunction(
+    owner="torch.nn:Parameter",
+    name="__deepcopy__",
+    parameters=("self", "memo"),
+    reason="A copy of a model larger than memory (a reference model) becomes pages as it is made.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A hook of torch on copying a parameter.",
+)
+OPTIMIZER_LOADED_STATE = ReplacedFunction(
+    owner="torch.optim:Optimizer",
+    name="_process_value_according_to_param_policy",
+    parameters=("param", "value", "param_id", "param_groups", "key"),
+    reason="Optimizer states of a checkpoint become pages one by one.",
+    until=Until.ENGINE_CLOSES,
+    alternative="`register_load_state_dict_post_hook` comes too late: all states are in memory by then.",
+)
+OPTIMIZER_LOAD = ReplacedFunction(
+    owner="torch.optim:Optimizer",
+    name="load_state_dict",
+    parameters=("self", "state_dict"),
+    reason="Loaded states are looked for again in the next steps.",
+    until=Until.ENGINE_CLOSES,
+    alternative="`register_load_state_dict_post_hook`, which has to be called for each optimizer.",
+)
+SAFETENSORS_POINTERS = ReplacedFunction(
+    owner="safetensors.torch",
+    name="_flatten_as_ptr",
+    parameters=("tensors",),
+    reason="The tensors behind the addresses that the writer gets.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A writer of safetensors that takes tensors one by one.",
+)
+SAFETENSORS_WRITER = ReplacedFunction(
+    owner="safetensors.torch",
+    name="serialize_file",
+    parameters=("tensor_dict", "filename", "metadata"),
+    reason=f"{_PINNED_SYSTEM_CALL} Tensors are brought, appended and released one by one.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A writer of safetensors that takes tensors one by one.",
+)
+TRANSFORMERS_REVERT = ReplacedFunction(
+    owner="transformers.modeling_utils",
+    name="revert_weight_conversion",
+    parameters=("model", "state_dict"),
+    reason="`save_pretrained` takes fused experts apart: the copies become pages.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A `save_pretrained` that converts and writes one tensor at a time.",
+)
+TRANSFORMERS_CONVERT = ReplacedFunction(
+    owner="transformers.core_model_loading:WeightConverter",
+    name="convert",
+    parameters=("self",),
+    reason="As `revert_weight_conversion`, for each weight.",
+    until=Until.CALL_RETURNS,
+    alternative="A `save_pretrained` that converts and writes one tensor at a time.",
+)
+TRANSFORMERS_SAVE = ReplacedFunction(
+    owner="transformers:PreTrainedModel",
+    name="save_pretrained",
+    parameters=("self", "save_directory"),
+    reason="The written config.json describes coded experts, however they were made.",
+    until=Until.NO_CODED_MODEL,
+    alternative="`HfQuantizer` asked by `save_pretrained` for the configuration of a model that it did not load.",
+)
+CALLBACK_LOG = ReplacedFunction(
+    owner="transformers.trainer_callback:CallbackHandler",
+    name="on_log",
+    parameters=("self", "args", "state", "control", "logs"),
+    reason="Figures are put into the logs before the first tracker reads them.",
+    until=Until.NO_REPORT_CALLBACK,
+    alternative="An order of callbacks that a callback can ask for.",
+)
+LORA_CREATE = ReplacedFunction(
+    owner="peft.tuners.lora.model:LoraModel",
+    name="_create_new_module",
+    parameters=("lora_config", "adapter_name", "target"),
+    reason="LoRA puts its layer over the products of coded experts.",
+    until=Until.NO_CODED_MODEL,
+    alternative="`LoraConfig._register_custom_module`, once it is public and independent of the configuration object.",
+)
+LORA_FORWARD_HOOKS = ReplacedFunction(
+    owner="peft.tuners.lora.model:LoraModel",
+    name="_enable_peft_forward_hooks",
+    parameters=("self",),
+    reason="Adapters by row over coded experts would be ignored: they are refused.",
+    until=Until.NO_CODED_MODEL,
+    alternative="A method of the layer that PEFT asks whether it can choose adapters by row.",
+)
+LORA_PREPARE = ReplacedFunction(
+    owner="peft.tuners.lora.model:LoraModel",
+    name="_prepare_model",
+    parameters=("self", "peft_config", "model"),
+    reason="Adapters for dense experts would fit a part of a coded model: they are refused.",
+    until=Until.NO_CODED_MODEL,
+    alternative="A check of PEFT that all `target_parameters` were found.",
+)
+LORA_COMBINE = ReplacedFunction(
+    owner="peft.tuners.lora.model:LoraModel",
+    name="add_weighted_adapter",
+    parameters=("self", "adapters", "weights", "adapter_name", "combination_type"),
+    reason="Combinations that would mix the factors of different experts are refused.",
+    until=Until.NO_CODED_MODEL,
+    alternative="A method of the layer that PEFT asks to combine its adapters.",
+)
+LORA_HOTSWAP = ReplacedFunction(
+    owner="peft.utils.hotswap",
+    name="hotswap_adapter_from_state_dict",
+    parameters=("model", "state_dict", "adapter_name", "config"),
+    reason="A swap for an adapter of another rank would mix the factors of different experts: it is refused.",
+    until=Until.NO_CODED_MODEL,
+    alternative="A method of the layer that PEFT asks to swap its adapter.",
+)
+
+REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
+    TENSOR_NUMPY,
+    TENSOR_DLPACK,
+    *TO_DLPACK,
+    *STORAGE_SHARING,
+    STORAGE_WRITE_FILE,
+    STORAGE_COPY,
+    FILE_WRITER_RECORD,
+    REBUILD_TENSOR,
+    MODULE_APPLY,
+    PARAMETER_DEEPCOPY,
+    OPTIMIZER_LOADED_STATE,
+    OPTIMIZER_LOAD,
+    SAFETENSORS_POINTERS,
+    SAFETENSORS_WRITER,
+    TRANSFORMERS_REVERT,
+    TRANSFORMERS_CONVERT,
+    TRANSFORMERS_SAVE,
+    CALLBACK_LOG,
+    LORA_CREATE,
+    LORA_FORWARD_HOOKS,
+    LORA_PREPARE,
+    LORA_COMBINE,
+    LORA_HOTSWAP,
+)
+
+
+def markdown_table() -> str:
+    """Return the list as a table for the reference."""
+    rows = [
+        f"| `{function.path}` | {function.reason} | {function.until.value} | {function.alternative} |"
+        for function in REPLACED_FUNCTIONS
+    ]
+    return "\n".join(["| function | why | until | what could replace it |", "|---|---|---|---|", *rows]) + "\n"

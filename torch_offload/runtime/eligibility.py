@@ -1,0 +1,24 @@
+"""Which tensors can be paged."""
+
+import torch
+from torch import nn
+
+
+def why_not_pageable(tensor: torch.Tensor, compute_device: str = "cpu") -> str | None:
+    """Return the reason why a tensor cannot be paged, such as ``is on device cuda:1``, or None where it can.
+
+    Args:
+        tensor: Any.
+        compute_device: Where the module computes. A tensor may be there or on the CPU.
+    """
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return f"is a {type(tensor).__name__}"
+    if tensor.device.type != "cpu" and str(tensor.device) != compute_device:
+        return f"is on device {tensor.device}"
+    if tensor.layout is not torch.strided:
+        return f"has layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"is quantized ({tensor.dtype})"
+    if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
+        return "is in memory shared with other processes"
+    return None
