@@ -87,8 +87,8 @@ class Config(BaseModel):
             is written where stderr is not a terminal.
         device: Bytes of a device's memory to compute in; ``ram`` then holds what the device has no room for, and
             ``ssd`` what ``ram`` has no room for. A hard limit. None: the module computes in ``ram``.
-        trace: Whether to record what each resource does when, for :meth:`Report.trace`. A file, or directory for one
-            file per process, also gets it when the process ends; compressed where the name ends in ``.gz``.
+        trace: Whether to record what each resource does when, for :meth:`Report.write_trace`. A file, or directory for
+            one file per process, also gets it when the process ends; compressed where the name ends in ``.gz``.
         activations: Where what the backward pass needs waits for it. ``keep``: in the memory that the module computes
             in. ``ram``: as pages, which leave a device when its memory is short and come back before they are used;
             without a device the same as ``keep``. ``ssd``: as pages that leave ``ram`` as well. ``recompute``: layers

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from workers.step import serve
 
 import torch_offload
-from torch_offload.moe import layouts, operators, ternary
+from torch_offload.moe import layouts, modules, operators, ternary
 from torch_offload.moe.modules import UP, CodedExperts, ExpertShapes, page_name
 
 TEMPLATES = 3  # different experts
@@ -97,7 +97,7 @@ def templates(options: argparse.Namespace) -> list[tuple[ternary.TernaryMatrix, 
 
 def coded_templates(options: argparse.Namespace) -> CodedExperts:
     terms = [([up], [down]) for up, down in templates(options)]
-    return ternary.coded_experts(shapes_of(options, TEMPLATES), terms, label="templates")
+    return modules.coded_experts(shapes_of(options, TEMPLATES), terms, label="templates")
 
 
 def dense_templates(options: argparse.Namespace) -> list[Tensor]:
@@ -120,7 +120,7 @@ def repeated(few: CodedExperts, shapes: ExpertShapes, *, label: str) -> CodedExp
     """As many experts as wanted, copies of a few."""
     (template,) = few.planes
     numbers = [expert % TEMPLATES for expert in range(shapes.count)]
-    plane = ternary.CodedPlane(shapes, [template.page(number).numel() for number in numbers], dtype=torch.bfloat16)
+    plane = modules.CodedPlane(shapes, [template.page(number).numel() for number in numbers], dtype=torch.bfloat16)
     for expert, number in enumerate(numbers):
         plane.page(expert).copy_(template.page(number))
     for name in ("up_row_scale", "up_column_scale", "down_row_scale", "down_column_scale"):
@@ -138,7 +138,7 @@ class CountedExperts(CodedExperts):
         super().announce(chosen)
 
 
-class DensePlane(ternary.CodedPlane):
+class DensePlane(modules.CodedPlane):
     """Dense bf16 experts where coded ones would be: each a tensor of its own, read by the same code."""
 
     def __init__(self, shapes: ExpertShapes, few: list[Tensor]) -> None:

@@ -78,7 +78,7 @@ class SizeWorker(Worker):
 
     def finish(self) -> dict[str, Any]:
         """Describe the run without reading the weights: that would be another pass over the SSD."""
-        return {"report": json.loads(torch_offload.report().json())}
+        return {"report": json.loads(torch_offload.report().to_json())}
 
 
 if __name__ == "__main__":

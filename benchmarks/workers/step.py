@@ -197,7 +197,7 @@ class Worker:
         if self.paged:
             import torch_offload
 
-            summary["report"] = json.loads(torch_offload.report().json())
+            summary["report"] = json.loads(torch_offload.report().to_json())
         return summary
 
     def describe(self) -> dict[str, Any]:

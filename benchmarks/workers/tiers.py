@@ -87,7 +87,7 @@ class TiersWorker(Worker):
         ids = torch.zeros(self.options.batch, self.options.sequence, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
         plan = torch_offload.plan(model, batch, config=self.config(self.options), optimizer="adamw_torch_fused")
-        return dict(json.loads(plan.json()))
+        return dict(json.loads(plan.to_json()))
 
 
 if __name__ == "__main__":

@@ -31,12 +31,12 @@ def _nodes(tree: Tree, *folders: str) -> Iterator[tuple[str, ast.AST]]:
             yield path, node
 
 
-def _dotted(node: ast.AST) -> str:
+def dotted(node: ast.AST) -> str:
     """Return ``a.b.c`` for a name or attribute chain, or an empty string."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
-        owner = _dotted(node.value)
+        owner = dotted(node.value)
         return f"{owner}.{node.attr}" if owner else ""
     return ""
 
@@ -71,7 +71,7 @@ def banned_calls(tree: Tree) -> list[str]:
     for path, node in _nodes(tree):
         if isinstance(node, ast.Assert):
             broken.append(f"{path}:{node.lineno}: assert vanishes under -O: raise a typed error")
-        if isinstance(node, ast.Call) and _dotted(node.func) == "print" and path not in MAY_PRINT:
+        if isinstance(node, ast.Call) and dotted(node.func) == "print" and path not in MAY_PRINT:
             broken.append(f"{path}:{node.lineno}: print in library code: use logging.getLogger(__name__)")
     return broken
 
@@ -91,7 +91,7 @@ def environment_reads(tree: Tree) -> list[str]:
                 "environb",
             }
         )
-        if (imported or _dotted(node) in names) and path not in MAY_READ_ENVIRONMENT:
+        if (imported or dotted(node) in names) and path not in MAY_READ_ENVIRONMENT:
             line = getattr(node, "lineno", 0)
             broken.append(f"{path}:{line}: environment variables are read in {', '.join(MAY_READ_ENVIRONMENT)} only")
     return broken
@@ -131,7 +131,7 @@ def dead_modules(tree: Tree) -> list[str]:
 
 def _is_skip_without_reason(node: ast.AST) -> bool:
     target = node.func if isinstance(node, ast.Call) else node
-    name = _dotted(target)
+    name = dotted(target)
     keywords = {keyword.arg for keyword in node.keywords} if isinstance(node, ast.Call) else set()
     positional = len(node.args) if isinstance(node, ast.Call) else 0
     if name in ("pytest.mark.skip", "unittest.skip", "pytest.skip", "pytest.xfail"):
@@ -148,7 +148,7 @@ def skipped_tests(tree: Tree) -> list[str]:
         syntax = ast.parse(text, path)
         called = {id(node.func) for node in ast.walk(syntax) if isinstance(node, ast.Call)}
         for node in ast.walk(syntax):
-            is_bare_mark = _dotted(node) in ("pytest.mark.skip", "pytest.mark.xfail") and id(node) not in called
+            is_bare_mark = dotted(node) in ("pytest.mark.skip", "pytest.mark.xfail") and id(node) not in called
             if is_bare_mark or _is_skip_without_reason(node):
                 line = getattr(node, "lineno", 0)
                 broken.append(f"{path}:{line}: a test that is skipped or may fail gives a reason")

@@ -3,10 +3,11 @@
 import cpp_rules
 import pytest
 import python_rules
+import structure_rules
 import text_rules
 from source_tree import Tree, functions, load_tree
 
-RULES = [*cpp_rules.RULES, *python_rules.RULES, *text_rules.RULES]
+RULES = [*cpp_rules.RULES, *python_rules.RULES, *structure_rules.RULES, *text_rules.RULES]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,13 @@ LONG_CONSTRUCTOR = (
 )
 LONG_PYTHON = "def f():\n" + "    g()\n" * 80
 LIBRARY_INIT = {"torch_offload/__init__.py": "from torch_offload.engine import wrap\n", "torch_offload/engine.py": ""}
+
+CLI = "torch_offload.cli.app"
+COMMAND = {"torch_offload/cli/app.py": ""}
+CYCLE = {
+    "torch_offload/cli/a.py": "from torch_offload.cli import b",
+    "torch_offload/cli/b.py": "def f():\n    from torch_offload.cli.a import g",
+}
 
 # (rule, a tree that breaks it, what the message must name)
 BAD = [
@@ -87,6 +95,19 @@ BAD = [
     (python_rules.skipped_tests, {"tests/python/test_a.py": "@pytest.mark.skip\ndef test(): ..."}, "test_a.py:1"),
     (python_rules.skipped_tests, {"tests/python/test_a.py": "pytest.mark.skipif(no_gpu)"}, "gives a reason"),
     (python_rules.skipped_tests, {"tests/python/test_a.py": "def test():\n    pytest.skip()"}, "test_a.py:2"),
+    (structure_rules.layering, {"torch_offload/hooks/a.py": f"import {CLI}", **COMMAND}, "hooks must not import"),
+    (structure_rules.layering, {"torch_offload/system/a.py": f"def f():\n    import {CLI}", **COMMAND}, "a.py:2"),
+    (structure_rules.layering, {"torch_offload/moe/a.py": "from torch_offload import wrap"}, "name the module"),
+    (structure_rules.layering, {"torch_offload/extras/a.py": ""}, "extras is no package"),
+    (structure_rules.layering, {"torch_offload/config.py": f"import {CLI}", **COMMAND}, "config must not import"),
+    (structure_rules.import_cycles, CYCLE, "torch_offload.cli.a -> torch_offload.cli.b -> torch_offload.cli.a"),
+    (structure_rules.process_state, {"torch_offload/a.py": "ENGINES = WeakSet()"}, "ENGINES is state of a module"),
+    (structure_rules.process_state, {"torch_offload/a.py": "OPEN = []\ndef f():\n    OPEN.append(1)"}, "a.py:1"),
+    (structure_rules.process_state, {"torch_offload/a.py": "class Slot: ...\nSlot.session = 1"}, "Slot is changed"),
+    (structure_rules.process_state, {"torch_offload/a.py": "def f():\n    global x"}, "global x"),
+    (structure_rules.process_state, {"torch_offload/a.py": "@functools.cache\ndef f(): ..."}, "f keeps results"),
+    (structure_rules.foreign_assignments, {"torch_offload/a.py": "import torch\ntorch.save = f"}, "torch.save is"),
+    (structure_rules.foreign_assignments, {"torch_offload/a.py": "setattr(a, 'b', 1)"}, "a.py:1: setattr"),
     (text_rules.library_names, {**LIBRARY_INIT, "README.md": "Call `torch_offload.warp(model)`."}, "warp"),
     (text_rules.library_names, {**LIBRARY_INIT, "README.md": "```python\nfrom torch_offload import rap\n```"}, "rap"),
     (text_rules.library_names, {**LIBRARY_INIT, "README.md": "`torch_offload.engine.Missing`"}, "engine.Missing"),
@@ -123,8 +144,8 @@ GOOD = {
     "csrc/autograd/paged_storage.cpp": '#include <ATen/ATen.h>\n#include "pager/pager.h"\nauto k = t.key_set_;',
     "csrc/bindings/module.cpp": '#include <torch/extension.h>\n#include "base/check.h"\nTORCH_LIBRARY(a, m) {}',
     "tests/cpp/pager/pager_test.cpp": 'TEST(A, B) { GTEST_SKIP() << "no io_uring here"; }',
-    "torch_offload/__init__.py": "from torch_offload.engine import wrap\n",
-    "torch_offload/engine.py": "def wrap(model):\n    raise ValueError\n# TODO(#12): stripes",
+    "torch_offload/__init__.py": "from torch_offload.runtime.engine import wrap\n",
+    "torch_offload/runtime/engine.py": "UNITS = {'kB': 1000}\ndef wrap(model):\n    raise E\n# TODO(#12): stripes",
     "tests/python/test_a.py": "@pytest.mark.skipif(no_gpu, reason='no GPU')\ndef test():\n    print(1)\n    assert 1",
     "Makefile": "test: build\n\nbuild:\n",
     "README.md": "`torch_offload.wrap`, `Pager::pin()`, `pager.h`, `csrc/pager/`, `make test`, `torch.optim.AdamW`, "

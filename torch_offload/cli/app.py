@@ -22,7 +22,7 @@ from torch_offload.config import (
     parse_size,
 )
 from torch_offload.errors import ConfigError, OffloadError
-from torch_offload.reporting.recorder import REPORT_NAME
+from torch_offload.reporting.saved_reports import REPORT_NAME
 
 USAGE_ERROR = 2
 
@@ -308,7 +308,7 @@ def plan(
             endurance_bytes=tbw,
         )
     if as_json:
-        typer.echo(made.json())
+        typer.echo(made.to_json())
     else:
         _console().print(made)
     raise typer.Exit(0 if made.fits else 1)
@@ -354,7 +354,7 @@ def report(
         if html is not None:
             saved.write_html(html, endurance_bytes=endurance_bytes)
     if as_json:
-        typer.echo(saved.json())
+        typer.echo(saved.to_json())
     elif html is not None:
         typer.echo(f"{html} written")
     else:

@@ -29,9 +29,9 @@ from torch_offload.moe import checkpoint
 from torch_offload.moe.activate import experts_of
 from torch_offload.moe.checkpoint import PAGE_ALIGNMENT_BYTES
 from torch_offload.moe.layouts import ExpertsModule, read_ahead
-from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes, scale_widths
+from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes, coded_experts, scale_widths
 from torch_offload.moe.operators import CODERS
-from torch_offload.moe.ternary import SCALE_DTYPE, check_finite, coded_experts
+from torch_offload.moe.ternary import SCALE_DTYPE, check_finite
 from torch_offload.runtime.api import wrap
 from torch_offload.runtime.loading import loading
 from torch_offload.runtime.process import PROCESS

@@ -55,25 +55,6 @@ def model_from(path: Path, *, dtype: str, uses_checkpointing: bool) -> nn.Module
     return model  # type: ignore[no-any-return]
 
 
-def empty_model(path: Path) -> nn.Module:
-    """Return the model that a saved folder's configuration names, on the meta device.
-
-    Raises:
-        ConfigError: If transformers knows no such model.
-    """
-    import transformers
-
-    try:
-        configuration = transformers.AutoConfig.from_pretrained(str(path))
-        named = getattr(transformers, (configuration.architectures or [""])[0], transformers.AutoModelForCausalLM)
-        with torch.device("meta"):
-            build = named._from_config if hasattr(named, "_from_config") else named.from_config
-            model: nn.Module = build(configuration)
-    except Exception as error:  # of any type: whatever a value makes code fail that takes it for granted
-        raise ConfigError(f"{path} describes no model that transformers knows: {error!r}") from error
-    return model
-
-
 def loaded_model(path: Path) -> nn.Module:
     """Return a saved model with its weights, in the type they are stored in.
 

@@ -1,34 +1,34 @@
-"""Has transformers open folders of coded experts in any script: what that needs is imported when it meets one."""
+"""Registers the quantizer of coded experts with transformers, so that ``from_pretrained`` opens their folders.
+
+What the quantizer needs is imported with the first such folder.
+"""
 
 from typing import Any
 
 from torch_offload.hooks.import_watcher import ImportWatcher
+from torch_offload.moe.folder_format import QUANT_METHOD
 
-METHOD = "torch_offload"
-"""``quant_method`` of these folders."""
-
-_MODELS = "transformers.modeling_utils"
-"""What has ``from_pretrained``."""
+_MODELS = "transformers.modeling_utils"  # has `from_pretrained`
 
 
 def open_coded_folders() -> None:
-    """Register them with transformers, now or when it is imported."""
+    """Register the quantizer, now or when transformers is imported."""
     ImportWatcher(_MODELS, _register).install()
 
 
-class _CodedFolder:
-    """What transformers has read the configuration of such a folder."""
+class _LazyConfig:
+    """Stands for ``CodedExpertsConfig`` until transformers reads the first configuration."""
 
     @staticmethod
-    def from_dict(said: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Have the one that knows what config.json says read it."""
-        from torch_offload.moe import activate  # noqa: F401  with adapters, which want to be put on such models
+    def from_dict(entry: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """Read the ``quantization_config`` of a config.json."""
+        from torch_offload.moe import activate  # noqa: F401  adapters may be put on the model
         from torch_offload.moe.checkpoint import CodedExpertsConfig
 
-        return CodedExpertsConfig.from_dict(said, *args, **options)  # type: ignore[no-untyped-call]
+        return CodedExpertsConfig.from_dict(entry, *args, **options)  # type: ignore[no-untyped-call]
 
 
 def _register() -> None:
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, _CodedFolder)
+    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(QUANT_METHOD, _LazyConfig)

@@ -25,14 +25,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_offload.config import parse_size
 from torch_offload.errors import ConfigError
 from torch_offload.hooks import replaced_functions
-from torch_offload.integrations.quantizer_hook import METHOD
+from torch_offload.moe.folder_format import FORMAT_VERSION, QUANT_METHOD
 from torch_offload.moe.layouts import CODED, experts_of, read_ahead
 from torch_offload.moe.modules import QUALITIES, CodedExperts, CodedPlane
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.safetensors_writer import stream_file
-
-FORMAT = 1
-"""What this version writes, and the only one it reads."""
 
 PAGE_ALIGNMENT_BYTES = 4096
 _MOST_PAGE_BYTES = 1 << 40
@@ -45,7 +42,7 @@ class CodedExpertsConfig(QuantizationConfigMixin):
     """What config.json says of coded experts."""
 
     def __init__(
-        self, /, *, experts: Any = None, coded_format: Any = FORMAT, quality: Any = "all", **other: Any
+        self, /, *, experts: Any = None, coded_format: Any = FORMAT_VERSION, quality: Any = "all", **other: Any
     ) -> None:
         """Check what the file says, which may be anything.
 
@@ -58,10 +55,11 @@ class CodedExpertsConfig(QuantizationConfigMixin):
         Raises:
             ConfigError: If the format is not known, or something is not what it has to be. The message names it.
         """
-        self.quant_method = METHOD  # type: ignore[assignment]  # registered methods are strings
-        if coded_format != FORMAT:
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # registered methods are strings
+        if coded_format != FORMAT_VERSION:
             raise ConfigError(
-                f"these coded experts have format {reprlib.repr(coded_format)}, this version reads {FORMAT}: update it"
+                f"expected coded experts of format {FORMAT_VERSION}, got format {reprlib.repr(coded_format)}; "
+                "install the version of torch_offload that wrote them, or a later one"
             )
         if quality not in QUALITIES:
             raise ConfigError(f"quality: {reprlib.repr(quality)} is not known; there are: {', '.join(QUALITIES)}")
@@ -88,7 +86,7 @@ def _is_page_size(size: Any) -> bool:
     return type(size) is int and 0 < size <= _MOST_PAGE_BYTES and size % PAGE_ALIGNMENT_BYTES == 0
 
 
-@register_quantizer(METHOD)
+@register_quantizer(QUANT_METHOD)
 class CodedExpertsQuantizer(HfQuantizer):
     """Lays out coded experts in a model before transformers reads its files."""
 

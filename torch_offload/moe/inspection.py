@@ -20,9 +20,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from torch_offload.config import format_size
 from torch_offload.errors import ConfigError, OffloadError
-from torch_offload.integrations.hf_models import empty_model
-from torch_offload.integrations.quantizer_hook import METHOD
 from torch_offload.moe.checkpoint import CodedExpertsConfig, may_be_absent
+from torch_offload.moe.folder_format import QUANT_METHOD
 from torch_offload.moe.layouts import CODED, experts_of
 from torch_offload.moe.modules import page_name, scale_widths
 from torch_offload.moe.operators import CodedExtent, decode, extents
@@ -171,7 +170,7 @@ class CodedFolder:
                 raise ConfigError(
                     f"{self.path / 'config.json'}: {name} is {count}, the index has {len(self.weight_map)} tensors"
                 )
-        return empty_model(self.path)
+        return _empty_model(self.path)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.
@@ -234,7 +233,7 @@ def _counts(said: Any) -> Iterator[tuple[str, int]]:
 
 def _coded_config(path: Path, configuration: dict[str, Any]) -> CodedExpertsConfig:
     said = configuration.get("quantization_config")
-    if not isinstance(said, dict) or said.get("quant_method") != METHOD:
+    if not isinstance(said, dict) or said.get("quant_method") != QUANT_METHOD:
         raise ConfigError(f"{path} has no coded experts; give a folder that compress has written")
     try:
         return CodedExpertsConfig(**{name: value for name, value in said.items() if name != "quant_method"})
@@ -403,3 +402,22 @@ def _other_problems(folder: CodedFolder) -> Iterator[str]:
             yield f"{file_name}: {error}"
             continue
         yield from (f"{file_name}: {name} is missing" for name in sorted(missing))
+
+
+def _empty_model(path: Path) -> nn.Module:
+    """Return the model that a saved folder's configuration names, on the meta device.
+
+    Raises:
+        ConfigError: If transformers knows no such model.
+    """
+    import transformers
+
+    try:
+        configuration = transformers.AutoConfig.from_pretrained(str(path))
+        named = getattr(transformers, (configuration.architectures or [""])[0], transformers.AutoModelForCausalLM)
+        with torch.device("meta"):
+            build = named._from_config if hasattr(named, "_from_config") else named.from_config
+            model: nn.Module = build(configuration)
+    except Exception as error:  # of any type: whatever a value makes code fail that takes it for granted
+        raise ConfigError(f"{path} describes no model that transformers knows: {error!r}") from error
+    return model

@@ -17,8 +17,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.switch_transformers import modeling_switch_transformers as switch
 
 from torch_offload.errors import ConfigError, OffloadError
-from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes, mix
-from torch_offload.moe.ternary import TernaryMatrix, coded_experts
+from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes, coded_experts, mix
+from torch_offload.moe.ternary import TernaryMatrix
 
 IMPLEMENTATION = "torch_offload"
 """What ``experts_implementation`` says of a model whose experts are coded."""

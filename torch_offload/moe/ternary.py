@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from torch_offload.errors import ConfigError
-from torch_offload.moe.modules import CodedExperts, CodedPlane, ExpertShapes, page_name
 from torch_offload.moe.operators import encode
 
 SCALE_DTYPE = torch.bfloat16
@@ -75,50 +74,3 @@ def check_finite(weight: Tensor) -> None:
 def coded(matrix: TernaryMatrix, *, coder: str = "smallest") -> Tensor:
     """Code the values of a matrix. TUN12 is for speed, which its tables of several classes would take away."""
     return encode(matrix.values, coder=coder, most_classes=1 if coder == "tun12" else COLUMN_CLASSES)
-
-
-def coded_page(up: TernaryMatrix, down: TernaryMatrix, *, coder: str = "smallest") -> Tensor:
-    """Code both matrices of an expert, one behind the other."""
-    return torch.cat([coded(up, coder=coder), coded(down, coder=coder)])
-
-
-ExpertTerms = tuple[Sequence[TernaryMatrix], Sequence[TernaryMatrix]]
-"""One expert: terms of its first and of its last matrix, as many of each."""
-
-
-def coded_experts(
-    shapes: ExpertShapes, experts: Sequence[ExpertTerms], *, label: str, coder: str = "smallest"
-) -> CodedExperts:
-    """Code experts.
-
-    Args:
-        shapes: Of the experts.
-        experts: Their terms; all as many.
-        label: The module's name.
-        coder: One of ``coded_linear.CODERS``.
-    """
-    counts = {len(terms) for expert in experts for terms in expert}
-    if len(counts) != 1:
-        raise ConfigError(f"{label}: experts have {sorted(counts)} terms, not all as many")
-    planes = []
-    for term in range(counts.pop()):
-        up = [expert[0][term] for expert in experts]
-        down = [expert[1][term] for expert in experts]
-        planes.append(_plane(shapes, up, down, coder=coder))
-    return CodedExperts(shapes, planes, label=label)
-
-
-def _plane(
-    shapes: ExpertShapes, up: Sequence[TernaryMatrix], down: Sequence[TernaryMatrix], *, coder: str
-) -> CodedPlane:
-    pages = [coded_page(*matrices, coder=coder) for matrices in zip(up, down, strict=True)]
-    plane = CodedPlane(shapes, [page.numel() for page in pages], dtype=SCALE_DTYPE)
-    buffers = {page_name(expert): page for expert, page in enumerate(pages)} | {
-        "up_row_scale": torch.stack([matrix.row_scale for matrix in up]),
-        "up_column_scale": torch.stack([matrix.column_scale for matrix in up]),
-        "down_row_scale": torch.stack([matrix.row_scale for matrix in down]),
-        "down_column_scale": torch.stack([matrix.column_scale for matrix in down]),
-    }
-    for name, buffer in buffers.items():
-        plane.register_buffer(name, buffer)
-    return plane

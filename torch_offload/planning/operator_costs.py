@@ -1,6 +1,5 @@
 """How long operator calls take here: timed on tensors of their shapes, or estimated where that takes too long."""
 
-import functools
 import logging
 import time
 from collections import Counter
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from torch_offload.diagnostics.probe import Probe
 from torch_offload.planning.operator_calls import Call, Items, TensorShape, tensor_shapes
+from torch_offload.runtime.process import PROCESS
 from torch_offload.system import resources
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class OperatorCosts:
     """Times calls until its time is used up; the most expensive ones first."""
 
     def __init__(self, probe: Probe, *, limit_seconds: float) -> None:
-        """Time nothing yet.
+        """Take the rates of a machine. :meth:`of` times calls.
 
         Args:
             probe: What estimates are made from.
@@ -73,9 +73,16 @@ class OperatorCosts:
         for call in sorted(total, key=lambda call: -total[call] * estimates[call]):
             fits = call.input_bytes + call.output_bytes <= self._largest_bytes
             has_time = time.perf_counter() + estimates[call] < spent_until
-            timed = timed_seconds(call) if fits and has_time else None
+            timed = self._timed(call) if fits and has_time else None
             found[call] = (estimates[call], False) if timed is None else (timed, True)
         return found
+
+    def _timed(self, call: Call) -> float | None:
+        """Time a call that no plan of this process has timed yet."""
+        known = PROCESS.operator_seconds
+        if call not in known:
+            known[call] = timed_seconds(call)
+        return known[call]
 
 
 def _sum_of(counts: "Counter[Call]", seconds: Mapping[Call, tuple[float, bool]]) -> Cost:
@@ -85,12 +92,8 @@ def _sum_of(counts: "Counter[Call]", seconds: Mapping[Call, tuple[float, bool]])
     )
 
 
-@functools.cache
 def timed_seconds(call: Call) -> float | None:
-    """Return the seconds of a call on tensors of its shapes, None where it cannot be made on such tensors.
-
-    The process keeps what it has timed.
-    """
+    """Return the seconds of a call on tensors of its shapes, None where it cannot be made on such tensors."""
     bound = _index_bound(call)
     arguments = [_real(value, bound) for value in call.arguments]
     keywords = {name: _real(value, bound) for name, value in call.keywords}

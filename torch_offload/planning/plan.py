@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch_offload.config import format_size
 from torch_offload.planning.page_uses import UpdateTier
@@ -11,6 +12,8 @@ from torch_offload.reporting.bottleneck import Wear, wear_of
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+Row = tuple[str, str]
 
 SECONDS_PER_DAY = 86400
 DAYS_PER_YEAR = 365.25
@@ -53,7 +56,7 @@ class Plan:
         update_tier: Where deferred updates run: ``device`` (where the module computes) or ``host``.
         phases: The parts of a step, in order.
         resource_seconds: How long each resource is busy in a step.
-        binding: The resource that a step waits for most.
+        bottleneck: The resource that a step waits for most.
         lower_bound_seconds: A step cannot be faster: the busiest resource.
         predicted_seconds: What a step will take: the sum of its phases, each as long as its slowest resource.
         timed_share: Part of the seconds of the computation that was timed here; the rest was estimated.
@@ -79,7 +82,7 @@ class Plan:
     update_tier: UpdateTier
     phases: list[PlannedPhase]
     resource_seconds: dict[str, float]
-    binding: str
+    bottleneck: str
     lower_bound_seconds: float
     predicted_seconds: float
     timed_share: float
@@ -105,23 +108,25 @@ class Plan:
         days = None if self.wear is None else self.wear.days(self.endurance_bytes)
         return None if days is None else days / DAYS_PER_YEAR
 
-    def json(self) -> str:
-        """Return the plan as one JSON object, what follows from it included."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as values that JSON knows, what follows from it included."""
         derived = {"tokens_per_second": self.tokens_per_second, "endurance_years": self.endurance_years}
         wear = {} if self.wear is None else {"ssd_bytes_per_day": self.wear.bytes_per_day}
-        return json.dumps(dataclasses.asdict(self) | derived | wear)
+        return dataclasses.asdict(self) | derived | wear
+
+    def to_json(self) -> str:
+        """Return :meth:`to_dict` as one JSON object."""
+        return json.dumps(self.to_dict())
 
     def __rich__(self) -> "Table":
         """Return the plan as a table for rich."""
-        from torch_offload.planning.table import table_of
-
         return table_of(self)
 
     def __str__(self) -> str:
         """Return a summary of a few lines."""
         lines = [
             f"step    {self.predicted_seconds:.3g} s ({self.tokens_per_second:.4g} tokens/s), "
-            f"at best {self.lower_bound_seconds:.3g} s; {self.binding} binds",
+            f"at best {self.lower_bound_seconds:.3g} s; {self.bottleneck} is the bottleneck",
             f"ssd     read {format_size(sum(self.ssd_read.values()))}, "
             f"written {format_size(sum(self.ssd_written.values()))} per step",
             *(f"{tier:<7} peak {format_size(peak)}" for tier, peak in self.peak_bytes.items()),
@@ -130,3 +135,69 @@ class Plan:
             lacks = ", ".join(f"{tier} lacks {count} bytes" for tier, count in self.missing_bytes.items())
             lines.insert(0, f"does not fit: {lacks}; {self.remedy}")
         return "\n".join(lines)
+
+
+def table_of(plan: Plan) -> "Table":
+    """Return the plan as a table of two columns, in sections."""
+    from rich.table import Table
+
+    title = "torch_offload plan: fits" if plan.fits else "torch_offload plan: does not fit"
+    table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for section in (_missing_rows, _step_rows, _tier_rows, _traffic_rows, _wear_rows):
+        for name, value in section(plan):
+            table.add_row(name, value)
+        table.add_section()
+    return table
+
+
+def _missing_rows(plan: Plan) -> Iterator[Row]:
+    for tier, missing_bytes in plan.missing_bytes.items():
+        needed_bytes, available_bytes = plan.needed_bytes[tier], plan.budget_bytes[tier]
+        lacks = f"{missing_bytes} bytes missing ({format_size(missing_bytes)})"
+        yield tier, f"{lacks}: {format_size(needed_bytes)} needed, {format_size(available_bytes)} available"
+    if plan.remedy is not None:
+        yield "suggestion", plan.remedy
+
+
+def _step_rows(plan: Plan) -> Iterator[Row]:
+    yield "step time", f"{plan.predicted_seconds:.3g} s, at best {plan.lower_bound_seconds:.3g} s"
+    yield "speed", f"{plan.tokens_per_second:.4g} tokens/s ({plan.tokens_per_step} tokens per step)"
+    yield "bottleneck", plan.bottleneck
+    for phase in plan.phases:
+        busy = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in phase.resource_seconds.items() if seconds > 0)
+        yield phase.name, f"{phase.seconds:.3g} s ({busy})"
+    yield "compute-bound above", f"{plan.break_even_tokens} tokens/step"
+    yield "timed", f"{plan.timed_share:.0%} of the computation; the rest is estimated"
+
+
+def _tier_rows(plan: Plan) -> Iterator[Row]:
+    yield "model", f"{plan.parameters / 1e6:.4g} M parameters, {format_size(plan.state_bytes)} of state"
+    for tier, peak_bytes in plan.peak_bytes.items():
+        of = f"{format_size(peak_bytes)} at most of {format_size(plan.budget_bytes[tier])}"
+        yield tier, f"{of}; between steps {_named_sizes(plan.placement[tier])}"
+
+
+def _traffic_rows(plan: Plan) -> Iterator[Row]:
+    for name, by_kind in (
+        ("to the device", plan.to_device),
+        ("to the host", plan.to_host),
+        ("SSD read", plan.ssd_read),
+        ("SSD written", plan.ssd_written),
+    ):
+        if by_kind or name.startswith("SSD"):
+            yield name, f"{format_size(sum(by_kind.values()))} a step ({_named_sizes(by_kind)})"
+    yield "updates run on", "the host" if plan.update_tier == "host" else "what computes"
+
+
+def _wear_rows(plan: Plan) -> Iterator[Row]:
+    years = plan.endurance_years
+    if plan.wear is not None and years is not None:
+        day = f"{plan.wear.bytes_per_day / 1e12:.3g} TB written per day ({plan.steps_per_day:.4g} steps)"
+        yield "SSD wear", f"{day}; {plan.endurance_bytes / 1e12:.4g} TB last {years:.2g} years"
+
+
+def _named_sizes(sizes: dict[str, int]) -> str:
+    present = {name: size for name, size in sizes.items() if size > 0}
+    return ", ".join(f"{name} {format_size(size)}" for name, size in present.items()) or "nothing"

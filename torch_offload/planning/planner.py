@@ -139,7 +139,7 @@ def _summary(question: Question, traffic: Traffic, phases: list[Phase], rates: R
         update_tier=update_tier,
         phases=planned,
         resource_seconds=resources,
-        binding=_binding(planned),
+        bottleneck=_bottleneck(planned),
         lower_bound_seconds=max(resources.values()),
         predicted_seconds=predicted,
         timed_share=_timed_share(question.costs),
@@ -192,7 +192,7 @@ def _remedy(question: Question, needed: Mapping[str, int], missing: Mapping[str,
     return larger
 
 
-def _binding(phases: list[PlannedPhase]) -> str:
+def _bottleneck(phases: list[PlannedPhase]) -> str:
     """Return the resource that the phases wait for, by the seconds of those in which it is the slowest."""
     waited: dict[str, float] = {}
     for phase in phases:

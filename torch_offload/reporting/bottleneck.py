@@ -1,9 +1,9 @@
-"""Which resource a step waits for, and what to change about it."""
+"""The bottleneck of a step, one suggestion against it, and the wear of the SSD."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-COMPUTE_BINDS_BELOW = 0.10  # share of stalls
+COMPUTE_BOUND_STALL_SHARE = 0.10  # with fewer stalls a step is compute-bound
 
 _CAUSES = {
     "read": (
@@ -16,58 +16,64 @@ _CAUSES = {
         "give more memory (--ram), a directory on a disk that writes faster (--ssd), or more tokens per step",
     ),
     "memory": (
-        "pages that have to leave memory",
+        "evictions that make memory free",
         "give more memory (--ram), a directory on a disk that writes faster (--ssd), or a smaller batch, whose "
         "activations take less of the budget",
     ),
     "update": (
-        "updates of the optimizer that were put off",
+        "deferred updates of the optimizer",
         "give the step more tokens, so that there is time to update beside the computation, or leave it a free core",
     ),
     "fault": (
-        "accesses that pass by torch (numpy, compiled kernels)",
+        "page faults of code behind the dispatcher (numpy, compiled kernels)",
         "move such access out of the step, or give more memory (--ram)",
     ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limit:
-    """What binds.
+class Bottleneck:
+    """The resource that a step waits for most.
 
     Attributes:
         name: ``compute``, or the cause of most stalls.
         share: Part of the time that it takes.
-        what: The same in words.
-        remedy: What to change.
+        description: The same in words.
+        suggestion: One thing to change.
     """
 
     name: str
     share: float
-    what: str
-    remedy: str
+    description: str
+    suggestion: str
 
 
-def binding_limit(stall_seconds: Mapping[str, float], seconds: float) -> Limit | None:
-    """Return what binds in a span of time, None where there is none."""
+def bottleneck_of(stall_seconds: Mapping[str, float], seconds: float) -> Bottleneck | None:
+    """Return the bottleneck in a span of time, None for an empty span.
+
+    Args:
+        stall_seconds: By cause.
+        seconds: Length of the span.
+    """
     if seconds <= 0:
         return None
     stalled = min(1.0, sum(stall_seconds.values()) / seconds)
-    if stalled < COMPUTE_BINDS_BELOW:
-        return Limit(
+    if stalled < COMPUTE_BOUND_STALL_SHARE:
+        return Bottleneck(
             name="compute",
             share=1.0 - stalled,
-            what="the computation itself",
-            remedy="a faster processor or fewer tokens per step; paging costs little, so that a smaller budget may do",
+            description="the computation itself",
+            suggestion="use a faster processor or fewer tokens per step; paging costs little, a smaller budget may do",
         )
     name = max(stall_seconds, key=lambda cause: stall_seconds[cause])
-    what, remedy = _CAUSES.get(name, (f"what is counted as {name!r}", "give more memory (--ram)"))
-    return Limit(name=name, share=min(1.0, stall_seconds[name] / seconds), what=what, remedy=remedy)
+    description, suggestion = _CAUSES.get(name, (f"stalls of the kind {name!r}", "give more memory (--ram)"))
+    share = min(1.0, stall_seconds[name] / seconds)
+    return Bottleneck(name=name, share=share, description=description, suggestion=suggestion)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wear:
-    """What a run does to the SSD, as bytes that this process writes; the drive may write more inside."""
+    """Bytes that this process writes to the SSD; the drive may write more inside."""
 
     bytes_per_step: float
     bytes_per_day: float

@@ -6,7 +6,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from torch_offload.reporting.report import Report
+from torch_offload.reporting.figures import Figures
 from torch_offload.reporting.timeline import Interval, Sample, Timeline, intervals
 
 COMPUTE_COLOUR = "#4c9f70"
@@ -28,7 +28,7 @@ MAX_STEPS_SHOWN = 400
 Chart = dict[str, Any]
 
 
-def charts_of(report: Report) -> list[Chart]:
+def charts_of(report: Figures) -> list[Chart]:
     """Return title, explanation and figure of each chart that there is something to show for."""
     charts = []
     if report.timeline is not None:
@@ -45,7 +45,7 @@ def charts_of(report: Report) -> list[Chart]:
     return charts
 
 
-def _charts_over_time(report: Report, timeline: Timeline) -> Iterator[Chart]:
+def _charts_over_time(report: Figures, timeline: Timeline) -> Iterator[Chart]:
     last = timeline.last_steps()
     if len(last) > 1:
         yield _chart(

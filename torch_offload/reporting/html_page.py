@@ -6,13 +6,13 @@ from typing import Any
 
 from torch_offload.config import format_size
 from torch_offload.errors import OffloadError
-from torch_offload.reporting.report import DeviceReport, Report
+from torch_offload.reporting.figures import DeviceReport, Figures
 from torch_offload.reporting.timeline import Interval
 
 TEMPLATE = "report.html.j2"
 
 
-def page_of(report: Report, *, endurance_bytes: int | None = None) -> str:
+def page_of(report: Figures, *, endurance_bytes: int | None = None) -> str:
     """Return the page.
 
     Args:
@@ -35,7 +35,7 @@ def page_of(report: Report, *, endurance_bytes: int | None = None) -> str:
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
     return template.render(
         cards=_cards(report),
-        limit=report.limit(),
+        bottleneck=report.bottleneck,
         charts=[chart | {"figure": _inline(chart["figure"])} for chart in charts.charts_of(report)],
         wear=_wear_rows(report, endurance_bytes),
         totals=_totals(report),
@@ -48,7 +48,7 @@ def _inline(figure: Any) -> str:
     return json.dumps(json.loads(figure.to_json())).replace("<", "\\u003c")
 
 
-def _cards(report: Report) -> list[tuple[str, str]]:
+def _cards(report: Figures) -> list[tuple[str, str]]:
     """Return the figures at the head of the page."""
     memory = [
         *_device_cards(report.device),
@@ -93,14 +93,14 @@ def _device_totals(device: DeviceReport | None) -> list[tuple[str, str]]:
         return []
     return [
         ("device", device.name),
-        ("most of the device's memory in use", format_size(device.peak_bytes)),
+        ("peak of the device's memory", format_size(device.peak_bytes)),
         ("from the host to the device", format_size(sum(device.to_device_bytes.values()))),
         ("from the device to the host", format_size(sum(device.to_host_bytes.values()))),
     ]
 
 
-def _wear_rows(report: Report, endurance_bytes: int | None) -> list[tuple[str, str]]:
-    wear = report.wear()
+def _wear_rows(report: Figures, endurance_bytes: int | None) -> list[tuple[str, str]]:
+    wear = report.wear
     if wear is None:
         return []
     rows = [
@@ -119,15 +119,15 @@ def _days(days: float | None) -> str:
     return "no limit: nothing is written" if days is None else f"{days:,.0f}"
 
 
-def _totals(report: Report) -> list[tuple[str, str]]:
+def _totals(report: Figures) -> list[tuple[str, str]]:
     """Return what the table at the foot says: everything that the report counts."""
     counted: list[tuple[str, Any]] = [
         *_device_totals(report.device),
         ("I/O engine", report.io_engine),
-        ("pages needed", f"{report.pins:,}"),
-        ("of these read first", f"{report.misses:,}"),
-        ("read ahead of use", f"{report.prefetches:,}"),
-        ("left memory", f"{report.evictions:,}"),
+        ("page accesses", f"{report.pins:,}"),
+        ("of these with a read first", f"{report.misses:,}"),
+        ("prefetched", f"{report.prefetches:,}"),
+        ("evictions", f"{report.evictions:,}"),
         ("of these without a write", f"{report.clean_drops:,}"),
         ("faults", f"{report.faults:,}"),
         ("stored on SSD", format_size(report.ssd_bytes)),

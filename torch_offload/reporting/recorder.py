@@ -1,6 +1,6 @@
 """Takes samples of the running engine: at the end of each optimizer step and, between them, on a light thread.
 
-Nothing is recorded unless somebody asks: a report (``Config.report``), the live line, or a caller of :func:`start`.
+Nothing is recorded unless a report (``Config.report``) or the status line needs it.
 """
 
 import os
@@ -9,8 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,18 +18,20 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_offload.reporting.timeline import Sample, Timeline
 
-if TYPE_CHECKING:
-    from torch_offload.reporting.report import Report
-
 RECENT_SAMPLES = 2048
 STEP_SAMPLES = 2048
 SHORTEST_PERIOD_SECONDS = 0.1
 SAMPLES_PER_STEP = 40
-REPORT_NAME = "torch-offload-report"
-TRACE_NAME = "torch-offload-trace"
 
-Statistics = Callable[[], Mapping[str, Any]]
-Modules = Callable[[], Iterable[nn.Module]]
+
+class Recorded(Protocol):
+    """What a recorder samples."""
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Return the figures of the engine, as ``Engine.statistics``."""
+
+    def modules(self) -> Iterable[nn.Module]:
+        """Return the modules whose tokens are counted."""
 
 
 class Recorder:
@@ -39,18 +40,14 @@ class Recorder:
     Threads: samples are taken by its own thread and by the one that trains; everything else is for one thread.
     """
 
-    def __init__(
-        self, statistics: Statistics, *, modules: Modules = list, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Take the first sample. Nothing else happens before :meth:`start`.
+    def __init__(self, recorded: Recorded, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Take the first sample. :meth:`start` begins to record.
 
         Args:
-            statistics: Returns what ``Engine.statistics`` returns.
-            modules: Returns the modules whose tokens are counted from the end of the first step on.
+            recorded: An engine and its modules. Tokens are counted from the end of the first step on.
             clock: Seconds.
         """
-        self._statistics = statistics
-        self._modules = modules
+        self._recorded = recorded
         self._clock = clock
         self._start_seconds = clock()
         self._process = os.getpid()
@@ -84,7 +81,7 @@ class Recorder:
 
     def sample(self, *, is_step_end: bool = False) -> Sample:
         """Take a sample now."""
-        statistics = self._statistics()
+        statistics = self._recorded.statistics()
         with self._lock:
             self._steps += is_step_end
             taken = Sample.from_statistics(
@@ -124,7 +121,7 @@ class Recorder:
         if self._process != os.getpid():
             return
         self.sample(is_step_end=True)
-        for module in self._modules():
+        for module in self._recorded.modules():
             self._count_tokens_of(module)
 
     def _count_tokens_of(self, module: nn.Module) -> None:
@@ -178,96 +175,3 @@ def _input_embedding(module: nn.Module) -> nn.Module | None:
     except (NotImplementedError, AttributeError):
         return None
     return embedding if isinstance(embedding, nn.Embedding) else None
-
-
-class _Slot:
-    """The recorder of the open session, and what the one before recorded."""
-
-    recorder: Recorder | None = None
-    recorded: Timeline | None = None
-
-
-def start(statistics: Statistics, *, modules: Modules = list) -> Recorder:
-    """Record the engine whose statistics these are; the recorder that runs already where there is one.
-
-    Args:
-        statistics: Returns what ``Engine.statistics`` returns.
-        modules: Returns the wrapped modules, whose tokens are counted where they have an input embedding.
-    """
-    if _Slot.recorder is None:
-        _Slot.recorded = None
-        recorder = Recorder(statistics, modules=modules)
-        recorder.start()
-        _Slot.recorder = recorder
-    return _Slot.recorder
-
-
-def stop() -> None:
-    """Stop recording; :func:`recorded` still returns what there is. Safe to call where nothing is recorded."""
-    recorder, _Slot.recorder = _Slot.recorder, None
-    if recorder is not None:
-        recorder.stop()
-        _Slot.recorded = recorder.timeline()
-
-
-def forget() -> None:
-    """Drop what was recorded of a session before."""
-    stop()
-    _Slot.recorded = None
-
-
-def current() -> Recorder | None:
-    """Return the recorder that runs, if any."""
-    return _Slot.recorder
-
-
-def recorded() -> Timeline | None:
-    """Return what was recorded of this session, or of the last one where none is recorded now."""
-    return _Slot.recorded if _Slot.recorder is None else _Slot.recorder.timeline()
-
-
-def save_report(path: Path | str) -> Path | None:
-    """Write the report of this process as JSON; several processes may name one directory.
-
-    Args:
-        path: A file, or a directory for a file of this process; one is made where the name has no ending.
-
-    Returns:
-        The file, None where nothing was ever wrapped.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    return _save(report_file(Path(path)), lambda report, target: report.write_json(target))
-
-
-def save_trace(path: Path | str) -> Path | None:
-    """Write what the resources did in this process, for a ``trace`` setting; otherwise as :func:`save_report`."""
-    return _save(trace_file(Path(path)), lambda report, target: report.trace(target))
-
-
-def _save(target: Path, write: Callable[["Report", Path], None]) -> Path | None:
-    from torch_offload.errors import OffloadError
-    from torch_offload.runtime.api import report
-
-    try:
-        content = report()
-    except OffloadError:
-        return None
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write(content, target)
-    return target
-
-
-def report_file(path: Path) -> Path:
-    """Return the file that this process writes for a ``report`` setting."""
-    return _file_of_process(path, REPORT_NAME, ".json")
-
-
-def trace_file(path: Path) -> Path:
-    """Return the file that this process writes for a ``trace`` setting."""
-    return _file_of_process(path, TRACE_NAME, ".json.gz")
-
-
-def _file_of_process(path: Path, name: str, ending: str) -> Path:
-    return path / f"{name}-{os.getpid()}{ending}" if path.is_dir() or not path.suffix else path

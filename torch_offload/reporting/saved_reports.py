@@ -1,11 +1,28 @@
-"""Reports that runs have written."""
+"""Files of reports and traces: their names, and reading them."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch_offload.errors import ConfigError
-from torch_offload.reporting.recorder import REPORT_NAME
 from torch_offload.reporting.report import Report
+
+REPORT_NAME = "torch-offload-report"
+TRACE_NAME = "torch-offload-trace"
+
+
+def report_file(path: Path) -> Path:
+    """Return the file that this process writes for a ``report`` setting: `path`, or a file in it."""
+    return _file_of_process(path, REPORT_NAME, ".json")
+
+
+def trace_file(path: Path) -> Path:
+    """Return the file that this process writes for a ``trace`` setting: `path`, or a file in it."""
+    return _file_of_process(path, TRACE_NAME, ".json.gz")
+
+
+def _file_of_process(path: Path, name: str, suffix: str) -> Path:
+    return path / f"{name}-{os.getpid()}{suffix}" if path.is_dir() or not path.suffix else path
 
 
 def load(path: Path) -> Report:
@@ -15,10 +32,10 @@ def load(path: Path) -> Report:
         ConfigError: If there is none. The message names the command that writes one.
     """
     if path.is_dir():
-        found = list(path.glob(f"{REPORT_NAME}*.json"))
-        if not found:
+        reports = list(path.glob(f"{REPORT_NAME}*.json"))
+        if not reports:
             raise ConfigError(f"no report in {path}; write one with: torch-offload run --report {path} SCRIPT")
-        path = max(found, key=lambda entry: entry.stat().st_mtime)
+        path = max(reports, key=lambda entry: entry.stat().st_mtime)
     if not path.exists():
         raise ConfigError(f"there is no report {path}; write one with: torch-offload run --report {path} SCRIPT")
     return Report.read_json(path)
@@ -26,7 +43,7 @@ def load(path: Path) -> Report:
 
 def wear_lines(report: Report, endurance_bytes: int | None) -> Iterator[str]:
     """Say for how long a drive is rated, where its endurance was given."""
-    wear = report.wear()
+    wear = report.wear
     if wear is None or endurance_bytes is None:
         return
     days = wear.days(endurance_bytes)

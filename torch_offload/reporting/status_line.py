@@ -5,21 +5,17 @@ everything else that writes there (progress bars, logs, prints) goes on above it
 it. Where stderr is not such a terminal, not one byte is written.
 """
 
-import atexit
 import io
 import os
-import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
 
 import torch.distributed
 
-from torch_offload.reporting import recorder as recorders
+from torch_offload.reporting.recorder import Recorder
 from torch_offload.reporting.timeline import Interval, Sample, between
-
-if TYPE_CHECKING:
-    from torch_offload.runtime.session import Session
 
 PERIOD_SECONDS = 0.5
 SPEED_STEPS = 10
@@ -29,27 +25,37 @@ MIN_ROWS = 4
 LABEL = " offload "
 SEPARATOR = " │ "
 
-SessionSource = Callable[[], "Session | None"]
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What the line shows: a recorder's last samples beside the budgets."""
+
+    recorder: Recorder
+    budget_bytes: int
+    device_budget_bytes: int
 
 
-class LiveLine:
+class StatusLine:
     """Paints the line twice a second.
 
     Threads: its own paints; :meth:`start` and :meth:`stop` are for one thread.
     """
 
-    def __init__(self, session_source: SessionSource, stream: TextIO) -> None:
-        """Prepare. Nothing is written before a session has something to show.
+    def __init__(self, stream: TextIO) -> None:
+        """Write nothing before :meth:`start`, and before there is a recorder to :meth:`watch`.
 
         Args:
-            session_source: Returns the open session, if any.
             stream: A terminal.
         """
-        self._session_source = session_source
+        self._watched: Watched | None = None
         self._row = BottomRow(stream)
         self._ended = threading.Event()
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="torch_offload.reporting.status_line", daemon=True)
+
+    def watch(self, watched: "Watched | None") -> None:
+        """Show the figures of a recorder from the next time on; None clears the line."""
+        self._watched = watched
 
     def start(self) -> None:
         """Paint from now on."""
@@ -73,13 +79,14 @@ class LiveLine:
 
     def tick(self) -> None:
         """Paint the figures of this moment; give the row back where there is nothing to show (any more)."""
-        session, recorder = self._session_source(), recorders.current()
-        if session is None or recorder is None or not _speaks_for_all():
+        watched = self._watched
+        if watched is None or not _speaks_for_all():
             self._row.give_back()
             return
-        config = session.config
-        budgets = {"budget_bytes": config.ram or 0, "device_budget_bytes": config.compute_bytes if config.device else 0}
-        self._row.paint(parts_of(recorder.timeline().recent, **budgets))
+        samples = watched.recorder.timeline().recent
+        self._row.paint(
+            parts_of(samples, budget_bytes=watched.budget_bytes, device_budget_bytes=watched.device_budget_bytes)
+        )
 
 
 class BottomRow:
@@ -209,38 +216,6 @@ def _speaks_for_all() -> bool:
     """Whether this process is the one of a distributed run that shows the line."""
     distributed: Any = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0)
-
-
-class _Slot:
-    """The line of this process."""
-
-    line: LiveLine | None = None
-
-
-def start(session_source: SessionSource) -> None:
-    """Show the line as soon as there is a session. Nothing where stderr is no terminal, or a line is shown already.
-
-    Args:
-        session_source: Returns the open session, if any, such as ``torch_offload.runtime.session.current``.
-    """
-    if _Slot.line is not None or not is_terminal(sys.stderr):
-        return
-    _Slot.line = LiveLine(session_source, sys.stderr)
-    _Slot.line.start()
-    atexit.register(stop)
-
-
-def stop() -> None:
-    """Take the line away. Safe to call where there is none."""
-    line, _Slot.line = _Slot.line, None
-    if line is not None:
-        line.stop()
-        atexit.unregister(stop)
-
-
-def is_shown() -> bool:
-    """Whether there is a line, so that somebody has to record."""
-    return _Slot.line is not None
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -1,18 +1,22 @@
 """A report as a table for the terminal."""
 
 from collections.abc import Iterator
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from torch_offload.config import format_size
-from torch_offload.reporting.report import Report
+from torch_offload.reporting.figures import Figures
 from torch_offload.reporting.timeline import Interval
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Row = tuple[str, str]
 
 
-def table_of(report: Report) -> Table:
+def table_of(report: Figures) -> "Table":
     """Return the report as a table of two columns, in sections."""
+    from rich.table import Table
+
     table = Table(title="torch_offload report", title_justify="left", show_header=False, title_style="bold")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -23,12 +27,12 @@ def table_of(report: Report) -> Table:
     return table
 
 
-def _device_rows(report: Report) -> Iterator[Row]:
+def _device_rows(report: Figures) -> Iterator[Row]:
     device = report.device
     if device is None:
         return
     yield "device", f"{format_size(sum(device.used_bytes.values()))} in use of {format_size(device.budget_bytes)}"
-    yield "most ever in use", format_size(device.peak_bytes)
+    yield "peak", format_size(device.peak_bytes)
     yield "from the host", _total_and_parts(device.to_device_bytes)
     yield "to the host", _total_and_parts(device.to_host_bytes)
     yield "device kind", device.name
@@ -38,43 +42,43 @@ def _total_and_parts(by_kind: dict[str, int]) -> str:
     return f"{format_size(sum(by_kind.values()))} ({_named_sizes(by_kind)})"
 
 
-def _memory_rows(report: Report) -> Iterator[Row]:
+def _memory_rows(report: Figures) -> Iterator[Row]:
     used_bytes = sum(report.host_bytes.values())
     yield "memory", f"{format_size(used_bytes)} in use of {format_size(report.budget_bytes)}"
-    yield "most ever in use", format_size(report.host_peak_bytes)
-    yield "for", _named_sizes(report.host_bytes)
+    yield "peak", format_size(report.host_peak_bytes)
+    yield "breakdown", _named_sizes(report.host_bytes)
 
 
-def _ssd_rows(report: Report) -> Iterator[Row]:
+def _ssd_rows(report: Figures) -> Iterator[Row]:
     yield "SSD", f"{format_size(report.ssd_bytes)} stored, scratch file {format_size(report.ssd_file_bytes)}"
     yield "read", _total_and_parts(report.read_bytes)
     yield "written", _total_and_parts(report.written_bytes)
     yield "I/O engine", report.io_engine
 
 
-def _page_rows(report: Report) -> Iterator[Row]:
-    yield "pages needed", f"{report.pins}, {report.hit_rate:.1%} without a read"
-    yield "read ahead", str(report.prefetches)
-    yield "left memory", f"{report.evictions}, {report.clean_drops} of them without a write"
+def _page_rows(report: Figures) -> Iterator[Row]:
+    yield "page accesses", f"{report.pins}, {report.hit_rate:.1%} without a read"
+    yield "prefetched", str(report.prefetches)
+    yield "evictions", f"{report.evictions}, {report.clean_drops} of them without a write"
     yield "faults", str(report.faults)
     yield "stalls", ", ".join(f"{cause} {seconds:.3g} s" for cause, seconds in report.stall_seconds.items()) or "none"
 
 
-def _activation_rows(report: Report) -> Iterator[Row]:
+def _activation_rows(report: Figures) -> Iterator[Row]:
     if report.activations is not None:
         yield "activations", report.activations.explanation
 
 
-def _step_rows(report: Report) -> Iterator[Row]:
+def _step_rows(report: Figures) -> Iterator[Row]:
     steady = None if report.timeline is None else report.timeline.steady()
     if steady is None:
         yield "steps", "none recorded; record them with torch-offload run --report FILE, or Config(report=FILE)"
         return
-    yield "a step", _step(steady)
-    limit, wear = report.limit(), report.wear()
-    if limit is not None:
-        yield "what binds", f"{limit.what} ({limit.share:.0%} of the time)"
-        yield "to change it", limit.remedy
+    yield "step time", _step(steady)
+    bottleneck, wear = report.bottleneck, report.wear
+    if bottleneck is not None:
+        yield "bottleneck", f"{bottleneck.description} ({bottleneck.share:.0%} of the time)"
+        yield "suggestion", bottleneck.suggestion
     if wear is not None:
         yield "SSD wear", f"{wear.bytes_per_step / 1e9:.3g} GB per step, {wear.bytes_per_day / 1e9:.4g} GB per day"
 

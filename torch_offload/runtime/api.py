@@ -164,13 +164,10 @@ def report() -> Report:
     Raises:
         OffloadError: If nothing was ever wrapped.
     """
-    session = PROCESS.session
-    if session is not None:
-        return session.report()
-    final = PROCESS.last_report
-    if final is None:
-        raise OffloadError("there is nothing to report before torch_offload.wrap(module)")
-    return final
+    figures = PROCESS.report()
+    if figures is None:
+        raise OffloadError("nothing to report: no module was wrapped; call torch_offload.wrap(module) first")
+    return figures
 
 
 def _targets(target: nn.Module | torch.Tensor) -> list[torch.Tensor]:

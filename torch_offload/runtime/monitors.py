@@ -1,76 +1,88 @@
-"""What watches an engine while it runs, as far as its configuration asks for it."""
+"""The monitors of an engine, as far as its configuration asks for them: recorder, status line, files at the exit."""
 
 import atexit
-import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
+
+from torch import nn
 
 from torch_offload.config import Config
-from torch_offload.errors import ConfigError
-from torch_offload.reporting import recorder, status_line
-
-if TYPE_CHECKING:
-    from torch_offload.runtime.session import Session
-
-logger = logging.getLogger(__name__)
+from torch_offload.reporting.recorder import Recorder
+from torch_offload.reporting.status_line import StatusLine, Watched, is_terminal
+from torch_offload.reporting.timeline import Timeline
 
 
-class _AtExit:
-    """What of this process goes where, as far as somebody asked for it."""
+class Monitored(Protocol):
+    """An open session."""
 
-    report: Path | None = None
-    trace: Path | None = None
+    config: Config
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Return the figures of the engine."""
+
+    def modules(self) -> Iterable[nn.Module]:
+        """Return the wrapped modules."""
 
 
-def begin(config: Config, session_source: Callable[[], "Session | None"]) -> None:
-    """Start what `config` asks for: recording for a report at the end of the process, the live line.
+class Monitors:
+    """Those of one process. The status line stays from one session to the next.
 
-    Args:
-        config: Of the session that has just opened.
-        session_source: Returns that session while it is open.
+    Threads: one at a time.
     """
-    recorder.forget()
-    session = session_source()
-    if session is None:
-        return
-    if config.live:
-        status_line.start(session_source)
-    if config.report is not None:
-        save_at_exit(report=config.report)
-    if isinstance(config.trace, Path):
-        save_at_exit(trace=config.trace)
-    if config.report is not None or status_line.is_shown():
-        recorder.start(session.engine.statistics, modules=session.modules)
 
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self.report_path: Path | None = None
+        self.trace_path: Path | None = None
+        self._recorded: Timeline | None = None
+        self._status_line: StatusLine | None = None
 
-def end() -> None:
-    """Stop recording, before the engine goes. The live line stays for the next session, with nothing to show."""
-    recorder.stop()
+    def begin(self, session: Monitored) -> None:
+        """Start what the configuration of a session that has just opened asks for."""
+        self.end()
+        self._recorded = None
+        config = session.config
+        if config.live:
+            self._show_status_line()
+        self.report_path = config.report or self.report_path
+        if isinstance(config.trace, Path):
+            self.trace_path = config.trace
+        if config.report is None and self._status_line is None:
+            return
+        self.recorder = Recorder(session)
+        self.recorder.start()
+        if self._status_line is not None:
+            device_bytes = config.compute_bytes if config.device else 0
+            self._status_line.watch(
+                Watched(recorder=self.recorder, budget_bytes=config.ram or 0, device_budget_bytes=device_bytes)
+            )
 
+    def end(self) -> None:
+        """Stop recording, before the engine goes. Safe to call twice."""
+        if self._status_line is not None:
+            self._status_line.watch(None)
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None:
+            recorder.stop()
+            self._recorded = recorder.timeline()
 
-def save_at_exit(*, report: Path | None = None, trace: Path | None = None) -> None:
-    """Write the report, or the trace, of this process when it ends."""
-    if _AtExit.report is None and _AtExit.trace is None:
-        atexit.register(_save_all)
-    _AtExit.report = report or _AtExit.report
-    _AtExit.trace = trace or _AtExit.trace
+    def timeline(self) -> Timeline | None:
+        """Return what was recorded of this session, or of the last one where none is recorded now."""
+        return self._recorded if self.recorder is None else self.recorder.timeline()
 
+    def stop(self) -> None:
+        """End, and give the terminal back. Safe to call twice."""
+        self.end()
+        line, self._status_line = self._status_line, None
+        if line is not None:
+            line.stop()
+            atexit.unregister(self.stop)
 
-def _save_all() -> None:
-    for what, path, save in (
-        ("report", _AtExit.report, recorder.save_report),
-        ("trace", _AtExit.trace, recorder.save_trace),
-    ):
-        if path is not None:
-            _save(what, path, save)
-
-
-def _save(what: str, path: Path, save: Callable[[Path], Path | None]) -> None:
-    try:
-        written = save(path)
-    except (OSError, ConfigError) as error:
-        logger.error("the %s could not be written: %s", what, error)
-        return
-    if written is not None:
-        logger.info("%s in %s", what, written)
+    def _show_status_line(self) -> None:
+        """Show the line, unless stderr is no terminal or there is one already."""
+        if self._status_line is None and is_terminal(sys.stderr):
+            self._status_line = StatusLine(sys.stderr)
+            self._status_line.start()
+            atexit.register(self.stop)

@@ -4,8 +4,10 @@ Torch has one CPU allocator and one set of global hooks per process, so there is
 this package that is not reached through an object of the user is in :data:`PROCESS`.
 """
 
+import atexit
 import gc
 import logging
+from collections.abc import Hashable
 from pathlib import Path
 
 from torch_offload import _C
@@ -14,9 +16,12 @@ from torch_offload.errors import ConfigError
 from torch_offload.hooks.patches import LivingPatches
 from torch_offload.hooks.registrations import Registrations
 from torch_offload.reporting.report import Report
-from torch_offload.runtime import monitors
+from torch_offload.reporting.saved_reports import report_file, trace_file
+from torch_offload.runtime.monitors import Monitors
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
 from torch_offload.runtime.session import Session
+
+logger = logging.getLogger(__name__)
 
 
 class Process:
@@ -29,6 +34,8 @@ class Process:
         provisional_layers: Dense layers that a quantizer is about to replace.
         coded_experts: Replacements that models with coded experts need.
         report_callbacks: Replacements that callbacks of a ``Trainer`` need.
+        monitors: Recorder, status line, files at the exit.
+        operator_seconds: Times of operator calls, which plans have measured; None for a call that cannot be timed.
         autopage: What pages models of a script that does not wrap them itself, once a launcher has started it.
     """
 
@@ -37,7 +44,10 @@ class Process:
         self.provisional_layers = ProvisionalLayers()
         self.coded_experts = LivingPatches()
         self.report_callbacks = LivingPatches()
+        self.monitors = Monitors()
+        self.operator_seconds: dict[Hashable, float | None] = {}
         self.autopage: object | None = None
+        self._saves_at_exit = False
         self._session: Session | None = None
         self._last_report: Report | None = None
 
@@ -46,10 +56,10 @@ class Process:
         """The open session, if any."""
         return self._session
 
-    @property
-    def last_report(self) -> Report | None:
-        """The figures at the end of the session before, if there was one."""
-        return self._last_report
+    def report(self) -> Report | None:
+        """Return the report of the open session, or the last one of the session before; None if there was none."""
+        session = self._session
+        return self._last_report if session is None else session.report(self.monitors.timeline())
 
     def open_session(self, config: Config) -> Session:
         """Return the session to wrap a module into: the open one, or a new one.
@@ -66,7 +76,8 @@ class Process:
             self.close_session()
             _C.set_log_level(logging.getLogger("torch_offload").getEffectiveLevel())
             session = self._session = Session(config, self.registrations, self.provisional_layers)
-            monitors.begin(config, lambda: self._session)
+            self.monitors.begin(session)
+            self._save_files_at_exit()
         return session
 
     def joinable(self, config: Config) -> Session | None:
@@ -93,12 +104,65 @@ class Process:
         if session is not None and session.is_idle() and not session.has_pages():
             self.close_session()
 
+    def save_report(self, path: Path) -> Path | None:
+        """Write the report of this process as JSON; several processes may name one directory.
+
+        Args:
+            path: A file, or a directory for a file of this process; one is made where the name has no suffix.
+
+        Returns:
+            The file, None where nothing was ever wrapped.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        report, target = self.report(), report_file(path)
+        if report is None:
+            return None
+        target.parent.mkdir(parents=True, exist_ok=True)
+        report.write_json(target)
+        return target
+
+    def save_trace(self, path: Path) -> Path | None:
+        """Write the trace of this process, for a ``trace`` setting; otherwise as :meth:`save_report`.
+
+        Raises:
+            ConfigError: If none was recorded.
+        """
+        report, target = self.report(), trace_file(path)
+        if report is None:
+            return None
+        target.parent.mkdir(parents=True, exist_ok=True)
+        report.write_trace(target)
+        return target
+
+    def _save_files_at_exit(self) -> None:
+        is_asked_for = self.monitors.report_path is not None or self.monitors.trace_path is not None
+        if is_asked_for and not self._saves_at_exit:
+            atexit.register(self._save_files)
+            self._saves_at_exit = True
+
+    def _save_files(self) -> None:
+        for name, path, save in (
+            ("report", self.monitors.report_path, self.save_report),
+            ("trace", self.monitors.trace_path, self.save_trace),
+        ):
+            if path is None:
+                continue
+            try:
+                written = save(path)
+            except (OSError, ConfigError) as error:
+                logger.error("cannot write the %s to %s: %s", name, path, error)
+                continue
+            if written is not None:
+                logger.info("wrote the %s to %s", name, written)
+
     def close_session(self) -> None:
         """Close the session, if one is open, and keep its last report."""
         session, self._session = self._session, None
         if session is not None:
-            monitors.end()
-            self._last_report = session.report()
+            self.monitors.end()
+            self._last_report = session.report(self.monitors.timeline())
             session.close()
 
 

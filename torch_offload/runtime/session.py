@@ -24,8 +24,8 @@ from torch_offload.errors import OffloadError
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 from torch_offload.hooks.registrations import Listener, Listening, Registrations
-from torch_offload.reporting import recorder
 from torch_offload.reporting.report import Report
+from torch_offload.reporting.timeline import Timeline
 from torch_offload.runtime import raw_access, transformers_saving
 from torch_offload.runtime.optimizer_hooks import OptimizerSteps
 from torch_offload.runtime.pending_modules import Arrivals
@@ -213,12 +213,16 @@ class Session:
         """Whether nothing is being loaded and neither a wrapped module nor one to be wrapped is alive."""
         return not self._wrapped and self.arrivals.is_idle()
 
-    def report(self) -> Report:
-        """Return what the engine did so far, with what was recorded of it."""
+    def statistics(self) -> dict[str, Any]:
+        """Return the figures of the engine."""
+        return self.engine.statistics()
+
+    def report(self, timeline: Timeline | None = None) -> Report:
+        """Return the figures of the engine so far, with what was recorded of it."""
         statistics = self.engine.statistics()
         choice = None if self.activation_plan is None else self.activation_plan.choice
         return Report.from_statistics(
-            statistics, timeline=recorder.recorded(), activations=choice, activities=self.engine.activity_log()
+            statistics, timeline=timeline, activations=choice, activities=self.engine.activity_log()
         )
 
     def on_close(self, undo: Callable[[], None]) -> None:

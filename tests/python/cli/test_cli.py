@@ -179,7 +179,7 @@ def test_a_plan_is_shown_as_a_table(monkeypatch, capsys, configured):
     assert run_main(monkeypatch, "plan", str(configured), "--ram", "64KiB", "--ssd", str(configured)) == 1
     shown = capsys.readouterr().out
     assert all(
-        words in shown for words in ("plan: does not fit", "bytes missing", "to change it", "tokens/s", "SSD read")
+        words in shown for words in ("plan: does not fit", "bytes missing", "suggestion", "tokens/s", "SSD read")
     )
 
 

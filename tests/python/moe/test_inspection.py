@@ -417,7 +417,7 @@ def test_a_future_format_is_refused(folder):
     said = json.loads(path.read_text())
     said["quantization_config"]["coded_format"] = 2
     path.write_text(json.dumps(said))
-    with pytest.raises(ConfigError, match="format 2, this version reads 1"):
+    with pytest.raises(ConfigError, match="expected coded experts of format 1, got format 2"):
         inspection.verify(folder)
 
 

@@ -334,7 +334,7 @@ def test_folders_that_do_not_fit_are_refused_by_name(tmp_path):
         path.write_text(json.dumps(said))
 
     changed(lambda said: said["quantization_config"].update(coded_format=2))
-    with pytest.raises(ConfigError, match="format 2, this version reads 1"):
+    with pytest.raises(ConfigError, match="expected coded experts of format 1, got format 2"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     changed(lambda said: said.update(num_local_experts=5))
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.experts: the files have 4 experts, the model 5"):

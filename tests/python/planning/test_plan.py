@@ -312,7 +312,7 @@ def test_what_fits_in_memory_moves_nothing():
         "gradient": 3 * LAYER_BYTES,
         "state": 6 * LAYER_BYTES,
     }
-    assert plan.binding == "compute"
+    assert plan.bottleneck == "compute"
     assert plan.endurance_years is None
 
 
@@ -355,7 +355,7 @@ def test_a_plan_adds_up():
     written_bytes = sum(plan.ssd_written.values())
     assert plan.endurance_years == pytest.approx(1e12 / (1000 * written_bytes) / 365.25)
     assert plan.tokens_per_second == pytest.approx(plan.tokens_per_step / plan.predicted_seconds)
-    said = json.loads(plan.json())
+    said = json.loads(plan.to_json())
     assert said["ssd_bytes_per_day"] == pytest.approx(1000 * written_bytes)
     assert said["phases"][0]["name"] == "forward"
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import torch_offload
 from torch_offload import ConfigError
-from torch_offload.reporting import recorder
+from torch_offload.reporting import saved_reports
 from torch_offload.reporting.chrome_trace import ROWS_PER_LANE, TITLES, trace_of
 
 CASE = Case.parse("llama fused fp32 stored clip one untied full plain")
@@ -32,7 +32,7 @@ def settled_report():
     for _ in range(1000):
         torch_offload.flush()
         report, after = torch_offload.report(), torch_offload.report()
-        if json.loads(report.json()) == json.loads(after.json()):
+        if json.loads(report.to_json()) == json.loads(after.to_json()):
             return report
     raise AssertionError("the engine does not come to rest")
 
@@ -40,8 +40,8 @@ def settled_report():
 def traced_run(scratch, on_device):
     train_paged(CASE, Placement(device=on_device, trace=True), scratch)
     report = settled_report()
-    report.trace(f"{scratch}/trace.json")
-    report.trace(f"{scratch}/trace.json.gz")
+    report.write_trace(f"{scratch}/trace.json")
+    report.write_trace(f"{scratch}/trace.json.gz")
     with open(f"{scratch}/trace.json", encoding="utf-8") as file:
         content = json.load(file)
     with gzip.open(f"{scratch}/trace.json.gz", "rt", encoding="utf-8") as file:
@@ -142,7 +142,7 @@ def test_a_full_recording_ends_where_it_was_full(tmp_path, caplog):
 def test_without_a_recording_the_remedy_is_named(config, tmp_path):
     torch_offload.wrap(nn.Linear(64, 64), config=config)
     with pytest.raises(ConfigError, match=r"Config\(trace=True\)"):
-        torch_offload.report().trace(tmp_path / "t.json")
+        torch_offload.report().write_trace(tmp_path / "t.json")
     assert not (tmp_path / "t.json").exists()
 
 
@@ -156,9 +156,9 @@ def test_a_recorded_report_can_be_copied_and_saved(config, tmp_path):
         assert other == report
         assert other.activities is None
     with pytest.raises(OSError, match="gone"):
-        report.trace(tmp_path / "gone" / "t.json")
+        report.write_trace(tmp_path / "gone" / "t.json")
     torch_offload.unwrap(model)
-    torch_offload.report().trace(tmp_path / "t.json")
+    torch_offload.report().write_trace(tmp_path / "t.json")
     assert sorted(os.listdir(tmp_path)) == ["r.json", "t.json"]
 
 
@@ -173,7 +173,7 @@ def test_a_trace_is_written_when_the_process_ends(scratch):
     command = [sys.executable, "-c", script, str(scratch), str(scratch / "traces")]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     [written] = (scratch / "traces").iterdir()
-    assert written.name.startswith(recorder.TRACE_NAME)
+    assert written.name.startswith(saved_reports.TRACE_NAME)
     assert json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]
 
 

@@ -22,8 +22,10 @@ from torch import nn
 import torch_offload
 from torch_offload import ConfigError, OffloadError, Report
 from torch_offload.reporting import recorder as recorders
-from torch_offload.reporting.bottleneck import binding_limit, wear_of
+from torch_offload.reporting import saved_reports
+from torch_offload.reporting.bottleneck import bottleneck_of, wear_of
 from torch_offload.reporting.timeline import Sample, Timeline, between
+from torch_offload.runtime.process import PROCESS
 
 
 def recorded(*, steps, seconds=2.0, read=3, written=5, stall=0.5, cause="read", on_device=False):
@@ -36,7 +38,14 @@ def recorded(*, steps, seconds=2.0, read=3, written=5, stall=0.5, cause="read", 
         moved = device_statistics(to_device=7 * done, to_host=2 * done, used=done)
         return totals | {"device": moved} if on_device else totals
 
-    recorder = recorders.Recorder(totals, clock=lambda: seconds * state["steps"])
+    class Run:
+        def statistics(self):
+            return totals()
+
+        def modules(self):
+            return []
+
+    recorder = recorders.Recorder(Run(), clock=lambda: seconds * state["steps"])
     for _ in range(steps):
         state["steps"] += 1
         recorder.sample(is_step_end=True)
@@ -98,7 +107,7 @@ def test_a_training_run_is_recorded_when_asked(config, scratch):
     assert steady.ssd_read_bytes > 0
     assert steady.ssd_written_bytes > 0
     assert all(sum(sample.host_bytes.values()) <= 3 << 20 for sample in timeline.recent)
-    torch_offload.runtime.process.PROCESS.close_session()
+    PROCESS.close_session()
     final = torch_offload.report()
     assert final.timeline.step_ends == timeline.step_ends
     assert all(final.read_bytes[kind] >= size for kind, size in final.timeline.recent[-1].read_bytes.items())
@@ -110,7 +119,7 @@ def test_nothing_is_recorded_unless_asked(config):
     model = tiny_model("llama", tied=True)
     torch_offload.wrap(model, config=config)
     train(model, steps=2)
-    assert recorders.current() is None
+    assert PROCESS.monitors.recorder is None
     assert torch_offload.report().timeline is None
     assert not model.get_input_embeddings()._forward_pre_hooks
 
@@ -146,24 +155,24 @@ def test_a_report_is_written_when_the_process_ends(scratch):
         command = [sys.executable, "-c", script, str(scratch), str(scratch / name)]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
     [written] = (scratch / "reports").iterdir()
-    assert re.fullmatch(rf"{recorders.REPORT_NAME}-[0-9]+\.json", written.name)
+    assert re.fullmatch(rf"{saved_reports.REPORT_NAME}-[0-9]+\.json", written.name)
     for path in (written, scratch / "named.json"):
         assert len(Report.read_json(path).timeline.step_ends) == 3
     shown = command_line("report", str(scratch / "reports"))
-    assert "what binds" in shown.stdout
+    assert "bottleneck" in shown.stdout
 
 
 def test_where_nothing_was_wrapped_no_report_is_written(scratch, monkeypatch):
-    monkeypatch.setattr(torch_offload.runtime.process.PROCESS, "_last_report", None)
-    assert recorders.save_report(scratch / "report.json") is None
+    monkeypatch.setattr(PROCESS, "_last_report", None)
+    assert PROCESS.save_report(scratch / "report.json") is None
     assert list(scratch.iterdir()) == []
 
 
 def test_a_report_goes_to_the_file_or_a_file_of_this_process(tmp_path):
-    assert recorders.report_file(tmp_path / "a.json") == tmp_path / "a.json"
-    assert recorders.report_file(tmp_path / "new") == tmp_path / "new" / f"torch-offload-report-{os.getpid()}.json"
+    assert saved_reports.report_file(tmp_path / "a.json") == tmp_path / "a.json"
+    assert saved_reports.report_file(tmp_path / "new") == tmp_path / "new" / f"torch-offload-report-{os.getpid()}.json"
     (tmp_path / "old.d").mkdir()
-    assert recorders.report_file(tmp_path / "old.d").parent == tmp_path / "old.d"
+    assert saved_reports.report_file(tmp_path / "old.d").parent == tmp_path / "old.d"
 
 
 # --- what is made of it ----------------------------------------------------------------------------------------------
@@ -198,15 +207,15 @@ def test_what_is_no_report_is_named(tmp_path, text):
     ],
 )
 def test_what_binds_is_named_with_what_to_change(stalls, name, remedy):
-    limit = binding_limit(stalls, 10.0 if name in ("compute", "memory", "update", "cosmic rays") else 1.0)
+    limit = bottleneck_of(stalls, 10.0 if name in ("compute", "memory", "update", "cosmic rays") else 1.0)
     assert limit.name == name
-    assert remedy in limit.remedy
+    assert remedy in limit.suggestion
     assert 0 < limit.share <= 1
 
 
 def test_threads_that_stall_side_by_side_are_no_more_than_all_the_time():
-    assert binding_limit({"read": 30.0, "update": 5.0}, 10.0).share == 1.0
-    assert binding_limit({"read": 1.0}, 0.0) is None
+    assert bottleneck_of({"read": 30.0, "update": 5.0}, 10.0).share == 1.0
+    assert bottleneck_of({"read": 1.0}, 0.0) is None
 
 
 def test_wear_is_per_day_of_training():
@@ -306,7 +315,7 @@ def test_the_command_shows_and_writes(tmp_path):
     report = report_of(steps=30)
     report.write_json(tmp_path / "torch-offload-report-7.json")
     as_json = command_line("report", str(tmp_path), "--json")
-    assert json.loads(as_json.stdout) == json.loads(report.json())
+    assert json.loads(as_json.stdout) == json.loads(report.to_json())
     written = command_line("report", str(tmp_path), "--html", str(tmp_path / "r.html"), "--tbw", "600TB")
     assert (written.returncode, written.stdout) == (0, f"{tmp_path}/r.html written\n")
     assert "plotly" in (tmp_path / "r.html").read_text()
@@ -323,14 +332,14 @@ def test_a_copy_of_a_recorded_model_carries_nothing_along(config, scratch, tmp_p
     model(torch.ones(2, 8, dtype=torch.long)).sum().backward()
     optimizer.step()
     assert model[0]._forward_pre_hooks
-    before = recorders.current().timeline().recent[-1].tokens
+    before = PROCESS.monitors.recorder.timeline().recent[-1].tokens
     torch.save(model[0], tmp_path / "embedding.pt")
     loaded = torch.load(tmp_path / "embedding.pt", weights_only=False)
     loaded.train()(torch.ones(2, 8, dtype=torch.long))
-    assert recorders.current().sample().tokens == before
+    assert PROCESS.monitors.recorder.sample().tokens == before
     copied = copy.deepcopy(model[0])
     assert torch.equal(copied.weight, model[0].weight)
     copied(torch.ones(2, 8, dtype=torch.long))
-    assert recorders.current().sample().tokens == before
+    assert PROCESS.monitors.recorder.sample().tokens == before
     model[0](torch.ones(2, 8, dtype=torch.long))
-    assert recorders.current().sample().tokens == before + 16
+    assert PROCESS.monitors.recorder.sample().tokens == before + 16

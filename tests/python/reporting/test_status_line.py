@@ -99,7 +99,9 @@ def test_a_small_or_dumb_terminal_gets_nothing(scratch):
 
 
 def test_where_stderr_is_no_terminal_nothing_is_written(scratch):
-    script = textwrap.dedent(RUN.replace("{end}", "assert torch_offload.reporting.recorder.current() is None"))
+    script = textwrap.dedent(
+        RUN.replace("{end}", "assert torch_offload.runtime.process.PROCESS.monitors.recorder is None")
+    )
     script = script.replace('tqdm(range(6), mininterval=0, miniters=1, bar_format="{n}/{total}", ncols=40)', "range(6)")
     script = script.replace("tqdm.write", "(lambda *a, **k: None)")
     command = [sys.executable, "-c", script, str(scratch), "live"]

@@ -359,7 +359,7 @@ def test_the_report_counts_and_can_be_written_as_json(config):
     page_out(module)
     module(torch.zeros(2, 128))
     report = torch_offload.report()
-    content = json.loads(report.json())
+    content = json.loads(report.to_json())
     assert content["budget_bytes"] == 8 * MIB
     assert content["ssd_read_bytes"] == sum(content["read_bytes"].values()) > 0
     assert content["ssd_written_bytes"] == sum(content["written_bytes"].values()) > 0

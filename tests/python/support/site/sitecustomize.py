@@ -10,7 +10,7 @@ def write_report() -> None:
     package = sys.modules.get("torch_offload")
     if package is None or package.runtime.process.PROCESS.session is None:  # it paged nothing
         return
-    Path(os.environ["REPORT_DIRECTORY"], f"{os.getpid()}.json").write_text(package.report().json())
+    Path(os.environ["REPORT_DIRECTORY"], f"{os.getpid()}.json").write_text(package.report().to_json())
 
 
 if "REPORT_DIRECTORY" in os.environ:

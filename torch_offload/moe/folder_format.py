@@ -1,0 +1,7 @@
+"""Names in folders of models with coded experts. Needs no transformers."""
+
+QUANT_METHOD = "coded_ternary"
+"""``quant_method`` in config.json: the name of the format."""
+
+FORMAT_VERSION = 1
+"""``coded_format`` in config.json: what this version writes, and the only one it reads."""

@@ -1,0 +1,118 @@
+"""The figures of an engine since it started, without the ways to show them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch_offload.activations.recompute import ActivationChoice
+from torch_offload.reporting.bottleneck import Bottleneck, Wear, bottleneck_of, wear_of
+from torch_offload.reporting.timeline import Timeline, Traffic, by_purpose
+
+if TYPE_CHECKING:
+    from torch_offload import _C
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceReport:
+    """Figures of a device's memory and its links to the host's, since the engine started.
+
+    Attributes:
+        name: Which device.
+        budget_bytes: The hard limit of its memory.
+        used_bytes: Memory in use now, by purpose, as ``Report.host_bytes``.
+        peak_bytes: The most that was ever in use; never above the budget.
+        to_device_bytes: Bytes that came from the host's memory, by kind of page.
+        to_host_bytes: Bytes that went there.
+    """
+
+    name: str
+    budget_bytes: int
+    used_bytes: dict[str, int]
+    peak_bytes: int
+    to_device_bytes: dict[str, int]
+    to_host_bytes: dict[str, int]
+
+    @classmethod
+    def from_statistics(cls, statistics: Mapping[str, Any]) -> "DeviceReport":
+        """Sort the engine's statistics of its device into a report."""
+        rest = dict(statistics)
+        memory = rest.pop("memory")
+        return cls(
+            budget_bytes=memory["limit_bytes"],
+            used_bytes=by_purpose(memory),
+            peak_bytes=memory["peak_bytes"],
+            **rest,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures(Traffic):
+    """Figures since the engine started. Bytes and counts are totals unless they say otherwise.
+
+    Attributes:
+        io_engine: How pages are read and written.
+        budget_bytes: The hard limit of memory.
+        host_bytes: Memory in use now, by purpose: ``pages``, ``free_pages`` (kept for the next page),
+            ``temporaries``, ``idle_temporaries`` (kept for reuse), ``small``.
+        host_peak_bytes: The most that was ever in use; never above the budget.
+        ssd_bytes: Live pages on SSD now.
+        ssd_file_bytes: Size of the scratch file now.
+        read_bytes: Bytes read from SSD, by kind: ``parameter``, ``gradient``, ``state``, ``activation``, ``other``.
+        written_bytes: Bytes written to SSD, by kind.
+        pins: Times a page was needed.
+        misses: Of those, times it had to be read first.
+        hit_rate: Share of pins without a miss, 1 where there were none.
+        faults: Accesses behind the dispatcher to absent pages.
+        prefetches: Pages read ahead of use.
+        evictions: Pages that left memory.
+        clean_drops: Of those, pages that left without a write.
+        stall_seconds: Seconds in which the program waited, by cause: ``read``, ``memory``, ``update``, ``fault``.
+        counters: Everything else that the engine counts, by name: deferred work, norms, adoptions.
+        device: The device's figures, None where the module computes in the host's memory. Pins, misses, faults,
+            prefetches and evictions are those of the memory in which it computes, stalls those in either.
+        activations: Which layers page the activations of the backward pass and which recompute them, and why; None
+            where the engine does not decide it.
+        timeline: Samples over time, where they were recorded (``Config.report``, the status line).
+        activities: What :meth:`Report.write_trace` writes, where recorded (``Config.trace``). Not part of the JSON
+            and of copies.
+    """
+
+    io_engine: str
+    budget_bytes: int
+    host_bytes: dict[str, int]
+    host_peak_bytes: int
+    ssd_bytes: int
+    ssd_file_bytes: int
+    read_bytes: dict[str, int]
+    written_bytes: dict[str, int]
+    pins: int
+    misses: int
+    hit_rate: float
+    faults: int
+    prefetches: int
+    evictions: int
+    clean_drops: int
+    stall_seconds: dict[str, float]
+    counters: dict[str, Any]
+    device: DeviceReport | None = None
+    activations: ActivationChoice | None = None
+    timeline: Timeline | None = None
+    activities: "_C.ActivityRecord | None" = field(default=None, compare=False, repr=False)
+
+    @property
+    def bottleneck(self) -> Bottleneck | None:
+        """The resource that a step waits for most, None where no steps were recorded."""
+        steady = None if self.timeline is None else self.timeline.steady()
+        return None if steady is None else bottleneck_of(steady.stall_seconds, steady.seconds)
+
+    @property
+    def wear(self) -> Wear | None:
+        """The wear of the SSD, None where no steps were recorded."""
+        steady = None if self.timeline is None else self.timeline.steady()
+        if steady is None:
+            return None
+        return wear_of(steady.ssd_written_bytes, steps=steady.steps, seconds=steady.seconds)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what cannot be copied."""
+        return {**self.__dict__, "activities": None}
