@@ -69,7 +69,7 @@ test-versions: .gpu-programs $(NEWER_VENV)/.ready ## Build with CUDA for a newer
 		$(NEWER_VENV)/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 	rm -rf build/lib.* build/bdist.*
 	mkdir -p $(NEWER_TREE)/tests
-	cp -r pyproject.toml requirements CMakeLists.txt csrc examples benchmarks $(NEWER_TREE)/
+	cp -r pyproject.toml requirements CMakeLists.txt csrc examples benchmarks docs tools $(NEWER_TREE)/
 	cp -r tests/python tests/cpp $(NEWER_TREE)/tests/
 	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -c "import torch, \
 	torch_offload; print('torch', torch.__version__, 'with', torch_offload.__file__); \

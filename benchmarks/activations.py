@@ -50,7 +50,7 @@ SMOKE = Plan(budget_bytes=512 << 20, search_tokens=64, layers=8, rounds=2, most_
 VARIANTS = {
     "plain": [],
     "plain_checkpointed": ["--checkpointing"],
-    "paged": ["--activations", "ssd"],
+    "paged": ["--activations", "page"],
     "paged_checkpointed": ["--checkpointing"],
 }
 

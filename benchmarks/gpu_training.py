@@ -50,13 +50,12 @@ class Plan:
 
     def config(self, ssd: str) -> Config:
         return Config(
-            device=self.device_bytes,
-            device_kind="cuda",
-            device_unpaged=self.unpaged_bytes,
+            gpu=self.device_bytes,
+            gpu_reserved=self.unpaged_bytes,
             ram=self.ram_bytes,
             ssd=ssd,
             page_elements=self.page_elements,
-            update_on="device",
+            optimizer_device="gpu",
             activations="ram",
         )
 

@@ -5,21 +5,24 @@
 Everything else stays as it was: the training loop or ``Trainer``, the optimizer, saving and loading.
 """
 
-import importlib
+import pkgutil
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch_offload import _compat
 
 _compat.check_torch()
 
-from torch_offload.config import Config  # noqa: E402
+from torch_offload.config import Config, Emulation  # noqa: E402
 from torch_offload.diagnostics.probe import Probe, probe  # noqa: E402
 from torch_offload.errors import (  # noqa: E402
+    CheckpointError,
     ConfigError,
     OffloadError,
     OutOfTierMemory,
     PageCorruptError,
     TierIOError,
+    UnsupportedModelError,
 )
 from torch_offload.integrations.quantizer_hook import open_coded_folders  # noqa: E402
 from torch_offload.optim.adamw import AdamW  # noqa: E402  after the check, which names the remedy
@@ -27,50 +30,42 @@ from torch_offload.planning.api import plan  # noqa: E402
 from torch_offload.planning.plan import Plan  # noqa: E402
 from torch_offload.reporting.report import Report  # noqa: E402
 from torch_offload.runtime.api import evict, flush, is_resident, pinned, prefetch, report, unwrap, wrap  # noqa: E402
-from torch_offload.runtime.loading import loading  # noqa: E402
+from torch_offload.runtime.loading import from_pretrained, loading  # noqa: E402
 
 open_coded_folders()
 
 if TYPE_CHECKING:
     from torch_offload import moe as moe
     from torch_offload.compression.compress import compress as compress
+    from torch_offload.integrations.arguments import OffloadArguments as OffloadArguments
     from torch_offload.integrations.trainer import ReportCallback as ReportCallback
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Import what needs transformers only when it is asked for."""
-        if name == "compress":
-            from torch_offload.compression.compress import compress
-
-            return compress
-        if name == "moe":
-            return importlib.import_module("torch_offload.moe")
-        if name == "ReportCallback":
-            from torch_offload.integrations.trainer import ReportCallback
-
-            return ReportCallback
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdamW",
+    "CheckpointError",
     "Config",
     "ConfigError",
+    "Emulation",
+    "OffloadArguments",
     "OffloadError",
     "OutOfTierMemory",
     "PageCorruptError",
     "Plan",
     "Probe",
     "Report",
+    "ReportCallback",
     "TierIOError",
+    "UnsupportedModelError",
     "__version__",
     "compress",
     "evict",
     "flush",
+    "from_pretrained",
     "is_resident",
     "loading",
+    "moe",
     "pinned",
     "plan",
     "prefetch",
@@ -79,3 +74,25 @@ __all__ = [
     "unwrap",
     "wrap",
 ]
+
+_LAZY = MappingProxyType(
+    {
+        "OffloadArguments": "torch_offload.integrations.arguments:OffloadArguments",
+        "ReportCallback": "torch_offload.integrations.trainer:ReportCallback",
+        "compress": "torch_offload.compression.compress:compress",
+        "moe": "torch_offload.moe",
+    }
+)
+"""Names whose modules need transformers, or most programs do without."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Import a lazy name when it is asked for."""
+        if name in _LAZY:
+            return pkgutil.resolve_name(_LAZY[name])
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,12 +1,18 @@
-"""What a user may set, checked. Three settings are meant for everybody (the module, ``ram``, ``ssd``)."""
+"""User-facing settings, validated. Most users need only ``ram`` and ``ssd``.
+
+This is the one definition of each setting: the options of the command line, ``OffloadArguments``, the keys of a file
+and the reference are generated from it.
+"""
 
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, field_validator
 
@@ -18,10 +24,12 @@ DEFAULT_MIN_PAGED_BYTES = 64 << 10
 DEFAULT_QUEUE_DEPTH = 16
 
 IoEngine = Literal["auto", "uring_fixed", "uring", "threads"]
-DeviceKind = Literal["cuda", "emulated"]
-Activations = Literal["keep", "ram", "ssd", "recompute", "auto"]
-UNPAGED_SHARE = 4
-UpdateOn = Literal["auto", "device", "host"]
+Activations = Literal["page", "keep", "ram", "recompute", "auto"]
+OptimizerDevice = Literal["auto", "gpu", "cpu"]
+RESERVED_GPU_SHARE = 4
+Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+RENAMED = MappingProxyType({"device": "gpu", "offload_dir": "ssd", "offload_folder": "ssd", "max_memory": "gpu"})
+"""Names that other libraries use for a setting, for messages."""
 Trace = Annotated[bool, Strict()] | Path
 
 _ACCEPTED_SIZES = "a whole number of bytes, or a string such as '24GiB', '1.5GiB', '512 MiB', '64kB' or '8GB'"
@@ -64,94 +72,22 @@ def format_size(size_bytes: int) -> str:
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 
 
-class Config(BaseModel):
-    """Budgets and places of an engine. Frozen: :meth:`replace` makes a changed copy.
+class Emulation(BaseModel):
+    """Hardware to try that is not there, and slower hardware than is there. For tests and experiments."""
 
-    Attributes:
-        ram: Bytes of memory for parameters, gradients, optimizer states, activations and temporaries together.
-            A hard limit. None: 80 % of what is free under the memory cgroup, measured by ``wrap``.
-        ssd: Directory on a real disk for an unnamed scratch file; nothing stays there after the process. None: the
-            first usual directory for temporary files that is on a disk.
-        stripe_over: Further directories, on disks of their own; pages are spread evenly over them and ``ssd``.
-        min_paged_bytes: Tensors smaller than this stay in memory; 0 pages everything. The default of 64 KiB keeps
-            norms and biases resident: together they are far below 1 % of a language model, and a read of fewer
-            bytes takes as long.
-        page_elements: Elements per page, the unit of transfer, a multiple of 4,096. The default moves 4 MiB of fp32
-            or 2 MiB of bf16 at a time.
-        queue_depth: Transfers in flight on the SSD.
-        io_engine: How pages are read and written. ``auto`` takes the first that the system allows, in this order:
-            io_uring with registered buffers, plain io_uring, threads with ``preadv`` and ``pwritev``.
-        report: File, or directory for one file per process, that gets a JSON report with timelines when the process
-            ends. None: no report, and nothing is recorded for one.
-        live: Whether one line at the foot of the terminal shows speed, traffic and stalls while a script runs. Nothing
-            is written where stderr is not a terminal.
-        device: Bytes of a device's memory to compute in; ``ram`` then holds what the device has no room for, and
-            ``ssd`` what ``ram`` has no room for. A hard limit. None: the module computes in ``ram``.
-        trace: Whether to record what each resource does when, for :meth:`Report.write_trace`. A file, or directory for
-            one file per process, also gets it when the process ends; compressed where the name ends in ``.gz``.
-        activations: Where what the backward pass needs waits for it. ``keep``: in the memory that the module computes
-            in. ``ram``: as pages, which leave a device when its memory is short and come back before they are used;
-            without a device the same as ``keep``. ``ssd``: as pages that leave ``ram`` as well. ``recompute``: layers
-            that transformers can checkpoint compute theirs again in backward. ``auto``: as ``ssd``, and after a few
-            steps ``recompute`` for the layers for which that makes a step shorter; the report says which and why.
-        update_on: Where the optimizer's deferred updates run when the module computes on a device. ``device``: states
-            come up to it. ``host``: gradients go down, states stay in ``ram`` and on ``ssd``. ``auto``: on the host if
-            weights, gradients and two moments of all trained weights do not fit the device.
-        device_unpaged: Of ``device``, what torch's own allocator may take on a GPU: results, temporaries, small
-            tensors, activations until they are saved. A wall: beyond it torch raises its ``OutOfMemoryError``. None:
-            a quarter. Pages have the rest. An emulated device has no such part.
-        device_kind: Which device. ``cuda``: the current GPU; wrapping brings the module to it. ``emulated``: host
-            memory that is handed out and filled like a device's, to try a machine that is not there; tensors stay on
-            ``cpu``. None: ``cuda`` where torch sees a GPU.
-        emulated_link: Bytes per second that an emulated device's link carries, each way. None: as fast as memory.
-        emulated_ssd: Bytes per second that reads and writes of the SSD share, to try a slower one. None: as it is.
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    Raises:
-        ConfigError: If a value cannot be used or a setting does not exist. The message names the nearest one.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    ram: Bytes | None = Field(default=None, gt=0)
-    ssd: Path | None = None
-    stripe_over: tuple[Path, ...] = ()
-    min_paged_bytes: Bytes = DEFAULT_MIN_PAGED_BYTES
-    page_elements: int = Field(default=DEFAULT_PAGE_ELEMENTS, gt=0, multiple_of=SECTOR_BYTES, strict=True)
-    queue_depth: int = Field(default=DEFAULT_QUEUE_DEPTH, ge=1, le=4096, strict=True)
-    io_engine: IoEngine = "auto"
-    report: Path | None = None
-    live: bool = Field(default=False, strict=True)
-    device: Bytes | None = Field(default=None, gt=0)
-    device_kind: DeviceKind | None = None
-    device_unpaged: Bytes | None = Field(default=None, gt=0)
-    activations: Activations = "keep"
-    update_on: UpdateOn = "auto"
-    emulated_link: Bytes | None = Field(default=None, gt=0)
-    emulated_ssd: Bytes | None = Field(default=None, gt=0)
-    trace: Trace = False
+    gpu: bool = Field(default=False, strict=True)
+    """Compute in host memory that is handed out and filled like a GPU's; tensors stay on ``cpu``. Needs ``gpu``."""
+    link_rate: Bytes | None = Field(default=None, gt=0)
+    """Bytes per second of the emulated GPU's link, each way. None: as fast as memory."""
+    ssd_rate: Bytes | None = Field(default=None, gt=0)
+    """Bytes per second that reads and writes of the SSD share. None: as it is."""
 
     if TYPE_CHECKING:
 
         def __init__(
-            self,
-            *,
-            ram: int | str | None = None,
-            ssd: str | os.PathLike[str] | None = None,
-            stripe_over: Sequence[str | os.PathLike[str]] = (),
-            min_paged_bytes: int | str = DEFAULT_MIN_PAGED_BYTES,
-            page_elements: int = DEFAULT_PAGE_ELEMENTS,
-            queue_depth: int = DEFAULT_QUEUE_DEPTH,
-            io_engine: IoEngine = "auto",
-            report: str | os.PathLike[str] | None = None,
-            live: bool = False,
-            device: int | str | None = None,
-            device_kind: DeviceKind | None = None,
-            device_unpaged: int | str | None = None,
-            activations: Activations = "keep",
-            update_on: UpdateOn = "auto",
-            emulated_link: int | str | None = None,
-            emulated_ssd: int | str | None = None,
-            trace: bool | str | os.PathLike[str] = False,
+            self, *, gpu: bool = False, link_rate: int | str | None = None, ssd_rate: int | str | None = None
         ) -> None: ...
 
     else:
@@ -160,50 +96,210 @@ class Config(BaseModel):
             try:
                 super().__init__(**settings)
             except ValidationError as error:
-                _raise_config_error(error)
+                raise _SettingsError(_clauses(error, type(self), prefix="emulation.")) from None
 
-    @field_validator("ssd", "report", "trace", mode="before")
-    @classmethod
-    def _expand_home(cls, directory: object) -> object:
-        """Make ``~`` mean what it means in a shell."""
-        return os.path.expanduser(directory) if isinstance(directory, (str, Path)) else directory
 
-    @field_validator("stripe_over")
+class Config(BaseModel):
+    """Budgets and settings of an engine. Frozen: :meth:`replace` makes a changed copy.
+
+    Raises:
+        ConfigError: If a value cannot be used or a setting does not exist. The message names the nearest one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    gpu: Bytes | None = Field(default=None, gt=0)
+    """Hard limit of GPU memory to compute in, such as ``24GiB``. ``ram`` then holds what the GPU has no room for, and
+    ``ssd`` what ``ram`` has no room for. None: the module computes in ``ram``."""
+    ram: Bytes | None = Field(default=None, gt=0)
+    """Hard limit of memory, such as ``24GiB``, for parameters, gradients, optimizer states, activations and temporaries
+    together. None: 80 % of what is free under the memory cgroup."""
+    ssd: tuple[Path, ...] = ()
+    """Directory on a real disk for an unnamed scratch file, which nothing outlives; several directories on disks of
+    their own share the pages evenly. Empty: the first usual directory for temporary files that is on a disk."""
+    activations: Activations = "keep"
+    """What happens to the tensors that autograd saves for the backward pass. ``page``: they leave memory when it is
+    short, down to the SSD. ``ram``: the same, but no further than ``ram``. ``keep``: they stay where the module
+    computes. ``recompute``: layers that transformers can checkpoint compute theirs again in backward. ``auto``: as
+    ``page``, and after a few steps ``recompute`` for the layers for which that makes a step shorter; the report says
+    which and why."""
+    optimizer_device: OptimizerDevice = "auto"
+    """Where deferred optimizer updates run when the module computes on a GPU. ``gpu``: states come up to it. ``cpu``:
+    gradients go down, states stay in ``ram`` and on ``ssd``. ``auto``: on the CPU if weights, gradients and two moments
+    of all trained weights do not fit the GPU."""
+    gpu_reserved: Bytes | None = Field(default=None, gt=0)
+    """Of ``gpu``, the part of torch's own allocator: results, temporaries, small tensors, activations until they are
+    saved. Beyond it torch raises its ``OutOfMemoryError``. None: a quarter. Pages have the rest."""
+    report: Path | None = None
+    """File, or directory for one file per process, that gets a JSON report with timelines when the process ends. None:
+    no report, and nothing is recorded for one."""
+    trace: Trace = False
+    """Record what each resource does when, for ``Report.write_trace``. A file, or directory for one file per process,
+    also gets it when the process ends; compressed where the name ends in ``.gz``."""
+    status_line: bool = Field(default=False, strict=True)
+    """Show speed, traffic and stalls in one line at the bottom of the terminal while a script runs. Nothing is written
+    where stderr is not a terminal."""
+    min_paged_bytes: Bytes = DEFAULT_MIN_PAGED_BYTES
+    """Smaller tensors stay in memory; 0 pages everything. The default of 64 KiB keeps norms and biases resident:
+    together they are far below 1 % of a language model, and a read of fewer bytes takes as long."""
+    page_elements: int = Field(default=DEFAULT_PAGE_ELEMENTS, gt=0, multiple_of=SECTOR_BYTES, strict=True)
+    """Elements per page, the unit of transfer, a multiple of 4,096. The default moves 4 MiB of fp32 or 2 MiB of bf16
+    at a time."""
+    queue_depth: int = Field(default=DEFAULT_QUEUE_DEPTH, ge=1, le=4096, strict=True)
+    """Transfers in flight on the SSD."""
+    io_engine: IoEngine = "auto"
+    """How pages are read and written. ``auto`` takes the first that the system allows, in this order: io_uring with
+    registered buffers, plain io_uring, threads with ``preadv`` and ``pwritev``."""
+    emulation: Emulation | None = None
+    """Hardware to try that is not there: see ``Emulation``."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            gpu: int | str | None = None,
+            ram: int | str | None = None,
+            ssd: Directories = (),
+            activations: Activations = "keep",
+            optimizer_device: OptimizerDevice = "auto",
+            gpu_reserved: int | str | None = None,
+            report: str | os.PathLike[str] | None = None,
+            trace: bool | str | os.PathLike[str] = False,
+            status_line: bool = False,
+            min_paged_bytes: int | str = DEFAULT_MIN_PAGED_BYTES,
+            page_elements: int = DEFAULT_PAGE_ELEMENTS,
+            queue_depth: int = DEFAULT_QUEUE_DEPTH,
+            io_engine: IoEngine = "auto",
+            emulation: Emulation | Mapping[str, object] | None = None,
+        ) -> None: ...
+
+    else:
+
+        def __init__(self, **settings: object) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise _SettingsError(_clauses(error, type(self))) from None
+
+    @field_validator("ssd", mode="before")
     @classmethod
-    def _resolve_all(cls, directories: tuple[Path, ...]) -> tuple[Path, ...]:
+    def _one_or_more(cls, directories: object) -> object:
+        if directories is None:
+            return ()
+        return (directories,) if isinstance(directories, (str, Path)) else directories
+
+    @field_validator("ssd")
+    @classmethod
+    def _resolve_directories(cls, directories: tuple[Path, ...]) -> tuple[Path, ...]:
         """The script may change its directory before the engine opens."""
         return tuple(Path(os.path.expanduser(directory)).resolve() for directory in directories)
+
+    @field_validator("report", "trace", mode="before")
+    @classmethod
+    def _expand_home(cls, path: object) -> object:
+        """Make ``~`` mean what it means in a shell."""
+        return os.path.expanduser(path) if isinstance(path, (str, Path)) else path
+
+    @field_validator("report", "trace")
+    @classmethod
+    def _resolve_file(cls, path: object) -> object:
+        """The script may change its directory before the file is written."""
+        return path.resolve() if isinstance(path, Path) else path
+
+    @property
+    def is_gpu_emulated(self) -> bool:
+        """Whether the GPU is emulated in host memory."""
+        return self.emulation is not None and self.emulation.gpu
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether the module computes on a real GPU."""
+        return self.gpu is not None and not self.is_gpu_emulated
 
     @property
     def compute_bytes(self) -> int:
         """The budget of pages where the module computes; 0 while it is not decided."""
-        return (self.device or self.ram or 0) - self.unpaged_bytes
+        return (self.gpu or self.ram or 0) - self.reserved_bytes
 
     @property
-    def unpaged_bytes(self) -> int:
-        """What of a GPU's memory is torch's own allocator's; 0 without a GPU."""
-        if self.device is None or self.device_kind != "cuda":
+    def reserved_bytes(self) -> int:
+        """The part of a GPU's memory for torch's own allocator; 0 without a GPU."""
+        if self.gpu is None or not self.uses_cuda:
             return 0
-        return self.device // UNPAGED_SHARE if self.device_unpaged is None else self.device_unpaged
+        return self.gpu // RESERVED_GPU_SHARE if self.gpu_reserved is None else self.gpu_reserved
+
+    @property
+    def link_rate(self) -> int | None:
+        """Bytes per second of an emulated GPU's link; None where it is not slowed down."""
+        return None if self.emulation is None else self.emulation.link_rate
+
+    @property
+    def ssd_rate(self) -> int | None:
+        """Bytes per second that the SSD is slowed down to; None where it is not."""
+        return None if self.emulation is None else self.emulation.ssd_rate
+
+    @property
+    def scratch_directory(self) -> Path | None:
+        """The first directory for pages, None while none is chosen."""
+        return self.ssd[0] if self.ssd else None
 
     @property
     def pages_activations(self) -> bool:
-        """Whether what the backward pass needs becomes pages."""
-        return self.activations in ("ssd", "auto") or (self.activations == "ram" and self.device is not None)
-
-    @field_validator("report", "trace")
-    @classmethod
-    def _stay_where_it_is(cls, path: object) -> object:
-        """The script may change its directory before the file is written."""
-        return path.resolve() if isinstance(path, Path) else path
+        """Whether saved tensors become pages."""
+        return self.activations in ("page", "auto") or (self.activations == "ram" and self.gpu is not None)
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> "Config":
         """Check a mapping of settings; as the constructor, this raises ConfigError."""
+        return cls(**obj) if isinstance(obj, Mapping) else super().model_validate(obj, **options)
+
+    @classmethod
+    def combine(cls, config: "Config | Mapping[str, Any] | None", **overrides: Any) -> "Config":
+        """Return a configuration with some settings replaced by those that are not None.
+
+        Args:
+            config: A configuration, a mapping of settings, or None for the defaults.
+            **overrides: Settings that take precedence.
+
+        Raises:
+            ConfigError: If a setting does not exist or cannot be used.
+        """
+        if config is not None and not isinstance(config, (Config, Mapping)):
+            raise ConfigError(f"config: expected a torch_offload.Config or a dict, got {type(config).__name__}")
+        base = config if isinstance(config, Config) else cls(**dict(config or {}))
+        return base.replace(**{name: value for name, value in overrides.items() if value is not None})
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> "Config":
+        """Read settings from a YAML or JSON file, such as ``ram: 24GiB``.
+
+        Raises:
+            ConfigError: If the file cannot be read, or a setting does not exist or cannot be used. The message names
+                the file, the line and the nearest setting.
+        """
         try:
-            return super().model_validate(obj, **options)
-        except ValidationError as error:
-            _raise_config_error(error)
+            text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error}") from None
+        return cls.from_text(text, source=str(path))
+
+    @classmethod
+    def from_text(cls, text: str, *, source: str) -> "Config":
+        """Read settings from the text of a YAML or JSON file.
+
+        Args:
+            text: One mapping.
+            source: Its name in messages.
+
+        Raises:
+            ConfigError: As :meth:`from_file`.
+        """
+        settings, lines = _mapping_of(text, source)
+        try:
+            return cls(**settings)
+        except _SettingsError as error:
+            raise ConfigError("; ".join(_with_line(source, lines, *clause) for clause in error.clauses)) from None
 
     def __setattr__(self, name: str, value: object) -> None:
         raise ConfigError(f"a Config does not change; use config.replace({name}=...) for a changed copy")
@@ -213,16 +309,133 @@ class Config(BaseModel):
         return Config(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
 
-def _raise_config_error(error: ValidationError) -> NoReturn:
-    """Say all that is wrong with a Config in one line per setting."""
-    raise ConfigError("; ".join(_explain(part["type"], part) for part in error.errors())) from None
+def _mapping_of(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the settings of a YAML or JSON text, and the line of each key, nested ones as ``emulation.gpu``."""
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = source if mark is None else f"{source}:{mark.line + 1}"
+        raise ConfigError(f"{place}: not valid YAML or JSON: {getattr(error, 'problem', error)}") from None
+    if settings is None:
+        return {}, {}
+    if not isinstance(settings, dict) or node is None:
+        raise ConfigError(f"{source}: expected settings such as 'ram: 24GiB', got {type(settings).__name__}")
+    return settings, dict(_key_lines(node))
 
 
-def _explain(kind: str, part: Any) -> str:
-    name = ".".join(str(step) for step in part["loc"])
-    if kind == "extra_forbidden":
-        nearest = difflib.get_close_matches(name, Config.model_fields, n=1, cutoff=0.35)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(Config.model_fields)}"
+def _key_lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        yield name, key.start_mark.line + 1
+        if value.id == "mapping":
+            yield from _key_lines(value, f"{name}.")
+
+
+class _SettingsError(ConfigError):
+    """Settings that cannot be used: for each its name and what is wrong with it."""
+
+    def __init__(self, clauses: Sequence[tuple[str, str]]) -> None:
+        super().__init__("; ".join(text for _, text in clauses))
+        self.clauses = clauses
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_SettingsError, (self.clauses,))
+
+
+def _clauses(error: ValidationError, model: type[BaseModel], *, prefix: str = "") -> list[tuple[str, str]]:
+    clauses: list[tuple[str, str]] = []
+    for part in error.errors():
+        nested = part.get("ctx", {}).get("error")
+        if isinstance(nested, _SettingsError):
+            clauses += nested.clauses
+        else:
+            name = prefix + ".".join(str(step) for step in part["loc"])
+            clauses.append((name, _explain(name, part, model)))
+    return clauses
+
+
+def _with_line(source: str, lines: Mapping[str, int], name: str, text: str) -> str:
+    line = lines.get(name) or lines.get(name.split(".")[0])
+    return f"{source}: {text}" if line is None else f"{source}:{line}: {text}"
+
+
+def _explain(name: str, part: Any, model: type[BaseModel]) -> str:
+    if part["type"] == "extra_forbidden":
+        known = Emulation if name.startswith("emulation.") else model
+        last = name.rpartition(".")[2]
+        nearest = RENAMED.get(last) or next(
+            iter(difflib.get_close_matches(last, known.model_fields, n=1, cutoff=0.35)), None
+        )
+        hint = f"did you mean {nearest!r}?" if nearest else f"there are: {', '.join(known.model_fields)}"
         return f"unknown setting {name!r}; {hint}"
     reason = str(part["msg"]).removeprefix("Value error, ")
-    return f"{name}: {reason}" if kind == "value_error" else f"{name}: {reason}, got {part['input']!r}"
+    return f"{name}: {reason}" if part["type"] == "value_error" else f"{name}: {reason}, got {part['input']!r}"
+
+
+@dataclass(frozen=True)
+class SettingField:
+    """One setting as another surface than Python shows it: an option, an argument, a row of the reference.
+
+    Attributes:
+        name: Of the setting, such as ``optimizer_device``.
+        kind: ``size``, ``count``, ``flag``, ``choice``, ``path`` or ``paths``.
+        choices: Of a ``choice``.
+        default: As the reference writes it.
+        description: All that there is to know.
+    """
+
+    name: str
+    kind: str
+    choices: tuple[str, ...]
+    default: str
+    description: str
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the description."""
+        return re.split(r"(?<=\.)\s", self.description, maxsplit=1)[0]
+
+
+def setting_fields(model: type[BaseModel] = Config) -> tuple[SettingField, ...]:
+    """Return the settings of :class:`Config` or :class:`Emulation` in order, nested models left out."""
+    return tuple(
+        SettingField(
+            name=name,
+            kind="flag" if field.annotation is bool else _KINDS.get(name, "size"),
+            choices=_CHOICES.get(name, ()),
+            default=_default_text(field.default),
+            description=" ".join((field.description or "").split()),
+        )
+        for name, field in model.model_fields.items()
+        if name != "emulation"
+    )
+
+
+def _default_text(default: object) -> str:
+    if default is None or default == ():
+        return ""
+    return format_size(default) if default == DEFAULT_MIN_PAGED_BYTES else str(default).lower()
+
+
+_CHOICES = MappingProxyType(
+    {
+        "activations": get_args(Activations),
+        "optimizer_device": get_args(OptimizerDevice),
+        "io_engine": get_args(IoEngine),
+    }
+)
+_KINDS = MappingProxyType(
+    {
+        **dict.fromkeys(_CHOICES, "choice"),
+        "ssd": "paths",
+        "report": "path",
+        "trace": "path",
+        "status_line": "flag",
+        "page_elements": "count",
+        "queue_depth": "count",
+    }
+)

@@ -1,12 +1,22 @@
-"""What can go wrong, as types that a script can catch."""
+"""The types of all errors that torch_offload raises."""
+
+import re
 
 
 class OffloadError(Exception):
     """Root of every error that torch_offload raises."""
 
 
-class OutOfTierMemory(OffloadError, MemoryError):
-    """A tier's budget cannot hold what is needed; the message names the tier, the bytes and one remedy."""
+class OutOfTierMemory(OffloadError, MemoryError, RuntimeError):
+    """A tier cannot hold the bytes that an operation needs. The message names the tier, the bytes and one remedy.
+
+    A ``RuntimeError`` whose message has the words of torch's own, so that ``accelerate.find_executable_batch_size`` and
+    ``auto_find_batch_size`` of a ``Trainer`` try a smaller batch.
+    """
+
+    def __init__(self, message: str) -> None:
+        """Begin the message with the words of torch, where the tier is memory."""
+        super().__init__(re.sub(r"^((?:host|device|gpu)(?: memory)? tier): (?!out)", r"\1: out of memory. ", message))
 
 
 class TierIOError(OffloadError, OSError):
@@ -19,3 +29,11 @@ class PageCorruptError(TierIOError):
 
 class ConfigError(OffloadError, ValueError):
     """A setting that cannot be used."""
+
+
+class CheckpointError(OffloadError, ValueError):
+    """A file or folder that is damaged, incomplete, or of an unknown format."""
+
+
+class UnsupportedModelError(OffloadError, NotImplementedError):
+    """A model, layout, data type or operation that torch_offload does not support."""

@@ -161,7 +161,8 @@ class MoeWorker:
         self.options = options
         self.steps = 0
         torch.manual_seed(0)
-        config = torch_offload.Config(page_elements=options.page_elements, emulated_ssd=options.disk_rate or None)
+        emulation = {"ssd_rate": options.disk_rate or None}
+        config = torch_offload.Config(page_elements=options.page_elements, emulation=emulation)
         settings = {"ram": options.budget_bytes, "ssd": options.ssd, "config": config}
         few = coded_templates(options) if options.kind == "coded" else dense_templates(options)  # outside the budget
         paged = torch_offload.loading(**settings) if options.budget_bytes else nullcontext()

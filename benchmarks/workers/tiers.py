@@ -42,11 +42,9 @@ class TiersWorker(Worker):
             super()
             .config(options)
             .replace(
-                device=options.device_bytes,
-                device_kind="emulated",
-                emulated_link=options.link,
-                emulated_ssd=options.ssd_rate,
-                update_on="host",
+                gpu=options.device_bytes,
+                emulation={"gpu": True, "link_rate": options.link, "ssd_rate": options.ssd_rate},
+                optimizer_device="cpu",
             )
         )
 

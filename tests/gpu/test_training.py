@@ -25,13 +25,13 @@ def deterministic() -> Iterator[None]:
 @pytest.mark.parametrize("optimizer", ["own", "fused", "foreach", "sgd"])
 def test_paged_training_is_bitwise_equal(tmp_path, optimizer, activations):
     """Losses, weights and states; updates run on the GPU, as in the plain run."""
-    settings = {"activations": activations, "update_on": "device"}
+    settings = {"activations": activations, "optimizer_device": "gpu"}
     check(*train_both(optimizer, REAL, str(tmp_path), settings))
 
 
 def test_updates_on_the_host_train(tmp_path):
     """Their kernel is another, so the first loss is equal and the others are near."""
-    config = REAL.config(str(tmp_path), update_on="host")
+    config = REAL.config(str(tmp_path), optimizer_device="cpu")
     plain = [float.fromhex(loss) for loss in train("own", REAL.shape, None)[0]]
     paged = [float.fromhex(loss) for loss in train("own", REAL.shape, config)[0]]
     assert paged[0] == plain[0]
@@ -40,7 +40,7 @@ def test_updates_on_the_host_train(tmp_path):
     assert torch_offload.report().device.to_device_bytes["state"] == 0
 
 
-SMALL = {"device": "32MiB", "device_unpaged": "16MiB", "ram": "192MiB", "page_elements": 1 << 19}
+SMALL = {"gpu": "32MiB", "gpu_reserved": "16MiB", "ram": "192MiB", "page_elements": 1 << 19}
 
 
 def test_capture_into_a_graph_is_refused(tmp_path):

@@ -1,17 +1,27 @@
 """Settings are read exactly or refused in words that say what to write instead."""
 
+import ast
 import contextlib
 import copy
+import dataclasses
+import inspect
 import pickle
+import sys
+import types
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from accelerate.utils.memory import should_reduce_batch_size
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from transformers import HfArgumentParser, TrainingArguments
 
-from torch_offload import Config, ConfigError, OffloadError
+import torch_offload
+from torch_offload import Config, ConfigError, Emulation, OffloadError, OutOfTierMemory
 from torch_offload.config import format_size, parse_size
+from torch_offload.runtime.settings import requested
 
 BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -70,8 +80,8 @@ def test_sizes_are_written_in_the_largest_unit(size, text):
         ({"io": "auto"}, "did you mean 'io_engine'?"),
         (
             {"zzz": 1},
-            "there are: ram, ssd, stripe_over, min_paged_bytes, page_elements, queue_depth, io_engine, report, live, "
-            "device, device_kind, device_unpaged, activations, update_on, emulated_link, emulated_ssd, trace",
+            "there are: gpu, ram, ssd, activations, optimizer_device, gpu_reserved, report, trace, status_line, "
+            "min_paged_bytes, page_elements, queue_depth, io_engine, emulation",
         ),
         ({"ram": 0}, "ram: Input should be greater than 0, got 0"),
         ({"ram": -1}, "ram: a size cannot be negative, got -1"),
@@ -81,9 +91,10 @@ def test_sizes_are_written_in_the_largest_unit(size, text):
         ({"queue_depth": 0}, "queue_depth: Input should be greater than or equal to 1, got 0"),
         ({"queue_depth": "8"}, "queue_depth: Input should be a valid integer, got '8'"),
         ({"io_engine": "aio"}, "io_engine: Input should be 'auto', 'uring_fixed', 'uring' or 'threads', got 'aio'"),
-        ({"device": "cuda"}, "device: cannot read 'cuda' as a size"),
-        ({"device_kind": "tpu"}, "device_kind: Input should be 'cuda' or 'emulated', got 'tpu'"),
-        ({"ssd": 7}, "ssd: Input is not a valid path"),
+        ({"gpu": "cuda"}, "gpu: cannot read 'cuda' as a size"),
+        ({"device": "24GiB"}, "unknown setting 'device'; did you mean 'gpu'?"),
+        ({"emulation": {"gppu": True}}, "unknown setting 'emulation.gppu'; did you mean 'gpu'?"),
+        ({"ssd": 7}, "ssd: Input should be a valid tuple, got 7"),
         ({"trace": 7}, "trace.bool: Input should be a valid boolean, got 7"),
     ],
 )
@@ -126,3 +137,78 @@ def test_a_config_can_be_copied_and_pickled():
     config = Config(ram="1.5GiB", min_paged_bytes="1MiB", io_engine="threads")
     assert pickle.loads(pickle.dumps(config)) == config
     assert copy.deepcopy(config) == config
+
+
+def test_the_typed_constructor_has_every_setting_with_its_default():
+    """The signature that type checkers see is written by hand; the settings are defined by the fields."""
+    for model in (Config, Emulation):
+        body = next(
+            node
+            for node in ast.walk(ast.parse(inspect.getsource(sys.modules[model.__module__])))
+            if isinstance(node, ast.ClassDef) and node.name == model.__name__
+        )
+        typed = next(node for node in ast.walk(body) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+        names = [argument.arg for argument in typed.args.kwonlyargs]
+        known = vars(sys.modules[model.__module__])
+        defaults = [eval(ast.unparse(default), known) for default in typed.args.kw_defaults]
+        fields = {name: field.default for name, field in model.model_fields.items()}
+        assert dict(zip(names, defaults, strict=True)) == fields
+
+
+def test_a_dict_is_a_configuration(scratch):
+    module = torch_offload.wrap(nn.Linear(64, 64), config={"ram": "8MiB", "ssd": str(scratch), "min_paged_bytes": 0})
+    assert torch_offload.report().budget_bytes == 8 << 20
+    torch_offload.unwrap(module)
+    with pytest.raises(ConfigError, match="unknown setting 'rma'; did you mean 'ram'"):
+        torch_offload.wrap(module, config={"rma": "8MiB"})
+    with pytest.raises(ConfigError, match=r"expected a torch_offload\.Config or a dict, got int"):
+        torch_offload.wrap(module, config=8)
+
+
+def test_an_argument_that_is_none_is_named_with_the_one_to_use():
+    for function in (torch_offload.wrap, lambda _, **options: torch_offload.loading(**options).__enter__()):
+        with pytest.raises(ConfigError, match=r"has no argument 'device'; give gpu= the size of the GPU memory"):
+            function(nn.Linear(1, 1), device="cuda")
+        with pytest.raises(ConfigError, match="unknown setting 'rma'; did you mean 'ram'"):
+            function(nn.Linear(1, 1), rma="1GiB")
+        with pytest.raises(ConfigError, match="has no argument 'queue_depth'; give it as config="):
+            function(nn.Linear(1, 1), queue_depth=4)
+
+
+def test_arguments_come_before_the_configuration_and_that_before_the_variable(scratch, monkeypatch):
+    monkeypatch.setenv("TORCH_OFFLOAD_CONFIG", '{"ram": "4MiB", "min_paged_bytes": 0, "page_elements": 4096}')
+    assert requested(None, ram="8MiB") == Config(ram="8MiB", min_paged_bytes=0, page_elements=4096)
+    assert requested({"queue_depth": 4}, ram="8MiB") == Config(ram="8MiB", queue_depth=4)
+    module = torch_offload.wrap(nn.Linear(64, 64), ssd=scratch)
+    assert torch_offload.report().budget_bytes == 4 << 20
+    torch_offload.unwrap(module)
+
+
+def test_arguments_of_a_script_are_settings(tmp_path):
+    """Method: the parser of transformers, with training arguments beside ours."""
+    file = tmp_path / "offload.yaml"
+    file.write_text("queue_depth: 8\nram: 1GiB\n")
+    parser = HfArgumentParser((torch_offload.OffloadArguments, TrainingArguments))
+    words = f"--output_dir {tmp_path} --offload_ram 2GiB --offload_ssd {tmp_path} --offload_activations page".split()
+    arguments, training = parser.parse_args_into_dataclasses([*words, "--offload_config", str(file)])
+    assert arguments.to_config() == Config(ram="2GiB", ssd=tmp_path, activations="page", queue_depth=8)
+    assert training.output_dir == str(tmp_path)
+    names = {field.name.removeprefix("offload_") for field in dataclasses.fields(torch_offload.OffloadArguments)}
+    assert names == {*Config.model_fields, "config"} - {"emulation"}
+
+
+def test_running_out_of_memory_has_trainers_try_a_smaller_batch():
+    """accelerate knows such errors by type and words; a full disk is none of them."""
+    for message in ("host tier: 8 bytes needed", "device memory tier: an operation needs 8 bytes"):
+        error = OutOfTierMemory(message)
+        assert should_reduce_batch_size(error)
+        assert isinstance(error, MemoryError)
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert not should_reduce_batch_size(OutOfTierMemory("ssd tier: 8 bytes needed"))
+
+
+def test_public_names_are_all_there_and_none_is_a_module_by_accident():
+    assert {name for name in torch_offload.__all__ if not hasattr(torch_offload, name)} == set()
+    assert set(torch_offload.__all__) <= set(dir(torch_offload))
+    modules = {name for name in torch_offload.__all__ if isinstance(getattr(torch_offload, name), types.ModuleType)}
+    assert modules == {"moe"}

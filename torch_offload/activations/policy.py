@@ -109,7 +109,7 @@ class ActivationPlan:
         if self._recompute_all and not found:
             raise ConfigError(
                 f"activations='recompute': {type(module).__name__} has no layers that transformers can checkpoint; "
-                "use activations='ssd', or checkpoint its parts with torch.utils.checkpoint"
+                "use activations='page', or checkpoint its parts with torch.utils.checkpoint"
             )
         for name, layer in found.items():
             self._layers[layer] = name

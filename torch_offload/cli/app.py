@@ -13,14 +13,9 @@ import typer
 from rich.console import Console
 
 from torch_offload import __version__
-from torch_offload.cli.run_arguments import separate_script
-from torch_offload.config import (
-    DEFAULT_MIN_PAGED_BYTES,
-    DEFAULT_PAGE_ELEMENTS,
-    DEFAULT_QUEUE_DEPTH,
-    Config,
-    parse_size,
-)
+from torch_offload.cli.config_options import config_from, config_options
+from torch_offload.cli.run_arguments import script_path, separate_script
+from torch_offload.config import Config, parse_size
 from torch_offload.errors import ConfigError, OffloadError
 from torch_offload.reporting.saved_reports import REPORT_NAME
 
@@ -30,7 +25,7 @@ app = typer.Typer(
     name="torch-offload",
     help="Train PyTorch models several times larger than memory, unmodified and with the same numbers.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,46 +49,6 @@ class Launch:
         return status
 
 
-Ram = Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Hard limit of memory, such as 24GiB.")]
-Ssd = Annotated[str | None, typer.Option("--ssd", metavar="DIR", help="Directory on a real disk for pages.")]
-Trace = Annotated[
-    Path | None,
-    typer.Option("--trace", metavar="PATH", help="File, or directory for one file per process, for a trace."),
-]
-Device = Annotated[
-    str | None, typer.Option("--device", metavar="SIZE", help="Hard limit of a device's memory, to compute in it.")
-]
-DeviceKind = Annotated[
-    str | None, typer.Option("--device-kind", metavar="NAME", help="Which device: cuda or emulated.")
-]
-DeviceUnpaged = Annotated[
-    str | None,
-    typer.Option("--device-unpaged", metavar="SIZE", help="Of a GPU's memory, what torch's own allocator may take."),
-]
-Activations = Annotated[
-    str | None,
-    typer.Option(
-        "--activations",
-        metavar="PLACE",
-        help="What the backward pass needs waits: keep (where it is), ram, ssd, recompute or auto.",
-    ),
-]
-UpdateOn = Annotated[
-    str | None,
-    typer.Option("--update-on", metavar="PLACE", help="Updates run on: device, host or auto (default auto)."),
-]
-EmulatedLink = Annotated[
-    str | None,
-    typer.Option("--emulated-link", metavar="SIZE", help="Bytes per second of an emulated device's link, each way."),
-]
-EmulatedSsd = Annotated[
-    str | None,
-    typer.Option("--emulated-ssd", metavar="SIZE", help="Bytes per second of the SSD, to try a slower one."),
-]
-PageElements = Annotated[
-    int | None,
-    typer.Option("--page-elements", metavar="COUNT", help=f"Elements per page (default {DEFAULT_PAGE_ELEMENTS})."),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 
 
@@ -111,110 +66,43 @@ def root(
     context_settings={"allow_interspersed_args": False},
     epilog="Everything after SCRIPT, or after -m MODULE, belongs to the script.",
 )
+@config_options()
 def run(
     context: typer.Context,
     *,
+    given: dict[str, Any],
+    file: Path | None,
     script: Annotated[
-        list[str] | None, typer.Argument(metavar="SCRIPT ARGS", help="The script and its arguments.")
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT ARGS", help="A script, or an installed command; its arguments."),
     ] = None,
     module: Annotated[
         str | None, typer.Option("-m", "--module", metavar="MODULE", help="Run a module, as python -m does.")
     ] = None,
-    ram: Ram = None,
-    ssd: Ssd = None,
-    stripe_over: Annotated[
-        list[str] | None,
-        typer.Option(metavar="DIR", help="A further directory, on a disk of its own; may be given several times."),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="File, or directory for one file per process, for a report at the end."),
-    ] = None,
-    trace: Trace = None,
-    live: Annotated[
-        bool, typer.Option("--live/--no-live", help="Show one line of figures where stderr is a terminal.")
-    ] = True,
-    min_paged_bytes: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help=f"Smaller tensors stay in memory (default {DEFAULT_MIN_PAGED_BYTES})."),
-    ] = None,
-    page_elements: PageElements = None,
-    queue_depth: Annotated[
-        int | None, typer.Option(metavar="COUNT", help=f"SSD transfers in flight (default {DEFAULT_QUEUE_DEPTH}).")
-    ] = None,
-    io_engine: Annotated[
-        str | None, typer.Option(metavar="NAME", help="auto, uring_fixed, uring or threads (default auto).")
-    ] = None,
-    device: Device = None,
-    device_kind: DeviceKind = None,
-    device_unpaged: DeviceUnpaged = None,
-    activations: Activations = None,
-    update_on: UpdateOn = None,
-    emulated_link: EmulatedLink = None,
-    emulated_ssd: EmulatedSsd = None,
 ) -> None:
-    """Run a training script with its models paged between a device, memory and SSD."""
-    given = {
-        "ram": ram,
-        "ssd": ssd,
-        "stripe_over": stripe_over or None,
-        "report": report,
-        "trace": trace,
-        "live": live,
-        "min_paged_bytes": min_paged_bytes,
-        "page_elements": page_elements,
-        "queue_depth": queue_depth,
-        "io_engine": io_engine,
-        "device": device,
-        "device_kind": device_kind,
-        "device_unpaged": device_unpaged,
-        "activations": activations,
-        "update_on": update_on,
-        "emulated_link": emulated_link,
-        "emulated_ssd": emulated_ssd,
-    }
+    """Run a training script with its models paged between GPU, memory and SSD.
+
+    SCRIPT is the path of a Python file or the name of an installed command that is one, such as trl.
+    """
     with _plain_errors():
-        config = Config(**_given(given))
+        config = config_from({"status_line": True, **given}, file)
         command = [module, *(script or [])] if module is not None else list(script or [])
         if not command:
-            raise ConfigError("nothing to run; name a script, or a module with -m")
+            raise ConfigError("nothing to run; name a script, an installed command, or a module with -m")
         if module is None:
-            _check_script(command[0])
+            command[0] = script_path(command[0])
     context.obj.append(Launch(config, command, is_module=module is not None))
 
 
-def _given(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if value is not None}
-
-
-def _check_script(path: str) -> None:
-    script = Path(path)
-    if not script.exists():
-        near = _nearest_file(script)
-        hint = f"did you mean {near}?" if near else "give the path of a Python file, or a module with -m"
-        raise ConfigError(f"there is no script {path}; {hint}")
-    if script.is_dir() and not (script / "__main__.py").exists():
-        raise ConfigError(f"{path} is a directory without a __main__.py; name a Python file")
-
-
-def _nearest_file(script: Path) -> str | None:
-    from difflib import get_close_matches
-
-    if not script.parent.is_dir():
-        return None
-    there = [entry.name for entry in script.parent.iterdir() if entry.suffix == ".py"]
-    nearest = get_close_matches(script.name, there, n=1)
-    return str(script.parent / nearest[0]) if nearest else None
-
-
 @app.command()
-def doctor(*, ram: Ram = None, ssd: Ssd = None, as_json: AsJson = False) -> None:
-    """Say what works on this machine, and what to do about what does not. Exit status 1 if training cannot run."""
+@config_options("ram", "ssd")
+def doctor(*, given: dict[str, Any], file: Path | None, as_json: AsJson = False) -> None:
+    """Check this machine and suggest what to change. Exit status 1 if training cannot run."""
     from torch_offload.diagnostics import doctor as doctors
 
     with _plain_errors():
-        wanted = Config(**_given({"ram": ram, "ssd": ssd}))
-        diagnosis = doctors.examine(ram=wanted.ram, ssd=wanted.ssd)
+        config = config_from(given, file)
+        diagnosis = doctors.examine(ram=config.ram, ssd=config.scratch_directory)
     if as_json:
         _print_json(diagnosis.to_dict())
     else:
@@ -223,26 +111,27 @@ def doctor(*, ram: Ram = None, ssd: Ssd = None, as_json: AsJson = False) -> None
 
 
 @app.command("bench-ssd")
+@config_options("ssd", "io_engine")
 def bench_ssd(
     *,
-    ssd: Ssd = None,
+    given: dict[str, Any],
+    file: Path | None,
     size: Annotated[str, typer.Option(metavar="SIZE", help="Size of the scratch file.")] = "1GiB",
     block: Annotated[str, typer.Option(metavar="SIZE", help="Size of a transfer.")] = "2MiB",
     seconds: Annotated[float, typer.Option(min=0.01, max=3600.0, help="Seconds per figure.")] = 2.0,
-    io_engine: Annotated[str, typer.Option(metavar="NAME", help="auto, uring_fixed, uring or threads.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Measure what a directory's disk gives to pages, by queue depth, and recommend one."""
+    """Measure the disk of a directory by queue depth, and recommend one."""
     from torch_offload.diagnostics import ssd_benchmark as benches
 
     with _plain_errors():
-        checked = Config(**_given({"ssd": ssd, "io_engine": io_engine}))
+        config = config_from(given, file)
         request = benches.Request(
-            directory=benches.directory_for(checked.ssd, file_bytes=parse_size(size)),
+            directory=benches.directory_for(config.scratch_directory, file_bytes=parse_size(size)),
             file_bytes=parse_size(size),
             block_bytes=parse_size(block),
             seconds=seconds,
-            io_engine=checked.io_engine,
+            io_engine=config.io_engine,
         )
         result = benches.measure_with_progress(request, progress_on=Console(stderr=True))
     if as_json:
@@ -252,21 +141,14 @@ def bench_ssd(
 
 
 @app.command()
+@config_options("gpu", "ram", "ssd", "activations", "optimizer_device", "gpu_reserved", "page_elements")
 def plan(
     *,
+    given: dict[str, Any],
+    file: Path | None,
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A HuggingFace model's directory, or its config.json.")
     ],
-    ram: Ram = None,
-    ssd: Ssd = None,
-    device: Device = None,
-    device_kind: DeviceKind = None,
-    device_unpaged: DeviceUnpaged = None,
-    activations: Activations = None,
-    update_on: UpdateOn = None,
-    emulated_link: EmulatedLink = None,
-    emulated_ssd: EmulatedSsd = None,
-    page_elements: PageElements = None,
     batch: Annotated[int, typer.Option(metavar="COUNT", help="Rows of a micro-batch.")] = 1,
     sequence: Annotated[int, typer.Option(metavar="COUNT", help="Tokens of a row.")] = 512,
     micro_batches: Annotated[int, typer.Option(metavar="COUNT", help="Micro-batches of a step.")] = 1,
@@ -277,33 +159,26 @@ def plan(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Layers run again in the backward pass.")
     ] = False,
-    tbw: Annotated[str, typer.Option(metavar="SIZE", help="What the drive is rated to have written.")] = "600TB",
+    tbw: Annotated[str, typer.Option(metavar="SIZE", help="Endurance rating of the drive (TBW).")] = "600TB",
     ssd_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What the SSD may hold (default: what is free there).")
+        str | None, typer.Option(metavar="SIZE", help="Capacity for pages on the SSD (default: the free space).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what training a model would need, move and take, without loading it. Exit status 1 if it does not fit."""
+    """Predict memory, I/O and step time without loading the weights. Exit status 1 if training does not fit."""
     from torch_offload.diagnostics.probe import probe_with_progress
     from torch_offload.integrations import hf_models
     from torch_offload.planning.api import plan as make_plan
 
-    settings = {"ram": ram, "ssd": ssd, "device": device, "device_kind": device_kind, "activations": activations}
-    settings |= {
-        "device_unpaged": device_unpaged,
-        "update_on": update_on,
-        "emulated_link": emulated_link,
-        "emulated_ssd": emulated_ssd,
-    }
     with _plain_errors():
-        config = Config(**_given({**settings, "page_elements": page_elements}))
+        config = config_from(given, file)
         made = make_plan(
             hf_models.model_from(model, dtype=dtype, uses_checkpointing=checkpointing),
             hf_models.batch_of(batch, sequence),
             config=config,
             optimizer=None if optimizer == "none" else optimizer,
             micro_batches=micro_batches,
-            probe=probe_with_progress(config.ssd, progress_on=Console(stderr=True)),
+            probe=probe_with_progress(config.scratch_directory, progress_on=Console(stderr=True)),
             ssd_bytes=ssd_bytes,
             endurance_bytes=tbw,
         )
@@ -315,18 +190,20 @@ def plan(
 
 
 @app.command()
+@config_options("ssd")
 def probe(
     *,
-    ssd: Ssd = None,
+    given: dict[str, Any],
+    file: Path | None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what plans are made from: disk, memory, processor. Kept for the next time."""
+    """Measure disk, memory and processor for plans. The result is cached."""
     from torch_offload.diagnostics.probe import probe_with_progress
 
     with _plain_errors():
-        config = Config(**_given({"ssd": ssd}))
-        measured = probe_with_progress(config.ssd, refresh=refresh, progress_on=Console(stderr=True))
+        config = config_from(given, file)
+        measured = probe_with_progress(config.scratch_directory, refresh=refresh, progress_on=Console(stderr=True))
     if as_json:
         _print_json(measured.to_dict())
     else:
@@ -341,11 +218,11 @@ def report(
     ] = Path(f"{REPORT_NAME}.json"),
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page.")] = None,
     tbw: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What the drive is rated to have written, such as 600TB.")
+        str | None, typer.Option(metavar="SIZE", help="Endurance rating of the drive (TBW), such as 600TB.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a report that a run has written: as a table, as JSON or as an HTML page."""
+    """Show the report of a run: as a table, as JSON or as an HTML page."""
     from torch_offload.reporting import saved_reports
 
     with _plain_errors():
@@ -365,8 +242,11 @@ def report(
 
 
 @app.command()
+@config_options("ram", "ssd")
 def compress(
     *,
+    given: dict[str, Any],
+    file: Path | None,
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A HuggingFace model's directory, with its tokenizer.")
     ],
@@ -375,25 +255,24 @@ def compress(
         typer.Option(metavar="FILE", help='Texts of the kind the model is meant for: .jsonl with "text", or a text.'),
     ],
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory for the coded model; an ended run goes on there.")
+        Path, typer.Option(metavar="DIR", help="Directory for the compressed model; an interrupted run resumes there.")
     ],
     bits: Annotated[
-        float, typer.Option(min=0.05, max=8.0, metavar="COUNT", help="Bits per weight of experts, everything counted.")
+        float, typer.Option(min=0.05, max=8.0, metavar="COUNT", help="Bits per weight of the experts, scales included.")
     ] = 0.8,
     rows: Annotated[int, typer.Option(min=1, metavar="COUNT", help="Rows of tokens to use, from the beginning.")] = 256,
     sequence: Annotated[int, typer.Option(min=2, metavar="COUNT", help="Tokens of a row.")] = 512,
     coder: Annotated[
         str, typer.Option(metavar="NAME", help="smallest, or tun12: some more bytes, multiplied by faster.")
     ] = "smallest",
-    ram: Ram = None,
-    ssd: Ssd = None,
     as_json: AsJson = False,
 ) -> None:
-    """Code the experts of a mixture-of-experts model to so many bits per weight. Everything else stays as it is.
+    """Compress the experts of a mixture-of-experts model to a number of bits per weight.
 
     The model may be larger than memory: it is paged while it is compressed.
     """
     with _plain_errors():
+        config = config_from(given, file)
         with _needs_transformers():
             from torch_offload.compression.compress import compress_folder
         done = compress_folder(
@@ -404,8 +283,7 @@ def compress(
             rows=rows,
             sequence=sequence,
             coder=coder,
-            ram=ram,
-            ssd=ssd,
+            config=config,
         )
     if as_json:
         _print_json(done.to_dict())
@@ -419,7 +297,7 @@ def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that compress has written.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show what a directory's coded experts take, by module: bits per weight, planes, zeros, coders, bytes."""
+    """Show the size of a directory's coded experts by module: bits per weight, planes, zeros, coders, bytes."""
     with _coded_folders() as folders:
         content = folders.inspect(folder)
     if as_json:
@@ -434,7 +312,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that compress has written.")],
     as_json: AsJson = False,
 ) -> None:
-    """Read every coded page of a directory and hold it against checksum and model. Exit status 1 if damaged."""
+    """Check every coded expert of a directory against its checksum and the model. Exit status 1 if damaged."""
     with _coded_folders() as folders:
         found = folders.verify(folder)
     if as_json:
@@ -442,7 +320,7 @@ def verify(
     else:
         for problem in found.problems:
             typer.echo(problem)
-        state = f"{len(found.problems)} problems" if found.problems else "all of it is what was written"
+        state = f"{len(found.problems)} problems" if found.problems else "no damage found"
         typer.echo(f"{found.pages} pages, {found.read_bytes} bytes read: {state}")
     raise typer.Exit(1 if found.problems else 0)
 

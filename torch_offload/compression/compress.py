@@ -23,6 +23,7 @@ from torch_offload.compression.layerwise import BlockWalk, block_of
 from torch_offload.compression.rate_allocation import RateCurve, bytes_in, least_pages, share_pages
 from torch_offload.compression.resume import FOLDER, FinishedBlocks, fingerprint_of
 from torch_offload.compression.rounding import Problem
+from torch_offload.config import Config
 from torch_offload.errors import ConfigError
 from torch_offload.integrations.hf_models import loaded_model
 from torch_offload.moe import checkpoint
@@ -32,7 +33,6 @@ from torch_offload.moe.layouts import ExpertsModule, read_ahead
 from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes, coded_experts, scale_widths
 from torch_offload.moe.operators import CODERS
 from torch_offload.moe.ternary import SCALE_DTYPE, check_finite
-from torch_offload.runtime.api import wrap
 from torch_offload.runtime.loading import loading
 from torch_offload.runtime.process import PROCESS
 
@@ -170,8 +170,7 @@ def compress_folder(
     rows: int,
     sequence: int = DEFAULT_SEQUENCE,
     coder: str = "smallest",
-    ram: int | str | None = None,
-    ssd: str | os.PathLike[str] | None = None,
+    config: Config | None = None,
 ) -> Compression:
     """Compress a saved model with its tokenizer into another folder. The model is paged: it may be larger than memory.
 
@@ -183,19 +182,18 @@ def compress_folder(
         rows: The most rows of tokens that are used, the first ones of the file.
         sequence: Tokens of a row.
         coder: See :func:`compress`.
-        ram: See ``torch_offload.wrap``.
-        ssd: See ``torch_offload.wrap``.
+        config: Budget and directory, as of ``torch_offload.wrap``.
 
     Raises:
         ConfigError: As :func:`compress`, if a file is missing or cannot be read, or if `out` is `path`.
-        OutOfTierMemory: If `ram` is too small for one block, or a disk for what `ram` cannot hold.
+        OutOfTierMemory: If the budget is too small for one block, or a disk for the rest.
         TierIOError: If a scratch file cannot be made or written.
     """
     _check_coder(coder)
     _check_is_another(out, path)
     texts = calibrations.texts_in(calibration)
-    with loading(ram=ram, ssd=ssd):
-        model = wrap(loaded_model(path).requires_grad_(requires_grad=False), ram=ram, ssd=ssd)
+    with loading(config=config) as block:
+        model = block.wrap(loaded_model(path).requires_grad_(requires_grad=False))
     from transformers import AutoTokenizer
 
     try:

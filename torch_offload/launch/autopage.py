@@ -67,13 +67,13 @@ class Ambient:
         config = self._launch.config
         sharing = environment.process_count()
         if sharing > 1:
-            total_bytes = preflight.decided(config).ram or 0
+            total_bytes = preflight.resolve(config).ram or 0
             config = config.replace(ram=total_bytes // sharing)
             logger.info("%d processes share %s", sharing, format_size(total_bytes))
         self._claim = self._claim or claim_budget(self._launch.name, sharing=sharing)
         running = PROCESS.session
         if running is None or PROCESS.joinable(running.config) is None:
-            running = PROCESS.open_session(preflight.decided(config))
+            running = PROCESS.open_session(preflight.resolve(config))
         running.arrivals.open()
         _add_figures_to_trackers(running)
         return running

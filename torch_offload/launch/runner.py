@@ -44,8 +44,6 @@ def run(config: Config, command: Sequence[str], *, is_module: bool) -> int:
     _set_first_path(os.getcwd() if is_module else _script_directory(name))
     if is_module and not _module_exists(name):
         return _refuse(f"no module named {name}", FAILURE_STATUS)
-    if config.ssd is not None:
-        config = config.replace(ssd=config.ssd.resolve())  # the script may change its directory
     launch = environment.Launch(name=uuid.uuid4().hex, config=config)
     environment.hand_to_children(launch)
     autopage.begin(launch)

@@ -1,37 +1,37 @@
-"""What training would take and how fast it would be, said before anything is loaded."""
+"""``torch_offload.plan``: memory, I/O and time of a training step, before anything is loaded."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from torch_offload.config import Config, parse_size
+from torch_offload.config import Config, Directories, parse_size
 from torch_offload.diagnostics import ssd_benchmark
 from torch_offload.diagnostics.probe import Probe
 from torch_offload.diagnostics.probe import probe as probe_machine
-from torch_offload.errors import ConfigError
+from torch_offload.errors import ConfigError, UnsupportedModelError
 from torch_offload.planning.fake_trace import record
 from torch_offload.planning.operator_costs import OperatorCosts
 from torch_offload.planning.page_uses import optimizer_named
 from torch_offload.planning.plan import Plan
 from torch_offload.planning.planner import Question, plan_with
-from torch_offload.runtime import preflight
+from torch_offload.runtime import preflight, settings
 from torch_offload.system import resources
 
 DEFAULT_ENDURANCE_BYTES = 600 * 1000**4
 DEFAULT_TIMING_SECONDS = 15.0
+UNPLANNED_ACTIVATIONS = ("recompute", "auto")
 
 
 def plan(
     model: nn.Module,
     batch: Mapping[str, Any],
     *,
+    gpu: int | str | None = None,
     ram: int | str | None = None,
-    ssd: str | os.PathLike[str] | None = None,
-    device: int | str | None = None,
-    config: Config | None = None,
+    ssd: Directories | None = None,
+    config: Config | Mapping[str, Any] | None = None,
     optimizer: str | None = "adamw_torch_fused",
     micro_batches: int = 1,
     max_grad_norm: float | None = None,
@@ -41,7 +41,7 @@ def plan(
     steps_per_day: float | None = None,
     timing_seconds: float = DEFAULT_TIMING_SECONDS,
 ) -> Plan:
-    """Say what training a module would need, move and take, without loading or training it.
+    """Predict memory, I/O and step time of training a module, without loading or training it.
 
     One forward and backward is recorded on tensors without numbers; its operators are timed alone; its uses of pages
     are replayed under the budgets. The module is not changed, and may be on the meta device.
@@ -49,9 +49,9 @@ def plan(
     Args:
         model: As it will be trained: in training mode, with checkpointing where wanted, frozen where frozen.
         batch: Arguments of its forward by name, labels included, of one micro-batch; meta tensors will do.
+        gpu: As in ``wrap``. A real GPU cannot be planned yet.
         ram: As in ``wrap``.
         ssd: As in ``wrap``.
-        device: As in ``wrap``.
         config: All settings; the other arguments take precedence over it.
         optimizer: Whose states and updates there are: ``adamw_torch_fused``, as the Trainer has by default, or
             ``torch_offload.AdamW``; None: gradients only.
@@ -65,13 +65,13 @@ def plan(
 
     Raises:
         ConfigError: If a setting cannot be used.
+        UnsupportedModelError: For a real GPU, and for activations that are recomputed.
         OffloadError: If the forward depends on numbers that only a real run knows, or there is no loss.
     """
-    given = {name: value for name, value in (("ram", ram), ("ssd", ssd), ("device", device)) if value is not None}
     if micro_batches < 1:
         raise ConfigError(f"micro_batches: must be at least 1, got {micro_batches}")
     known = optimizer_named(optimizer)
-    decided, directory = _decided((config or Config()).replace(**given))
+    decided, directory = _resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd))
     machine = probe or probe_machine(directory)
     recording = record(model, batch)
     question = Question(
@@ -87,14 +87,26 @@ def plan(
         endurance_bytes=parse_size(endurance_bytes),
         steps_per_day=steps_per_day,
     )
-    return plan_with(
-        question, "host" if preflight.place_of_updates(decided, model.parameters()) == "host" else "device"
-    )
+    return plan_with(question, "host" if preflight.optimizer_device(decided, model.parameters()) == "cpu" else "device")
 
 
-def _decided(config: Config) -> tuple[Config, Path]:
-    """Return the configuration with a budget, and the directory that pages would go to."""
-    directory = ssd_benchmark.directory_for(config.ssd, file_bytes=0)
+def _resolved(config: Config) -> tuple[Config, Path]:
+    """Return the configuration with a budget, and the directory that pages would go to.
+
+    Raises:
+        UnsupportedModelError: If a setting cannot be planned yet.
+    """
+    if config.uses_cuda:
+        raise UnsupportedModelError(
+            "gpu: plan measures and times this machine's processor, so it cannot plan for a GPU yet; "
+            "plan without gpu, or with emulation={'gpu': True} for its memory and traffic"
+        )
+    if config.activations in UNPLANNED_ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"activations={config.activations!r} cannot be planned yet; plan 'page' or 'keep', and have the "
+            "model itself checkpoint the layers that are recomputed"
+        )
+    directory = ssd_benchmark.directory_for(config.scratch_directory, file_bytes=0)
     ram = resources.default_ram_bytes() if config.ram is None else config.ram
     return config.replace(ram=ram), directory
 

@@ -38,19 +38,19 @@ class Question:
 
     @property
     def budgets(self) -> Budgets:
-        return Budgets(ram=self.config.ram or 0, device=self.config.device)
+        return Budgets(
+            ram=self.config.ram or 0, device=self.config.compute_bytes if self.config.gpu is not None else None
+        )
 
 
 def plan_with(question: Question, update_tier: UpdateTier) -> Plan:
     config = question.config
-    activations: str = config.activations
-    pages_activations = activations == "ssd" or (activations == "ram" and config.device is not None)
     shape = StepShape(
         page_elements=config.page_elements,
         min_paged_bytes=config.min_paged_bytes,
         optimizer=question.optimizer,
         micro_batches=question.micro_batches,
-        pages_activations=pages_activations,
+        pages_activations=config.pages_activations,
         update_tier=update_tier,
     )
     uses = StepUses(question.recording, shape)
@@ -88,7 +88,7 @@ def _phases(question: Question, uses: StepUses, traffic: Traffic, update_tier: U
 
 def _has_real_device(config: Config) -> bool:
     """Whether the module computes on another processor than the host's."""
-    return config.device is not None and config.device_kind != "emulated"
+    return config.uses_cuda
 
 
 def _update_seconds(question: Question, uses: StepUses) -> float:
@@ -188,7 +188,7 @@ def _remedy(question: Question, needed: Mapping[str, int], missing: Mapping[str,
     larger = f"give a {tier} of at least {needed[tier]} bytes ({format_size(needed[tier])})"
     largest = max((p.size_bytes for p in question.recording.parameters), default=0)
     if tier == question.budgets.compute_tier and needed[tier] > 4 * largest and question.config.activations == "keep":
-        return f"{larger}, or let activations leave memory (activations='ssd'), or checkpoint the layers"
+        return f"{larger}, or let activations leave memory (activations='page'), or checkpoint the layers"
     return larger
 
 

@@ -27,7 +27,7 @@ class Rates:
 
 def rates_of(config: Config, probe: Probe) -> Rates:
     """Return the rates that a run has: those measured, or those that an emulated device and disk are set to."""
-    link, ssd = config.emulated_link, config.emulated_ssd or inf
+    link, ssd = config.link_rate, config.ssd_rate or inf
     copy_rate = probe.copy_rate / 2  # bytes that arrive
     return Rates(
         ssd_read=min(probe.ssd_read, ssd),

@@ -1,20 +1,20 @@
 """The verbs of the public surface."""
 
 import logging
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from torch_offload import _C
-from torch_offload.config import Config, format_size
+from torch_offload.config import Config, Directories, format_size
 from torch_offload.errors import OffloadError, OutOfTierMemory
 from torch_offload.reporting.report import Report
 from torch_offload.runtime import preflight
 from torch_offload.runtime.process import PROCESS
+from torch_offload.runtime.settings import check_arguments, requested
 from torch_offload.system import resources
 
 logger = logging.getLogger(__name__)
@@ -26,12 +26,13 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 def wrap(
     module: AnyModule,
     *,
+    gpu: int | str | None = None,
     ram: int | str | None = None,
-    ssd: str | os.PathLike[str] | None = None,
-    device: int | str | None = None,
-    config: Config | None = None,
+    ssd: Directories | None = None,
+    config: Config | Mapping[str, Any] | None = None,
+    **unknown: NoReturn,
 ) -> AnyModule:
-    """Page the module's parameters, buffers, gradients and optimizer states between a device, memory and SSD.
+    """Page the module's parameters, buffers, gradients and optimizer states between GPU, memory and SSD.
 
     The module is changed in place and returned; its class, names and ``state_dict`` stay the same, and so do all
     numbers. Modules wrapped while another one is share its engine and its budget. What cannot be paged (meta,
@@ -39,10 +40,14 @@ def wrap(
 
     Args:
         module: Any module; parameters that are added or made trainable later are paged as well.
-        ram: Hard limit of memory, in bytes or as ``"24GiB"``. Default: 80 % of what is free now.
-        ssd: Directory on a real disk for an unnamed scratch file. Default: a usual directory for temporary files.
-        device: Hard limit of a device's memory, to compute in it. Default: the module computes in ``ram``.
-        config: All settings; the other arguments take precedence over it.
+        gpu: Hard limit of GPU memory to compute in, in bytes or as ``"24GiB"``. Default: the module computes in
+            ``ram``.
+        ram: Hard limit of memory. Default: 80 % of what is free now.
+        ssd: Directory on a real disk for an unnamed scratch file, or several to spread pages over. Default: a usual
+            directory for temporary files.
+        config: All settings, as a :class:`Config` or a dict; the other arguments take precedence over it. Default:
+            those of the environment variable ``TORCH_OFFLOAD_CONFIG``.
+        **unknown: None; another name is refused with the setting that it may mean.
 
     Raises:
         ConfigError: If a setting cannot be used, or differs from the engine that is running.
@@ -52,17 +57,17 @@ def wrap(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"wrap needs a torch.nn.Module, got {type(module).__name__}")
-    given = {name: value for name, value in (("ram", ram), ("ssd", ssd), ("device", device)) if value is not None}
-    wanted = (config or Config()).replace(**given)
-    session = PROCESS.joinable(wanted)
+    check_arguments("wrap", unknown)
+    request = requested(config, gpu=gpu, ram=ram, ssd=ssd)
+    session = PROCESS.joinable(request)
     if session is not None and session.is_wrapped(module):
         raise OffloadError(
             f"this {type(module).__name__} is wrapped already; call torch_offload.unwrap(module) before wrapping again"
         )
-    paged = preflight.paged_tensors(module, preflight.with_device(wanted) if session is None else session.config)
-    settings = preflight.decided(wanted, paged.values()) if session is None else session.config
+    paged = preflight.paged_tensors(module, preflight.check_gpu(request) if session is None else session.config)
+    settings = preflight.resolve(request, paged.values()) if session is None else session.config
     preflight.check_all(settings, paged)
-    session = PROCESS.open_session(settings if session is None else wanted)
+    session = PROCESS.open_session(settings if session is None else request)
     try:
         session.add(module)
     except BaseException:

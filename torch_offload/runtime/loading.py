@@ -1,34 +1,62 @@
-"""Building and loading models that do not fit in memory: their tensors are paged one by one as they arrive."""
+"""Builds and loads models that do not fit in memory: their tensors become pages one by one as they are registered."""
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
 
-from torch_offload.config import Config
+from torch import nn
+
+from torch_offload.config import Config, Directories
 from torch_offload.runtime import preflight
+from torch_offload.runtime.api import wrap
 from torch_offload.runtime.process import PROCESS
+from torch_offload.runtime.session import Session
+from torch_offload.runtime.settings import check_arguments, requested
 from torch_offload.system import environment
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+class Loading:
+    """The handle of a :func:`loading` block: its settings, and wrapping what was loaded."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def config(self) -> Config:
+        """The settings of the engine, every one decided."""
+        return self._session.config
+
+    def wrap(self, module: AnyModule) -> AnyModule:
+        """Wrap a module with the settings of the block; see :func:`torch_offload.wrap`."""
+        return wrap(module)
 
 
 @contextmanager
 def loading(
     *,
+    gpu: int | str | None = None,
     ram: int | str | None = None,
-    ssd: str | os.PathLike[str] | None = None,
-    device: int | str | None = None,
-    config: Config | None = None,
-) -> Iterator[None]:
+    ssd: Directories | None = None,
+    config: Config | Mapping[str, Any] | None = None,
+    **unknown: NoReturn,
+) -> Iterator[Loading]:
     """Page every parameter and buffer that any module gets inside the block, as soon as it is registered.
 
     A model that is built or loaded inside, such as by ``from_pretrained``, is never in memory as a whole. Pass it to
-    :func:`torch_offload.wrap` afterwards, which joins the same engine and budget. Blocks may be nested, and opened
-    while modules are wrapped.
+    :func:`torch_offload.wrap` or to ``wrap`` of the handle, which join the same engine and budget. Blocks may be
+    nested, and opened while modules are wrapped.
 
     Args:
-        ram: Hard limit of memory, in bytes or as ``"24GiB"``. Default: 80 % of what is free now.
-        ssd: Directory on a real disk for an unnamed scratch file. Default: a usual directory for temporary files.
-        device: Hard limit of a device's memory, to compute in it. Default: the module computes in ``ram``.
-        config: All settings; the other arguments take precedence over it.
+        gpu: As in :func:`torch_offload.wrap`.
+        ram: As in :func:`torch_offload.wrap`.
+        ssd: As in :func:`torch_offload.wrap`.
+        config: As in :func:`torch_offload.wrap`.
+        **unknown: None; another name is refused with the setting that it may mean.
+
+    Yields:
+        A handle with the decided settings.
 
     Raises:
         ConfigError: If a setting cannot be used, or differs from the engine that is running.
@@ -36,15 +64,49 @@ def loading(
             Models that are laid out first, as by ``from_pretrained``, are refused before anything is read.
         TierIOError: If the scratch file cannot be made, or inside the block, written.
     """
-    given = {name: value for name, value in (("ram", ram), ("ssd", ssd), ("device", device)) if value is not None}
-    wanted = (config or Config()).replace(**given)
-    if PROCESS.joinable(wanted) is None:
-        wanted = preflight.decided(wanted)
-    session = PROCESS.open_session(wanted)
+    check_arguments("loading", unknown)
+    request = requested(config, gpu=gpu, ram=ram, ssd=ssd)
+    if PROCESS.joinable(request) is None:
+        request = preflight.resolve(request)
+    session = PROCESS.open_session(request)
     session.arrivals.open()
     try:
         with environment.variables(environment.LOADING_IN_SEQUENCE):
-            yield
+            yield Loading(session)
     finally:
         session.arrivals.close()
         PROCESS.close_if_unused()
+
+
+def from_pretrained(
+    auto_class: Any,
+    name: str,
+    *,
+    gpu: int | str | None = None,
+    ram: int | str | None = None,
+    ssd: Directories | None = None,
+    config: Config | Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Load a model under the budget and wrap it: it is never in memory as a whole.
+
+        model = torch_offload.from_pretrained(AutoModelForCausalLM, "path/to/model", ram="8GiB", dtype="float32")
+
+    Args:
+        auto_class: A class of transformers with ``from_pretrained``, such as ``AutoModelForCausalLM``.
+        name: Of the model: a folder, or the name of one on the hub.
+        gpu: As in :func:`torch_offload.wrap`.
+        ram: As in :func:`torch_offload.wrap`.
+        ssd: As in :func:`torch_offload.wrap`.
+        config: As in :func:`torch_offload.wrap`. For a configuration of the *model* load it yourself inside of
+            :func:`torch_offload.loading`.
+        **options: For ``auto_class.from_pretrained``, such as ``dtype``.
+
+    Returns:
+        The wrapped model.
+
+    Raises:
+        OffloadError: As from :func:`torch_offload.loading` and :func:`torch_offload.wrap`.
+    """
+    with loading(gpu=gpu, ram=ram, ssd=ssd, config=config) as block:
+        return block.wrap(auto_class.from_pretrained(name, **options))

@@ -44,7 +44,7 @@ class Monitors:
         self.end()
         self._recorded = None
         config = session.config
-        if config.live:
+        if config.status_line:
             self._show_status_line()
         self.report_path = config.report or self.report_path
         if isinstance(config.trace, Path):
@@ -54,7 +54,7 @@ class Monitors:
         self.recorder = Recorder(session)
         self.recorder.start()
         if self._status_line is not None:
-            device_bytes = config.compute_bytes if config.device else 0
+            device_bytes = config.compute_bytes if config.gpu else 0
             self._status_line.watch(
                 Watched(recorder=self.recorder, budget_bytes=config.ram or 0, device_budget_bytes=device_bytes)
             )

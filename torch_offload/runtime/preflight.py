@@ -1,12 +1,11 @@
-"""Whether what is to be paged fits: in the budget, and on the disk."""
+"""Preflight checks: does the module fit the memory budget and the disk?"""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from torch_offload.config import Config, UpdateOn, format_size
+from torch_offload.config import Config, OptimizerDevice, format_size
 from torch_offload.errors import ConfigError, OutOfTierMemory
 from torch_offload.runtime.eligibility import why_not_pageable
 from torch_offload.system import gpu, resources
@@ -15,83 +14,75 @@ SPARE_PAGES = 4
 TENSORS_PER_WEIGHT = 4  # itself, its gradient, two moments
 
 
-def with_device(config: Config) -> Config:
-    """Return the configuration with the kind of device that was left open.
+def check_gpu(config: Config) -> Config:
+    """Return the configuration with pages of the size that a real GPU needs.
 
     Raises:
-        ConfigError: If there is no such device, or what is said of it does not go together.
+        ConfigError: If there is no such GPU, or its settings contradict each other.
     """
-    if config.device is not None and config.device_kind is None:
-        if not gpu.is_there():
-            raise ConfigError("device: torch sees no GPU; device_kind='emulated' tries it without one")
-        config = config.replace(device_kind="cuda")
-    if config.device_kind == "cuda" and not gpu.is_there():
-        raise ConfigError("device_kind='cuda': torch sees no GPU; 'emulated' tries a device without one")
-    if config.device_kind == "cuda" and "page_elements" not in config.model_fields_set:
-        config = config.replace(page_elements=gpu.PAGE_ELEMENTS)
-    if config.device is not None and config.compute_bytes <= 0:
+    if config.uses_cuda and not gpu.is_available():
+        raise ConfigError("gpu: torch sees no GPU; leave the setting out, or try one with emulation={'gpu': True}")
+    if config.gpu is not None and config.compute_bytes <= 0:
         raise ConfigError(
-            f"device_unpaged: {format_size(config.unpaged_bytes)} leave nothing for pages of a device of "
-            f"{format_size(config.device)}"
+            f"gpu_reserved: {format_size(config.reserved_bytes)} leave nothing for pages of the "
+            f"{format_size(config.gpu)} of gpu; reserve less, or give a larger gpu"
         )
-    if config.device is None and config.device_kind is not None:
-        raise ConfigError(f"device_kind={config.device_kind!r} needs the bytes of its memory, such as device='1GiB'")
-    if config.device is None and config.emulated_link is not None:
-        raise ConfigError("emulated_link: there is no device; give its bytes, such as device='1GiB'")
+    if config.gpu is None and config.is_gpu_emulated:
+        raise ConfigError("emulation.gpu needs the size of the GPU's memory, such as gpu='1GiB'")
+    if config.link_rate is not None and not config.is_gpu_emulated:
+        raise ConfigError("emulation.link_rate needs an emulated GPU: gpu='1GiB', emulation={'gpu': True, ...}")
+    if config.uses_cuda and "page_elements" not in config.model_fields_set:
+        config = config.replace(page_elements=gpu.PAGE_ELEMENTS)
     return config
 
 
-def decided(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
-    """Return the configuration with the device, the budget and the directory that were left open.
+def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
+    """Return the configuration with every setting decided that was left open.
 
     Raises:
-        ConfigError: If the device or the directory cannot be used, or no directory was given and none can be found.
-        OutOfTierMemory: If the disk cannot hold what of `paged` the budget does not.
+        ConfigError: If the GPU or a directory cannot be used, or no directory was given and none can be found.
+        OutOfTierMemory: If the disks cannot hold the part of `paged` that memory cannot.
     """
-    config = with_device(config)
+    config = check_gpu(config)
     paged = list(paged)
     ram = resources.default_ram_bytes() if config.ram is None else config.ram
     needed_bytes = max(0, sum(tensor.untyped_storage().nbytes() for tensor in paged) - ram)
-    ssd = config.ssd
-    if ssd is None:
-        ssd = resources.default_scratch_directory(needed_bytes=needed_bytes)
-    directories = (ssd, *config.stripe_over)
-    for setting, directory in zip(("ssd", *["stripe_over"] * len(config.stripe_over)), directories, strict=True):
+    directories = config.ssd or (resources.default_scratch_directory(needed_bytes=needed_bytes).resolve(),)
+    for directory in directories:
         reason = resources.scratch_refusal(directory)
         if reason is not None:
-            raise ConfigError(f"{setting}: {reason}")
+            raise ConfigError(f"ssd: {reason}")
     free_bytes = sum(resources.free_disk_bytes(directory) for directory in directories)
     if free_bytes < needed_bytes:
-        places = " and ".join(str(directory) for directory in directories)
         raise OutOfTierMemory(
             f"ssd tier: parameters beyond the budget need {needed_bytes} bytes ({format_size(needed_bytes)}) in "
-            f"{places}, {free_bytes} bytes are free; give a directory on a larger disk"
+            f"{' and '.join(map(str, directories))}, {free_bytes} bytes are free; give a directory on a larger disk"
         )
-    return config.replace(ram=ram, ssd=Path(ssd).resolve(), update_on=place_of_updates(config, paged))
+    return config.replace(ram=ram, ssd=directories, optimizer_device=optimizer_device(config, paged))
 
 
-def place_of_updates(config: Config, paged: Iterable[torch.Tensor]) -> UpdateOn:
-    """Return where the updates of such tensors run; ``auto`` only where there is no device."""
-    if config.update_on != "auto" or config.device is None:
-        return config.update_on
+def optimizer_device(config: Config, paged: Iterable[torch.Tensor]) -> OptimizerDevice:
+    """Return where the updates of such tensors run; ``auto`` only where there is no GPU."""
+    if config.optimizer_device != "auto" or config.gpu is None:
+        return config.optimizer_device
     trained_bytes = sum(tensor.untyped_storage().nbytes() for tensor in paged if tensor.requires_grad)
-    return "host" if TENSORS_PER_WEIGHT * trained_bytes > config.compute_bytes else "device"
+    return "cpu" if TENSORS_PER_WEIGHT * trained_bytes > config.compute_bytes else "gpu"
 
 
 def paged_tensors(module: nn.Module, config: Config) -> dict[str, torch.Tensor]:
     """Return the tensors that will be paged, by name, each storage once. Pre: the device is decided."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if why_not_pageable(tensor, tensor_place(config)) is None and tensor.untyped_storage().nbytes() >= max(
+        if why_not_pageable(tensor, compute_device(config)) is None and tensor.untyped_storage().nbytes() >= max(
             config.min_paged_bytes, 1
         ):
             found.setdefault(tensor.untyped_storage().data_ptr(), (name, tensor))
     return dict(found.values())
 
 
-def tensor_place(config: Config) -> str:
+def compute_device(config: Config) -> str:
     """Return where the tensors of a module that is wrapped with such a configuration are."""
-    return f"cuda:{gpu.current()}" if config.device_kind == "cuda" else "cpu"
+    return f"cuda:{gpu.current()}" if config.uses_cuda else "cpu"
 
 
 def check_all(config: Config, paged: dict[str, torch.Tensor]) -> None:
@@ -114,7 +105,7 @@ def check(config: Config, name: str, *, size_bytes: int, element_bytes: int) -> 
         OutOfTierMemory: The message names the tensor and the budget that would do.
     """
     needed_bytes = least_bytes(config, size_bytes=size_bytes, element_bytes=element_bytes)
-    tier, setting = ("host", "ram") if config.device is None else ("device", "device")
+    tier, setting = ("host", "ram") if config.gpu is None else ("device", "gpu")
     available_bytes = config.compute_bytes
     if available_bytes < needed_bytes:
         raise OutOfTierMemory(

@@ -61,18 +61,18 @@ class Session:
         self._registrations = registrations
         self.engine = _C.Engine(
             budget_bytes=config.ram or 0,
-            directories=[str(directory) for directory in (config.ssd, *config.stripe_over)],
+            directories=[str(directory) for directory in config.ssd],
             io_engine=config.io_engine,
             queue_depth=config.queue_depth,
             page_elements=config.page_elements,
             min_paged_bytes=config.min_paged_bytes,
-            device_bytes=config.compute_bytes if config.device is not None else 0,
-            updates_on_host=config.update_on == "host",
+            device_bytes=config.compute_bytes if config.gpu is not None else 0,
+            updates_on_host=config.optimizer_device == "cpu",
             activations_stay_on_host=config.activations == "ram",
-            link_bytes_per_second=config.emulated_link or 0,
-            ssd_bytes_per_second=config.emulated_ssd or 0,
-            device_kind=config.device_kind or "emulated",
-            device_ordinal=gpu.current() if config.device_kind == "cuda" else 0,
+            link_bytes_per_second=config.link_rate or 0,
+            ssd_bytes_per_second=config.ssd_rate or 0,
+            device_kind="cuda" if config.uses_cuda else "emulated",
+            device_ordinal=gpu.current() if config.uses_cuda else 0,
         )
         if config.trace:
             self.engine.start_activity_log(TRACE_CAPACITY)
@@ -92,7 +92,7 @@ class Session:
         except BaseException:
             self.close()
             raise
-        logger.info("engine with a budget of %d bytes and pages in %s", config.ram, config.ssd)
+        logger.info("engine with a budget of %d bytes and pages in %s", config.ram, ", ".join(map(str, config.ssd)))
 
     def _install(self) -> None:
         raw_access.install(self._patches, budget_bytes=self.config.compute_bytes)
@@ -107,7 +107,7 @@ class Session:
         if self.engine.place == "cpu":
             self.engine.install_allocator()
         else:
-            self._until_closed.callback(gpu.raise_wall(self.config.unpaged_bytes, torch.device(self.engine.place)))
+            self._until_closed.callback(gpu.raise_wall(self.config.reserved_bytes, torch.device(self.engine.place)))
 
     def _plan_activations(self) -> ActivationPlan | None:
         if self.config.activations not in ("auto", "recompute"):

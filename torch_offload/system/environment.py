@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_offload.config import Config
+from torch_offload.errors import ConfigError
 
 LOADING_IN_SEQUENCE = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 """Read by transformers at each load: no thread converts tensors ahead of those that are paged, since what waits to be
@@ -21,6 +22,25 @@ LAUNCH = "TORCH_OFFLOAD_LAUNCH"
 """What a launcher hands to its child processes, as JSON. `_site/sitecustomize.py` looks whether it is there."""
 
 SITE_DIRECTORY = Path(__file__).resolve().parents[1] / "launch" / "_site"
+
+
+CONFIG = "TORCH_OFFLOAD_CONFIG"
+"""The public variable: settings as the path of a YAML or JSON file, or as JSON itself."""
+
+
+def configured() -> Config | None:
+    """Return the settings of the public environment variable, None where it is not set.
+
+    Raises:
+        ConfigError: If it holds no settings. The message names the variable.
+    """
+    value = os.environ.get(CONFIG, "")
+    if not value.strip():
+        return None
+    try:
+        return Config.from_text(value, source=CONFIG) if value.lstrip().startswith("{") else Config.from_file(value)
+    except ConfigError as error:
+        raise ConfigError(f"environment variable {CONFIG}={value!r}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ PAGE_ELEMENTS = 2 << 20
 """Elements per page, unless set: a GPU's memory is mapped in 2 MiB, and tensors of bytes have to fill that."""
 
 
-def is_there() -> bool:
+def is_available() -> bool:
     """Whether torch sees a GPU."""
     return torch.cuda.is_available()
 

@@ -24,7 +24,7 @@ BUDGET = "2MiB"
 @pytest.fixture
 def paged(config: Config) -> Config:
     """Activations are pages; 2 MiB."""
-    return config.replace(ram=BUDGET, activations="ssd")
+    return config.replace(ram=BUDGET, activations="page")
 
 
 def deep_network() -> nn.Sequential:

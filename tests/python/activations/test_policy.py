@@ -104,7 +104,7 @@ def test_recomputed_layers_give_the_same_numbers(config: Config):
 def test_layers_that_switch_between_steps_give_the_same_numbers(config: Config):
     """A different half every step."""
     expected = train(llama(), 6)
-    model = torch_offload.wrap(llama(), config=config.replace(activations="ssd", ram="4MiB"))
+    model = torch_offload.wrap(llama(), config=config.replace(activations="page", ram="4MiB"))
 
     def switch(step: int) -> None:
         for index, (_, layer) in enumerate(list(layers_of(model))):
@@ -119,7 +119,7 @@ def test_auto_decides_and_explains(config: Config):
     Before steps may be found to take another time than they did, and are measured again.
     """
     expected = train(llama(), DECIDED_STEPS)
-    settings = {"activations": "auto", "ram": "3MiB", "emulated_ssd": "20MB"}
+    settings = {"activations": "auto", "ram": "3MiB", "emulation": {"ssd_rate": "20MB"}}
     model = torch_offload.wrap(llama(), config=config.replace(**settings))
     written: list[int] = []
     losses = train(
@@ -137,7 +137,7 @@ def test_auto_decides_and_explains(config: Config):
 def test_auto_decides_on_a_device(config: Config):
     """What binds is its link, as long as memory has room for what comes down."""
     expected = train(llama(), DECIDED_STEPS)
-    device = {"device": "4MiB", "device_kind": "emulated", "emulated_link": "50MB", "ram": "64MiB"}
+    device = {"gpu": "4MiB", "emulation": {"gpu": True, "link_rate": "50MB"}, "ram": "64MiB"}
     model = torch_offload.wrap(llama(), config=config.replace(activations="auto", **device))
     assert train(model, DECIDED_STEPS) == expected
     report = torch_offload.report()

@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import typer
 from support.command import run_main
 from support.confined import command_line
 
-from torch_offload import Config, OutOfTierMemory
+from torch_offload import Config, Emulation, OutOfTierMemory
 from torch_offload.cli import app
 from torch_offload.cli.run_arguments import FLAGS, separate_script
 
@@ -21,7 +22,7 @@ from torch_offload.cli.run_arguments import FLAGS, separate_script
         ("run a.py --ram 2", "run -- a.py --ram 2"),
         ("run --ram 2GiB a.py --ram 3 -m x", "run --ram 2GiB -- a.py --ram 3 -m x"),
         ("run --ram=2GiB a.py --help", "run --ram=2GiB -- a.py --help"),
-        ("run --no-live a.py", "run --no-live -- a.py"),
+        ("run --no-status-line a.py", "run --no-status-line -- a.py"),
         ("run -m trl.scripts.sft --ram 3 --help", "run -m trl.scripts.sft -- --ram 3 --help"),
         ("run -mpkg --ssd x", "run -mpkg -- --ssd x"),
         ("run --module=pkg -- x", "run --module=pkg -- -- x"),
@@ -51,7 +52,15 @@ def test_the_flags_of_run_are_those_that_take_no_value():
 
 def test_run_has_an_option_for_every_setting():
     names = {option.name for option in typer.main.get_command(app.app).commands["run"].params}
-    assert set(Config.model_fields) <= names
+    assert set(Config.model_fields) - {"emulation"} <= names
+    assert {f"emulate_{name}" for name in Emulation.model_fields} <= names
+
+
+def test_options_of_an_emulation_are_no_part_of_the_help():
+    shown = command_line("run", "--help").stdout
+    assert "--activations" in shown
+    assert "--ram" in shown
+    assert "--emulate" not in shown
 
 
 @pytest.fixture
@@ -73,12 +82,22 @@ def launched(monkeypatch):
 def test_run_hands_script_and_settings_to_the_launcher(monkeypatch, launched, tmp_path):
     script = tmp_path / "train.py"
     script.touch()
-    arguments = ("--ram", "2GiB", "--ssd", str(tmp_path), "--queue-depth", "4", "--no-live", "--report", "r.json")
+    arguments = (
+        "--ram",
+        "2GiB",
+        "--ssd",
+        str(tmp_path),
+        "--queue-depth",
+        "4",
+        "--no-status-line",
+        "--report",
+        "r.json",
+    )
     arguments += ("--trace", "t.json.gz")
     monkeypatch.chdir(tmp_path)
     assert run_main(monkeypatch, "run", *arguments, str(script), "--ram", "1", "-m", "--help") == 7
     [(config, command, is_module)] = launched
-    wanted = Config(ram="2GiB", ssd=tmp_path, queue_depth=4, live=False, report=tmp_path / "r.json")
+    wanted = Config(ram="2GiB", ssd=tmp_path, queue_depth=4, status_line=False, report=tmp_path / "r.json")
     wanted = wanted.replace(trace=tmp_path / "t.json.gz")
     assert config == wanted
     assert config.model_fields_set == wanted.model_fields_set
@@ -89,7 +108,7 @@ def test_run_hands_script_and_settings_to_the_launcher(monkeypatch, launched, tm
 def test_run_hands_modules_to_the_launcher(monkeypatch, launched):
     assert run_main(monkeypatch, "run", "-m", "trl.scripts.sft", "--ssd", "x", "-m", "--", "--version") == 7
     [(config, command, is_module)] = launched
-    assert (config, command) == (Config(live=True), ["trl.scripts.sft", "--ssd", "x", "-m", "--", "--version"])
+    assert (config, command) == (Config(status_line=True), ["trl.scripts.sft", "--ssd", "x", "-m", "--", "--version"])
     assert is_module is True
 
 
@@ -123,7 +142,7 @@ def test_what_the_script_raises_comes_out_as_it_is(monkeypatch, launched, raised
         (["probe", "--ssd", "{folder}/gone"], "gone does not exist; create it"),
         (["run", "--ram", "2GX", "a.py"], "ram: cannot read '2GX' as a size; accepted: "),
         (["run", "--io-engine", "urin", "a.py"], "io_engine: "),
-        (["run"], "nothing to run; name a script, or a module with -m"),
+        (["run"], "nothing to run; name a script, an installed command, or a module with -m"),
         (["bench-ssd", "--block", "1000", "--ssd", "{folder}"], "block: must be a positive multiple of 4096"),
         (["bench-ssd", "--size", "4KiB", "--ssd", "{folder}"], "size: must be at least"),
         (["bench-ssd", "--ssd", "{folder}/gone"], "gone does not exist; create it"),
@@ -210,3 +229,69 @@ def test_the_library_imports_nothing_of_the_command_line():
     )
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (imported.returncode, imported.stdout) == (0, "[]\n")
+
+
+def test_a_file_of_settings_comes_before_the_variable_and_after_the_options(monkeypatch, launched, tmp_path, capsys):
+    """Method: three settings, one from each of three places, and each place also has those of the places before it."""
+    file = tmp_path / "offload.yaml"
+    file.write_text("ram: 2GiB\nqueue_depth: 8\nemulation:\n  ssd_rate: 1GB\n")
+    monkeypatch.setenv("TORCH_OFFLOAD_CONFIG", '{"ram": "1GiB", "queue_depth": 4, "min_paged_bytes": "1MiB"}')
+    options = ("--config", str(file), "--ram", "3GiB", "--emulate-gpu", "--gpu", "1GiB")
+    assert run_main(monkeypatch, "run", *options, "-m", "x") == 7
+    [(config, _, _)] = launched
+    assert config.ram == 3 << 30
+    assert (config.queue_depth, config.min_paged_bytes) == (8, 1 << 20)
+    assert config.emulation == Emulation(gpu=True, ssd_rate="1GB")
+    assert capsys.readouterr().err == f"torch-offload: --ram on the command line overrides {file}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ram: 2GiB\nqueue_dept: 8\n", "{file}:2: unknown setting 'queue_dept'; did you mean 'queue_depth'?"),
+        ("ram: 24G\n", "{file}:1: ram: cannot read '24G' as a size"),
+        ("emulation:\n  gppu: true\n", "{file}:2: unknown setting 'emulation.gppu'; did you mean 'gpu'?"),
+        ("ram: [\n", "{file}:2: not valid YAML or JSON"),
+        ("- ram\n", "{file}: expected settings such as 'ram: 24GiB', got list"),
+    ],
+)
+def test_mistakes_in_a_file_are_named_with_their_line(monkeypatch, tmp_path, capsys, text, expected):
+    file = tmp_path / "offload.yaml"
+    file.write_text(text)
+    assert run_main(monkeypatch, "run", "--config", str(file), "-m", "x") == 2
+    assert expected.format(file=file) in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path, capsys):
+    assert run_main(monkeypatch, "doctor", "--config", str(tmp_path / "gone.yaml")) == 2
+    assert f"cannot read the configuration {tmp_path / 'gone.yaml'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ['{"ramm": 1}', '{"ram": ', "/nowhere/offload.yaml"])
+def test_a_variable_that_does_not_parse_is_named(monkeypatch, capsys, value):
+    monkeypatch.setenv("TORCH_OFFLOAD_CONFIG", value)
+    assert run_main(monkeypatch, "run", "-m", "x") == 2
+    assert f"environment variable TORCH_OFFLOAD_CONFIG={value!r}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "expected"), [("trll", "did you mean trl?"), ("bash", "is no Python script")])
+def test_what_is_no_script_and_no_command_is_named_with_the_nearest(monkeypatch, capsys, name, expected):
+    assert run_main(monkeypatch, "run", name, "sft") == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_an_installed_command_is_run_by_its_file(monkeypatch, launched):
+    assert run_main(monkeypatch, "run", "trl", "sft", "--help") == 7
+    [(_, command, is_module)] = launched
+    assert Path(command[0]).name == "trl"
+    assert Path(command[0]).is_file()
+    assert (command[1:], is_module) == (["sft", "--help"], False)
+
+
+def test_the_reference_is_current():
+    """Settings, options and replaced functions in docs/reference are generated from the code."""
+    root = Path(__file__).resolve().parents[3]
+    checked = subprocess.run(
+        [sys.executable, str(root / "tools" / "reference.py"), "--check"], capture_output=True, text=True, check=False
+    )
+    assert (checked.returncode, checked.stdout) == (0, ""), checked.stdout + checked.stderr

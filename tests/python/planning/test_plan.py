@@ -72,7 +72,7 @@ def compared(case: str, scratch: str, device_share: float, ram_share: float) -> 
     state_bytes = sum(weight.numel() for weight in empty.parameters()) * (14 if own else 4 * dtype.itemsize)
     config = Config(ram=int(ram_share * state_bytes), ssd=scratch, min_paged_bytes=0, page_elements=2 * PAGE)
     if device_share:
-        config = config.replace(device=int(device_share * state_bytes), device_kind="emulated")
+        config = config.replace(gpu=int(device_share * state_bytes), emulation={"gpu": True})
     micro_batches = 2 if "accumulate" in case else 1
     name = "torch_offload.AdamW" if own else "adamw_torch_fused"
     plan = plan_of(empty, token_batch(), config, optimizer=name, micro_batches=micro_batches)
@@ -272,9 +272,9 @@ def test_a_budget_below_one_operator_lacks_the_difference():
 
 
 def test_a_device_below_one_operator_lacks_the_difference():
-    config = Config(ram="4MiB", device=LEAST_BYTES - 1000, device_kind="emulated")
+    config = Config(ram="4MiB", gpu=LEAST_BYTES - 1000, emulation={"gpu": True})
     assert three_layers(config).missing_bytes == {"device": 1000}
-    small = config.replace(device="4MiB", ram=16 * PAGE * 4 - 1)
+    small = config.replace(gpu="4MiB", ram=16 * PAGE * 4 - 1)
     assert three_layers(small).missing_bytes == {"ram": 1}
 
 
@@ -295,8 +295,8 @@ def test_activations_that_do_not_fit_are_told_to_leave():
     kept = plan_of(model, batch, config)
     assert not kept.fits
     assert kept.missing_bytes["ram"] > 16 * 4096 * 64 * 4 - (6 << 20)
-    assert "activations='ssd'" in str(kept.remedy)
-    paged = plan_of(model, batch, config.replace(activations="ssd"))
+    assert "activations='page'" in str(kept.remedy)
+    paged = plan_of(model, batch, config.replace(activations="page"))
     assert paged.fits
     assert paged.ssd_written["activation"] > 8 << 20
 
@@ -343,7 +343,7 @@ def test_seconds_are_those_of_the_slowest_resource_of_each_phase():
 
 
 def test_an_emulated_link_has_the_rate_it_is_set_to():
-    rates = rates_of(Config(emulated_link="3GB", emulated_ssd="10MB"), MACHINE)
+    rates = rates_of(Config(gpu="1GiB", emulation={"gpu": True, "link_rate": "3GB", "ssd_rate": "10MB"}), MACHINE)
     assert (rates.to_device, rates.to_host, rates.ssd_read, rates.ssd_mixed) == (3e9, 3e9, 1e7, 1e7)
     assert rates_of(Config(), MACHINE).to_device == 5e9
 

@@ -26,7 +26,7 @@ RUN = """
     from tqdm import tqdm
     live = sys.argv[2] == "live"
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
-    config = torch_offload.Config(ram="1MiB", ssd=sys.argv[1], min_paged_bytes=0, page_elements=4096, live=live)
+    config = torch_offload.Config(ram="1MiB", ssd=sys.argv[1], min_paged_bytes=0, page_elements=4096, status_line=live)
     print("before")
     torch_offload.wrap(model, config=config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

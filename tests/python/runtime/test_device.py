@@ -18,16 +18,16 @@ from torch_offload import Config, ConfigError, OutOfTierMemory
 
 def placements() -> Iterator[tuple[Case, Placement]]:
     """Every case with activations on the SSD, updates on either side in turn; some on the other side, some in RAM."""
-    sides = ("device", "host")
+    sides = ("gpu", "cpu")
     for index, case in enumerate(CASES):
         side, other_side = sides[index % 2], sides[(index + 1) % 2]
-        yield case, Placement(device=True, activations="ssd", update_on=side)
+        yield case, Placement(device=True, activations="page", optimizer_device=side)
         if index % 6 == 0:
-            yield case, Placement(device=True, activations="ssd", update_on=other_side)
+            yield case, Placement(device=True, activations="page", optimizer_device=other_side)
         if index % 6 == 3:
-            yield case, Placement(device=True, activations="ram", update_on=side)
+            yield case, Placement(device=True, activations="ram", optimizer_device=side)
         if index % 12 == 9:
-            yield case, Placement(device=True, activations="ram", update_on=other_side)
+            yield case, Placement(device=True, activations="ram", optimizer_device=other_side)
 
 
 PLACED = list(placements())
@@ -48,7 +48,7 @@ def test_paged_training_is_bitwise_equal(case: Case, placement: Placement, scrat
     assert sum(report.device.to_device_bytes.values()) > 0
     assert sum(report.device.to_host_bytes.values()) > 0
     assert report.counters["saved_bytes"] > 0
-    if placement.activations == "ssd":
+    if placement.activations == "page":
         assert report.ssd_written_bytes > 0
         assert report.ssd_read_bytes > 0
     if case.checkpointing == "stored":
@@ -60,9 +60,9 @@ def test_paged_training_is_bitwise_equal(case: Case, placement: Placement, scrat
 
 def test_at_least_eighty_combinations():
     """That use all links; with activations in either place, and updates on either side in both."""
-    assert sum(place.activations == "ssd" for _, place in PLACED) >= 80
-    kinds = {(place.activations, place.update_on) for _, place in PLACED}
-    assert kinds == {(where, side) for where in ("ram", "ssd") for side in ("device", "host")}
+    assert sum(place.activations == "page" for _, place in PLACED) >= 80
+    kinds = {(place.activations, place.optimizer_device) for _, place in PLACED}
+    assert kinds == {(where, side) for where in ("ram", "page") for side in ("gpu", "cpu")}
 
 
 def train_small(config: Config | None) -> list[str]:
@@ -83,18 +83,18 @@ def train_small(config: Config | None) -> list[str]:
     return losses
 
 
-@pytest.mark.parametrize(("update_on", "chosen"), [("device", "device"), ("host", "host"), ("auto", "host")])
-def test_updates_run_where_they_should(config, update_on, chosen):
+@pytest.mark.parametrize(("optimizer_device", "chosen"), [("gpu", "gpu"), ("cpu", "cpu"), ("auto", "cpu")])
+def test_updates_run_where_they_should(config, optimizer_device, chosen):
     """On the host no state goes up, and of the gradients only what the norm reads after it had to leave.
 
     It is chosen where states do not fit the device.
     """
-    settings = {"device": "600KiB", "device_kind": "emulated", "ram": "1MiB", "update_on": update_on}
+    settings = {"gpu": "600KiB", "emulation": {"gpu": True}, "ram": "1MiB", "optimizer_device": optimizer_device}
     plain = train_small(None)
     assert train_small(config.replace(**settings)) == plain
     report = torch_offload.report()
     assert report.device.to_device_bytes["parameter"] > 0
-    is_on_host = chosen == "host"
+    is_on_host = chosen == "cpu"
     weight_bytes = 5 * 6 * 128 * 128 * 4  # of all steps
     assert (report.device.to_device_bytes["state"] == 0) == is_on_host
     assert report.device.to_device_bytes["gradient"] < weight_bytes / 2 or not is_on_host
@@ -104,14 +104,14 @@ def test_updates_run_where_they_should(config, update_on, chosen):
 
 def test_updates_run_on_a_device_that_holds_everything(config):
     """What is chosen there."""
-    train_small(config.replace(device="8MiB", device_kind="emulated", ram="1MiB"))
+    train_small(config.replace(gpu="8MiB", emulation={"gpu": True}, ram="1MiB"))
     assert sum(torch_offload.report().device.to_host_bytes.values()) == 0
 
 
 @pytest.fixture
 def device_config(config: Config) -> Config:
     """A device of 1 MiB over memory of 1 MiB."""
-    return config.replace(device="1MiB", device_kind="emulated", ram="1MiB")
+    return config.replace(gpu="1MiB", emulation={"gpu": True}, ram="1MiB")
 
 
 def test_what_is_evicted_goes_to_the_ssd(device_config):
@@ -131,9 +131,8 @@ def test_what_is_evicted_goes_to_the_ssd(device_config):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"device": "1MiB"}, "torch sees no GPU; device_kind='emulated'"),
-        ({"device": "1MiB", "device_kind": "cuda"}, "torch sees no GPU; 'emulated'"),
-        ({"device_kind": "emulated"}, "needs the bytes of its memory, such as device='1GiB'"),
+        ({"gpu": "1MiB"}, "torch sees no GPU; leave the setting out, or try one with emulation"),
+        ({"emulation": {"gpu": True}}, "needs the size of the GPU's memory, such as gpu='1GiB'"),
     ],
 )
 def test_half_a_device_is_refused(config, settings, message):
@@ -144,7 +143,7 @@ def test_half_a_device_is_refused(config, settings, message):
 
 def test_a_tensor_larger_than_the_device_is_refused(device_config):
     """The message names the tier and the setting."""
-    with pytest.raises(OutOfTierMemory, match=r"device tier: .* give a device of at least"):
+    with pytest.raises(OutOfTierMemory, match=r"device tier: .* give a gpu of at least"):
         torch_offload.wrap(nn.Linear(1024, 1024), config=device_config)
 
 

@@ -17,10 +17,10 @@ import torch_offload
 from torch_offload import Config, ConfigError, OutOfTierMemory, TierIOError
 
 GPU_CASES = [case for case in CASES if case.loop == "plain" and case.precision != "autocast"]
-SIDES = ("device", "host")
-PLACES = ("ssd", "keep", "ram")
+SIDES = ("gpu", "cpu")
+PLACES = ("page", "keep", "ram")
 PLACED = [
-    (case, Placement(device=True, kind="cuda", activations=PLACES[index % 3], update_on=SIDES[index % 2]))
+    (case, Placement(device=True, kind="cuda", activations=PLACES[index % 3], optimizer_device=SIDES[index % 2]))
     for index, case in enumerate(GPU_CASES[::2])
 ]
 
@@ -51,7 +51,7 @@ def test_paged_training_is_bitwise_equal(case: Case, placement: Placement, scrat
 
 def small_config(scratch: str, **settings: object) -> Config:
     """1 MiB of pages in the GPU over as much memory; what is below 1 KiB stays torch's."""
-    defaults = {"device": "2MiB", "device_kind": "cuda", "device_unpaged": "1MiB", "ram": "1MiB", "ssd": scratch}
+    defaults = {"gpu": "2MiB", "gpu_reserved": "1MiB", "ram": "1MiB", "ssd": scratch}
     return Config(**{**defaults, "page_elements": 4096, "min_paged_bytes": 1024, **settings})
 
 
@@ -145,7 +145,7 @@ def refuse_a_small_device(scratch: str) -> None:
     module = nn.Linear(1024, 512).to("cuda")
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with pytest.raises(OutOfTierMemory, match=r"weight .*device"):
-        torch_offload.wrap(module, config=small_config(scratch, device_kind=None))
+        torch_offload.wrap(module, config=small_config(scratch))
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert not any(torch_offload._C.is_managed(tensor) for tensor in module.parameters())
 
@@ -181,7 +181,7 @@ def call_often(module: nn.Module, batch: torch.Tensor) -> None:
 def lose_the_device(scratch: str) -> None:
     module = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
     before = [weight.detach().clone() for weight in module.parameters()]
-    torch_offload.wrap(module, config=small_config(scratch, device="1.25MiB"))
+    torch_offload.wrap(module, config=small_config(scratch, gpu="1.25MiB"))
     torch_offload.evict(module)
     batch = torch.ones(4, 128, device="cuda")
     with torch.no_grad():
@@ -226,17 +226,17 @@ def train_with_own_optimizer(scratch: str, side: str) -> None:
 
     plain = losses(None)
     assert len(set(plain[0])) == 4
-    settings = {"device": "400KiB", "device_unpaged": "120KiB", "ram": "512KiB", "update_on": side}
+    settings = {"gpu": "400KiB", "gpu_reserved": "120KiB", "ram": "512KiB", "optimizer_device": side}
     assert losses(small_config(scratch, page_elements=8192, **settings)) == plain
     report = torch_offload.report()
     assert report.device.to_device_bytes["parameter"] > 0
     assert (report.device.to_device_bytes["state"] > 0) == (side == "device")
 
 
-@pytest.mark.parametrize(("optimizer", "activations"), [("own", "ram"), ("fused", "ssd")])
+@pytest.mark.parametrize(("optimizer", "activations"), [("own", "ram"), ("fused", "page")])
 def test_what_runs_on_a_real_gpu_runs(scratch, fake_gpu, optimizer, activations):
     """The training of tests/gpu, smaller."""
-    settings = {"activations": activations, "update_on": "device"}
+    settings = {"activations": activations, "optimizer_device": "gpu"}
     check(*in_gpu_child(fake_gpu, train_bare, optimizer, str(scratch), settings))
 
 

@@ -43,7 +43,7 @@ def test_pages_spread_over_the_directories(tmp_path: Path) -> None:
         place.mkdir()
     expected = train(make_module(), 3)
     module = make_module()
-    config = Config(ram=16 * MIB, ssd=places[0], stripe_over=places[1:], page_elements=1 << 16)
+    config = Config(ram=16 * MIB, ssd=places, page_elements=1 << 16)
     torch_offload.wrap(module, config=config)
     assert_bitwise_equal(train(module, 3), expected)
     sizes = [nameless_files(place) for place in places]
@@ -58,5 +58,5 @@ def test_pages_spread_over_the_directories(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     """Every directory is checked before anything is paged."""
     missing = tmp_path / "missing"
-    with pytest.raises(ConfigError, match=f"stripe_over: {missing}"):
-        torch_offload.wrap(make_module(), config=Config(ram=8 * MIB, ssd=tmp_path, stripe_over=[missing]))
+    with pytest.raises(ConfigError, match=f"ssd: {missing}"):
+        torch_offload.wrap(make_module(), config=Config(ram=8 * MIB, ssd=[tmp_path, missing]))

@@ -27,16 +27,16 @@ class Size:
     settings: dict[str, Any]
 
     def config(self, scratch: str, **settings: Any) -> Config:
-        return Config(**{"device_kind": "cuda", "ssd": scratch, **self.settings, **settings})
+        return Config(**{"ssd": scratch, **self.settings, **settings})
 
 
 REAL = Size(  # 337 M parameters
     Shape(hidden=2048, intermediate=5504, layers=6, heads=16, vocabulary=8192),
-    {"device": 1792 * MI, "device_unpaged": 1024 * MI, "ram": 512 * MI},
+    {"gpu": 1792 * MI, "gpu_reserved": 1024 * MI, "ram": 512 * MI},
 )
 FAKE = Size(
     Shape(hidden=128, intermediate=256, layers=4, heads=4, vocabulary=512, has_fused_attention=False),
-    {"device": 2 * MI, "device_unpaged": MI, "ram": 1 * MI, "min_paged_bytes": 4096, "page_elements": 1 << 13},
+    {"gpu": 2 * MI, "gpu_reserved": MI, "ram": 1 * MI, "min_paged_bytes": 4096, "page_elements": 1 << 13},
 )
 
 

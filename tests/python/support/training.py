@@ -79,13 +79,13 @@ class Placement:
 
     device: bool = False
     activations: str = "keep"
-    update_on: str = "auto"
+    optimizer_device: str = "auto"
     trace: bool = False
     kind: str = "emulated"  # of the device
 
     @property
     def name(self) -> str:
-        return f"activations-{self.activations}-update-{self.update_on}"
+        return f"activations-{self.activations}-update-{self.optimizer_device}"
 
     @property
     def place(self) -> str:
@@ -256,8 +256,8 @@ def budgets(case: Case, placement: Placement, model: torch.nn.Module) -> dict[st
         return {"ram": compute}
     stays = STAYING_SHARE * activation_bytes(case, placement) if placement.activations == "ram" else 0
     if placement.kind == "cuda":
-        return {"device": 2 * compute, "device_unpaged": compute, "ram": int(HOST_SHARE * state + stays)}
-    return {"device": compute, "ram": int(HOST_SHARE * state + stays)}
+        return {"gpu": 2 * compute, "gpu_reserved": compute, "ram": int(HOST_SHARE * state + stays)}
+    return {"gpu": compute, "ram": int(HOST_SHARE * state + stays)}
 
 
 def train_paged(case: Case, placement: Placement, scratch: str) -> tuple[Outcome, Any]:
@@ -269,9 +269,9 @@ def train_paged(case: Case, placement: Placement, scratch: str) -> tuple[Outcome
         min_paged_bytes=0,
         page_elements=PAGE_ELEMENTS,
         activations=placement.activations,
-        update_on=placement.update_on,
+        optimizer_device=placement.optimizer_device,
         trace=placement.trace,
-        device_kind=placement.kind if placement.device else None,
+        emulation={"gpu": True} if placement.device and placement.kind == "emulated" else None,
         ssd=scratch,
         **budgets(case, placement, model),
     )
