@@ -22,7 +22,7 @@ from harness.machine import DiskProbe
 from harness.reporting import at_least, at_most, emit, machine, progress, spread, usable
 from harness.rounds import Round, take_turns
 from harness.worker_process import WorkerProcess, worker_command
-from models.workloads import LARGE, SMOKE, USUAL, Plan, VariantPlan, Workload
+from models.workloads import LARGE, SMOKE, USUAL, Plan, VariantPlan, Workload, with_each_activations
 from optimum import optimum
 
 MOST_RESIDENT_RATIO = 1.02
@@ -30,6 +30,7 @@ MOST_QUARTER_RATIO = 1.10
 LEAST_SHARE_OF_LIMIT = 0.85
 MOST_OVER_OPTIMUM = 1.05
 MOST_CLIPPING_RATIO = 1.03
+MOST_ACTIVATIONS_RATIO = 1.02  # of activations that may leave memory, over those that stay
 TOKENS_BOUND_BY_DISK = 128
 
 
@@ -37,6 +38,7 @@ def start(workload: Workload, name: str, variant: VariantPlan, ssd: str) -> Work
     """Start the process of a variant; its model is built when this returns."""
     shape = {key: value for key, value in asdict(workload).items() if key != "name"}
     shape |= {"optimizer": workload.optimizer, "max_grad_norm": variant.max_grad_norm}
+    shape |= {"activations": variant.activations} if variant.activations else {}
     shape |= {"budget_bytes": int(variant.budget_share * workload.state_bytes), "ssd": ssd}
     options = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     return WorkerProcess(name, [*worker_command("step"), *options], log_directory=ssd)
@@ -170,6 +172,13 @@ def timed_bars(result: dict[str, Any]) -> list[dict[str, Any]]:
     if "quarter" in variants:
         excess = over_optimum(variants["quarter"])
         bars.append(at_most(f"quarter SSD bytes over the optimum, {label}", excess, MOST_OVER_OPTIMUM))
+    for name, base in ((name, name.replace("_page", "_keep")) for name in variants if name.endswith("_page")):
+        if base in variants:
+            ratio = ratios(used, name, base)["median"]
+            bars.append(at_most(f"{name} step over {base} step, {label}", ratio, MOST_ACTIVATIONS_RATIO))
+            to_plain = ratios(used, name, "plain")["median"]
+            most = MOST_RESIDENT_RATIO if name.startswith("resident") else MOST_QUARTER_RATIO
+            bars.append(at_most(f"{name} step over plain step, {label}", to_plain, most))
     if "quarter_clipped" in variants:
         ratio = ratios(used, "quarter_clipped", "quarter")["median"]
         bars.append(at_most(f"clipped step over unclipped step, {label}", ratio, MOST_CLIPPING_RATIO))
@@ -188,6 +197,12 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny model for seconds: shows that it runs")
     parser.add_argument("--full", action="store_true", help="about 1 B parameters; needs 24 GiB")
     parser.add_argument("--only", default="", help="workloads whose name contains this, such as 'fp32, 128'")
+    parser.add_argument(
+        "--activations",
+        metavar="MODE",
+        nargs="+",
+        help="compare these modes of Config.activations, each beside plain torch, instead of the package's default",
+    )
     parser.add_argument("--rounds", type=int, help="quiet rounds to measure; default: 5")
     parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
@@ -196,6 +211,8 @@ def main() -> None:
     chosen = [entry for entry in plan.workloads if options.only in entry[0].name]
     if not chosen:
         parser.error(f"no workload is called {options.only!r}; there are: {[w.name for w, _ in plan.workloads]}")
+    if options.activations:
+        chosen = [(workload, with_each_activations(variants, options.activations)) for workload, variants in chosen]
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
         price = interference.interference(scratch, interference.SMOKE if options.smoke else interference.Plan())
         results = [measure(workload, variants, plan, price, scratch) for workload, variants in chosen]

@@ -1,5 +1,6 @@
 """What train_step.py runs: models, tokens per step, budgets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from optimum import BYTES_OF_KIND
@@ -41,6 +42,7 @@ class VariantPlan:
 
     budget_share: float = 0  # of the state; 0: plain torch
     max_grad_norm: float = 0  # 0: gradients are not clipped
+    activations: str = ""  # "": the package's default
 
 
 RESIDENT = 2.0  # more than the state, so that activations fit as well
@@ -48,6 +50,14 @@ PLAIN = {"plain": VariantPlan()}
 IN_MEMORY = PLAIN | {"resident": VariantPlan(RESIDENT)}
 QUARTER = {"quarter": VariantPlan(0.25)}
 CLIPPED = {"quarter_clipped": VariantPlan(0.25, max_grad_norm=1.0)}
+
+
+def with_each_activations(variants: dict[str, VariantPlan], modes: Sequence[str]) -> dict[str, VariantPlan]:
+    """Return the variants with every paged one once for each mode of `Config.activations`, such as `resident_keep`."""
+    paged = {name: variant for name, variant in variants.items() if variant.budget_share and not variant.max_grad_norm}
+    return PLAIN | {
+        f"{name}_{mode}": replace(variant, activations=mode) for name, variant in paged.items() for mode in modes
+    }
 
 
 @dataclass(frozen=True)
