@@ -3,7 +3,7 @@
     python -m workers.moe --kind coded --zeros 0.885 [--budget-bytes N --ssd DIR]
 
 Kinds: `coded`, and `bf16`, the same experts dense, one tensor for each. Weights are made up, since only their count,
-their sizes and what is chosen matter here: few random ternary matrices used again and again, each in a page of its own.
+their sizes and what is chosen matter here: few random ternary matrices used again and again, each in a blob of its own.
 Attention, routers and embeddings are random, the same in both. Dense experts are read as soon as the router has chosen
 them, but not before by what the layer before has chosen: such guesses would take the memory of what is needed, of which
 there is room for four.
@@ -25,7 +25,7 @@ from workers.step import serve
 
 import torch_offload
 from torch_offload.moe import layouts, modules, operators, ternary
-from torch_offload.moe.modules import UP, CodedExperts, ExpertShapes, page_name
+from torch_offload.moe.modules import UP, CodedExperts, ExpertShapes, blob_name
 
 TEMPLATES = 3  # different experts
 PROMPT_TOKENS = 8
@@ -120,9 +120,9 @@ def repeated(few: CodedExperts, shapes: ExpertShapes, *, label: str) -> CodedExp
     """As many experts as wanted, copies of a few."""
     (template,) = few.planes
     numbers = [expert % TEMPLATES for expert in range(shapes.count)]
-    plane = modules.CodedPlane(shapes, [template.page(number).numel() for number in numbers], dtype=torch.bfloat16)
+    plane = modules.CodedPlane(shapes, [template.blob(number).numel() for number in numbers], dtype=torch.bfloat16)
     for expert, number in enumerate(numbers):
-        plane.page(expert).copy_(template.page(number))
+        plane.blob(expert).copy_(template.blob(number))
     for name in ("up_row_scale", "up_column_scale", "down_row_scale", "down_column_scale"):
         getattr(plane, name).copy_(getattr(template, name)[numbers])
     return CountedExperts(shapes, [plane], label=label)
@@ -146,12 +146,12 @@ class DensePlane(modules.CodedPlane):
         self.shapes = shapes
         for expert in range(shapes.count):
             weights = torch.empty(shapes.weights_each, dtype=torch.bfloat16).copy_(few[expert % TEMPLATES])
-            self.register_buffer(page_name(expert), weights)
+            self.register_buffer(blob_name(expert), weights)
 
     def product(self, expert: int, matrix: int, x: Tensor) -> Tensor:
         up, down = self.shapes.up, self.shapes.down
         begin, shape = (0, up) if matrix == UP else (up[0] * up[1], down)
-        return functional.linear(x, self.page(expert)[begin : begin + shape[0] * shape[1]].view(shape))
+        return functional.linear(x, self.blob(expert)[begin : begin + shape[0] * shape[1]].view(shape))
 
 
 class MoeWorker:
@@ -233,14 +233,14 @@ class MoeWorker:
     def describe(self) -> dict[str, Any]:
         options = self.options
         weights = options.layers * options.experts * 3 * options.width * options.expert_width
-        pages = [buffer for name, buffer in self.model.named_buffers() if ".page_" in name]
+        pages = [buffer for name, buffer in self.model.named_buffers() if ".blob_" in name]
         stored = [page for page in pages if page.dtype == torch.uint8]
         coded_bytes = sum(extent.coded_bytes for extent in operators.extents(stored[0])) if stored else 0
         return {
             "expert_weights": weights,
             "expert_bytes": sum(page.nbytes for page in stored) or 2 * weights,
-            "page_bytes": stored[0].nbytes if stored else 0,
-            "coded_bytes_of_a_page": coded_bytes,
+            "blob_bytes": stored[0].nbytes if stored else 0,
+            "coded_bytes_of_a_blob": coded_bytes,
             "other_bytes": sum(p.nbytes for name, p in self.model.named_parameters() if "experts" not in name),
         }
 

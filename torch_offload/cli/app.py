@@ -16,7 +16,7 @@ from torch_offload import __version__
 from torch_offload.cli.config_options import config_from, config_options
 from torch_offload.cli.run_arguments import script_path, separate_script
 from torch_offload.config import Config, parse_size
-from torch_offload.errors import ConfigError, OffloadError
+from torch_offload.errors import CheckpointError, ConfigError, OffloadError
 from torch_offload.reporting.saved_reports import REPORT_NAME
 
 USAGE_ERROR = 2
@@ -321,7 +321,7 @@ def verify(
         for problem in found.problems:
             typer.echo(problem)
         state = f"{len(found.problems)} problems" if found.problems else "no damage found"
-        typer.echo(f"{found.pages} pages, {found.read_bytes} bytes read: {state}")
+        typer.echo(f"{found.blobs} blobs, {found.read_bytes} bytes read: {state}")
     raise typer.Exit(1 if found.problems else 0)
 
 
@@ -357,7 +357,7 @@ def _plain_errors() -> Iterator[None]:
     """Turn what is wrong with the command line or the machine into one line and an exit status."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         _fail(error, USAGE_ERROR)
     except (OffloadError, OSError) as error:
         _fail(error, 1)

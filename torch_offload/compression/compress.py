@@ -20,15 +20,14 @@ from torch_offload.compression.calibration import DEFAULT_SEQUENCE, Sample
 from torch_offload.compression.gptq import Rounding
 from torch_offload.compression.input_moments import ExpertMoments, moments_of
 from torch_offload.compression.layerwise import BlockWalk, block_of
-from torch_offload.compression.rate_allocation import RateCurve, bytes_in, least_pages, share_pages
+from torch_offload.compression.rate_allocation import RateCurve, bytes_in, min_sectors, share_sectors
 from torch_offload.compression.resume import FOLDER, FinishedBlocks, fingerprint_of
 from torch_offload.compression.rounding import Problem
-from torch_offload.config import Config
+from torch_offload.config import SECTOR_BYTES, Config
 from torch_offload.errors import ConfigError
 from torch_offload.integrations.hf_models import loaded_model
 from torch_offload.moe import checkpoint
 from torch_offload.moe.activate import experts_of
-from torch_offload.moe.checkpoint import PAGE_ALIGNMENT_BYTES
 from torch_offload.moe.layouts import ExpertsModule, read_ahead
 from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes, coded_experts, scale_widths
 from torch_offload.moe.operators import CODERS
@@ -49,7 +48,7 @@ _CURVE_ROWS = 96
 _CODERS = tuple(coder for coder in CODERS if coder != "qmoe")
 
 _NAME_BYTES = 110
-"""What a page's entry in the header of its file takes beside its name, at most."""
+"""What a blob's entry in the header of its file takes beside its name, at most."""
 
 _SPARE_BYTES = 1
 """Of a module's share at least: what rounding of numbers may take from it."""
@@ -118,7 +117,7 @@ def compress(
 
     Args:
         model: Of transformers.
-        bits: Per weight of the experts, everything counted: pages with headers, tables and fill, scales, names.
+        bits: Per weight of the experts, everything counted: blobs with headers, tables and fill, scales, names.
         calibration: Texts, token ids, or what the model is called with; some hundred thousand tokens of the kind that
             the model is meant for.
         tokenizer: Turns texts into tokens.
@@ -260,8 +259,8 @@ class ByteBudget:
         self._allowed_bytes = 0.0
         for experts in modules:
             shapes = experts.shapes
-            pages = least_pages(_matrix_weights(shapes), self.planes)
-            least = self.overhead_bytes(experts.name, shapes) + PAGE_ALIGNMENT_BYTES * pages + _SPARE_BYTES
+            sectors = min_sectors(_matrix_weights(shapes), self.planes)
+            least = self.overhead_bytes(experts.name, shapes) + SECTOR_BYTES * sectors + _SPARE_BYTES
             if least > self._share_bytes(experts.name):
                 least_bits = math.ceil((least + _SPARE_BYTES) * 800 / self._weights[experts.name]) / 100
                 raise ConfigError(
@@ -270,15 +269,15 @@ class ByteBudget:
                 )
 
     def overhead_bytes(self, name: str, shapes: ExpertShapes) -> int:
-        """Return what a module takes beside pages: scales, and the names of pages."""
+        """Return the bytes of a module beside its blobs: scales, and the names of blobs."""
         scales = sum(scale_widths(shapes).values()) * SCALE_DTYPE.itemsize
-        return shapes.count * self.planes * (scales + len(name) + _NAME_BYTES) + PAGE_ALIGNMENT_BYTES
+        return shapes.count * self.planes * (scales + len(name) + _NAME_BYTES) + SECTOR_BYTES
 
-    def pages(self, name: str, shapes: ExpertShapes) -> int:
-        """Return how many pages a module may have. What the modules before it took has to be counted already."""
+    def sectors(self, name: str, shapes: ExpertShapes) -> int:
+        """Return how many sectors a module may have. What the modules before it took has to be counted already."""
         self._allowed_bytes += self._share_bytes(name)
         left = self._allowed_bytes - self._spent_bytes - self.overhead_bytes(name, shapes)
-        return int(left // PAGE_ALIGNMENT_BYTES)
+        return int(left // SECTOR_BYTES)
 
     def spend(self, size_bytes: int) -> None:
         """Count what a module took."""
@@ -334,14 +333,14 @@ class _Compressor:
         if kept is not None:
             coded, results = kept[0], [ModuleResult(**said) for said in kept[1]]
             for result, experts in zip(results, modules, strict=True):
-                self._budget.pages(experts.name, experts.shapes)
+                self._budget.sectors(experts.name, experts.shapes)
                 self._budget.spend(result.coded_bytes)
         else:
             moments = moments_of(modules, lambda: walk.run(block))
             coded, results = {}, []
             for experts in modules:
-                pages = self._budget.pages(experts.name, experts.shapes)
-                coded[experts.name], result = self._module(experts, moments[experts.name], pages)
+                sectors = self._budget.sectors(experts.name, experts.shapes)
+                coded[experts.name], result = self._module(experts, moments[experts.name], sectors)
                 self._budget.spend(result.coded_bytes)
                 results.append(result)
             self._finished.keep(block, coded, [asdict(result) for result in results])
@@ -349,7 +348,9 @@ class _Compressor:
             experts.replace(coded[experts.name])
         return results
 
-    def _module(self, experts: ExpertsModule, moments: ExpertMoments, pages: int) -> tuple[CodedExperts, ModuleResult]:
+    def _module(
+        self, experts: ExpertsModule, moments: ExpertMoments, sectors: int
+    ) -> tuple[CodedExperts, ModuleResult]:
         shapes, planes = experts.shapes, self._budget.planes
         for expert in range(shapes.count):
             _check_finite(experts, expert)
@@ -359,7 +360,7 @@ class _Compressor:
             for matrix in (UP, DOWN)
             for curve in _curves(experts, moments, matrix, energies, damping=self._damping)
         ]
-        given = share_pages(curves, pages=pages, planes=planes)
+        given = share_sectors(curves, sectors=sectors, planes=planes)
         up, down = (
             self._matrices(experts, moments, matrix, given[matrix * shapes.count : (matrix + 1) * shapes.count])
             for matrix in (UP, DOWN)
@@ -370,11 +371,11 @@ class _Compressor:
             label=experts.name,
             coder=self._coder,
         )
-        page_bytes = sum(page.numel() for name, page in coded.named_buffers() if ".page_" in name)
+        blob_bytes = sum(blob.numel() for name, blob in coded.named_buffers() if ".blob_" in name)
         result = ModuleResult(
             name=experts.name,
             weights=_weights(shapes),
-            coded_bytes=page_bytes + self._budget.overhead_bytes(experts.name, shapes),
+            coded_bytes=blob_bytes + self._budget.overhead_bytes(experts.name, shapes),
             planes=planes,
             tokens=[int(count) for count in moments.tokens.tolist()],
             errors=[(first.error, last.error) for first, last in zip(up, down, strict=True)],
@@ -383,12 +384,12 @@ class _Compressor:
         return coded, result
 
     def _matrices(
-        self, experts: ExpertsModule, moments: ExpertMoments, matrix: int, pages: Sequence[Sequence[int]]
+        self, experts: ExpertsModule, moments: ExpertMoments, matrix: int, sectors: Sequence[Sequence[int]]
     ) -> list[Rounding]:
-        """Round one matrix of all experts, with these pages for each plane."""
+        """Round one matrix of all experts, with these sectors for each plane."""
         rounded: list[Rounding] = []
         for part in _parts(experts, matrix):
-            limits = [[bytes_in(count) for count in pages[expert]] for expert in part]
+            limits = [[bytes_in(count) for count in sectors[expert]] for expert in part]
             rounded += gptq.quantise_all(
                 _stacked(experts, part, matrix),
                 moments.means(matrix, part),

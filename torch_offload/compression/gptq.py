@@ -51,7 +51,7 @@ class Rounding:
 
     Attributes:
         terms: The coarsest first.
-        coded_bytes: What their coded matrices take; scales and what fills a page are left out.
+        coded_bytes: What their coded matrices take; scales and what fills a blob are left out.
         error: The part of the output's energy that is lost.
     """
 
@@ -90,7 +90,7 @@ def quantise(
     Args:
         weight: Floats [rows, columns].
         hessian: Second moment of its inputs, [columns, columns]; None if nothing is known of them.
-        bits: Per weight, of all planes together. Scales and what fills a page are not counted.
+        bits: Per weight, of all planes together. Scales and what fills a blob are not counted.
         planes: How many terms; None leaves it to the rate.
         damping: Part of the mean of the Hessian's diagonal that is added to it.
         sweeps: How often each value gets another choice.

@@ -1,4 +1,4 @@
-"""Which matrix of a layer's experts gets how many pages: where a page saves the most of their energies."""
+"""Rate allocation: the sectors of 4 KiB of each matrix of a layer, one after the other where it saves most energy."""
 
 import heapq
 import math
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_offload.compression.gptq import LEAST_BITS_OF_A_PLANE, MOST_BITS_OF_A_PLANE
+from torch_offload.config import SECTOR_BYTES
 from torch_offload.errors import ConfigError
-from torch_offload.moe.checkpoint import PAGE_ALIGNMENT_BYTES
 
 FILL_BYTES = 128
 """What an extent has behind its coded bytes at least."""
@@ -27,19 +27,19 @@ class PageLimits:
     def of(cls, weights: int) -> "PageLimits":
         """Limits of a matrix with so many weights."""
         least, most = (bits * weights / 8 + FILL_BYTES for bits in (LEAST_BITS_OF_A_PLANE, 1.03 * MOST_BITS_OF_A_PLANE))
-        return cls(max(1, int(least // PAGE_ALIGNMENT_BYTES)), -int(-most // PAGE_ALIGNMENT_BYTES))
+        return cls(max(1, int(least // SECTOR_BYTES)), -int(-most // SECTOR_BYTES))
 
-    def split(self, pages: int, planes: int) -> list[int]:
-        """Return the pages of each plane: the first ones have as many as are of use to one."""
+    def split(self, sectors: int, planes: int) -> list[int]:
+        """Return the sectors of each plane: the first ones have as many as are of use to one."""
         shares: list[int] = []
         for later in reversed(range(planes)):
-            shares.append(min(pages - sum(shares) - later * self.least, self.most))
+            shares.append(min(sectors - sum(shares) - later * self.least, self.most))
         return shares
 
 
-def bytes_in(pages: int) -> int:
+def bytes_in(sectors: int) -> int:
     """Return the coded bytes that fit."""
-    return pages * PAGE_ALIGNMENT_BYTES - FILL_BYTES
+    return sectors * SECTOR_BYTES - FILL_BYTES
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class RateCurve:
         measured = sorted((rate, math.log(max(error, 1e-9))) for rate, error in zip(bits, errors, strict=True))
         return cls(((0.0, 0.0), *(point for point in measured if point[0] > 0)), energy, weights)
 
-    def lost(self, pages: Sequence[int]) -> float:
-        """Return the energy lost with so many pages in each plane; each takes from the rest what the first would."""
-        rates = (_OF_ENTROPY * 8 * bytes_in(count) / self.weights for count in pages)
+    def lost(self, sectors: Sequence[int]) -> float:
+        """Return the energy lost with so many sectors in each plane; each takes from the rest what the first would."""
+        rates = (_OF_ENTROPY * 8 * bytes_in(count) / self.weights for count in sectors)
         return self.energy * math.exp(sum(self._log_error(rate) for rate in rates))
 
     def _log_error(self, bits: float) -> float:
@@ -76,31 +76,31 @@ class RateCurve:
         return first + (bits - low) / max(high - low, 1e-6) * (second - first)
 
 
-def least_pages(weights: Sequence[int], planes: int) -> int:
-    """Return how many pages matrices of so many weights need at least."""
+def min_sectors(weights: Sequence[int], planes: int) -> int:
+    """Return how many sectors matrices of so many weights need at least."""
     return planes * sum(PageLimits.of(count).least for count in weights)
 
 
-def share_pages(curves: Sequence[RateCurve], *, pages: int, planes: int) -> list[list[int]]:
-    """Give pages to matrices, one after the other to the one that gains the most by it.
+def share_sectors(curves: Sequence[RateCurve], *, sectors: int, planes: int) -> list[list[int]]:
+    """Give sectors to matrices, one after the other to the one that gains the most by it.
 
     Args:
         curves: Of each matrix.
-        pages: In all; enough for the least of each.
+        sectors: In all; enough for the least of each.
         planes: Of each matrix.
 
     Returns:
-        The pages of each plane of each matrix.
+        The sectors of each plane of each matrix.
 
     Raises:
-        ConfigError: If there are fewer pages than the least of each.
+        ConfigError: If there are fewer sectors than the least of each.
     """
     limits = [PageLimits.of(curve.weights) for curve in curves]
     given = [planes * limit.least for limit in limits]
-    if pages < sum(given):
+    if sectors < sum(given):
         raise ConfigError(
-            f"{pages} pages for {len(curves)} matrices in {planes} planes, {sum(given)} is the least; give more bits "
-            "per weight"
+            f"{sectors} sectors for {len(curves)} matrices in {planes} planes, {sum(given)} is the least; give more "
+            "bits per weight"
         )
     waiting: list[tuple[float, int]] = []
 
@@ -112,7 +112,7 @@ def share_pages(curves: Sequence[RateCurve], *, pages: int, planes: int) -> list
 
     for position in range(len(curves)):
         offer(position)
-    for _ in range(pages - sum(given)):
+    for _ in range(sectors - sum(given)):
         if not waiting:
             break
         _, position = heapq.heappop(waiting)

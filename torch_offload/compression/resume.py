@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_offload.errors import ConfigError
-from torch_offload.moe.modules import CodedExperts, CodedPlane, ExpertShapes, page_name
+from torch_offload.moe.modules import CodedExperts, CodedPlane, ExpertShapes, blob_name
 from torch_offload.moe.ternary import SCALE_DTYPE
 
 LOG = logging.getLogger(__name__)
@@ -112,10 +112,10 @@ def _write(path: Path, content: bytes) -> None:
 
 def _experts_from(tensors: Mapping[str, Tensor], name: str, shapes: ExpertShapes) -> CodedExperts:
     planes: list[CodedPlane] = []
-    while f"{name}.planes.{len(planes)}.{page_name(0)}" in tensors:
+    while f"{name}.planes.{len(planes)}.{blob_name(0)}" in tensors:
         prefix = f"{name}.planes.{len(planes)}."
-        pages = [tensors[prefix + page_name(expert)] for expert in range(shapes.count)]
-        plane = CodedPlane(shapes, [page.numel() for page in pages], dtype=SCALE_DTYPE)
+        blobs = [tensors[prefix + blob_name(expert)] for expert in range(shapes.count)]
+        plane = CodedPlane(shapes, [blob.numel() for blob in blobs], dtype=SCALE_DTYPE)
         for key, _ in list(plane.named_buffers()):
             plane.register_buffer(key, tensors[prefix + key])
         planes.append(plane)

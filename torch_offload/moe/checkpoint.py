@@ -1,7 +1,7 @@
 """Folders of models with coded experts, as ``from_pretrained`` reads and :func:`save` writes them.
 
-Such a folder is an ordinary one of transformers, with a ``quantization_config`` in config.json. Coded pages lie in
-safetensors files of their own, each page on a multiple of 4 KiB, so that it can be read by one direct read.
+Such a folder is an ordinary one of transformers, with a ``quantization_config`` in config.json. Coded blobs lie in
+safetensors files of their own, each blob on a multiple of 4 KiB, so that it can be read by one direct read.
 """
 
 import json
@@ -23,18 +23,18 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_offload.config import parse_size
-from torch_offload.errors import ConfigError
+from torch_offload.errors import CheckpointError, ConfigError
 from torch_offload.hooks import replaced_functions
 from torch_offload.moe.folder_format import FORMAT_VERSION, QUANT_METHOD
 from torch_offload.moe.layouts import CODED, experts_of, read_ahead
-from torch_offload.moe.modules import QUALITIES, CodedExperts, CodedPlane
+from torch_offload.moe.modules import ACTIVE_PLANES, CodedExperts, CodedPlane
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.safetensors_writer import stream_file
 
-PAGE_ALIGNMENT_BYTES = 4096
-_MOST_PAGE_BYTES = 1 << 40
+BLOB_ALIGNMENT_BYTES = 4096
+_MAX_BLOB_BYTES = 1 << 40
 
-_PAGE = re.compile(rf"\.{CODED}\.planes\.\d+\.page_\d+$")
+_BLOB = re.compile(rf"\.{CODED}\.planes\.\d+\.blob_\d+$")
 _WRITE_BUFFER_BYTES = 64 << 20
 
 
@@ -42,48 +42,48 @@ class CodedExpertsConfig(QuantizationConfigMixin):
     """What config.json says of coded experts."""
 
     def __init__(
-        self, /, *, experts: Any = None, coded_format: Any = FORMAT_VERSION, quality: Any = "all", **other: Any
+        self, /, *, experts: Any = None, coded_format: Any = FORMAT_VERSION, planes: Any = "all", **other: Any
     ) -> None:
         """Check what the file says, which may be anything.
 
         Args:
-            experts: By the module's name, the bytes of each page: ``{"page_bytes": [[of plane 0], ...]}``.
+            experts: By the module's name, the bytes of each blob: ``{"blob_bytes": [[of plane 0], ...]}``.
             coded_format: Of the folder, a number.
-            quality: See ``CodedExperts.quality``.
+            planes: See ``CodedExperts.active_planes``.
             **other: What a later version may add.
 
         Raises:
-            ConfigError: If the format is not known, or something is not what it has to be. The message names it.
+            CheckpointError: If the format is not known, or something is not what it has to be. The message names it.
         """
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # registered methods are strings
         if coded_format != FORMAT_VERSION:
-            raise ConfigError(
+            raise CheckpointError(
                 f"expected coded experts of format {FORMAT_VERSION}, got format {reprlib.repr(coded_format)}; "
                 "install the version of torch_offload that wrote them, or a later one"
             )
-        if quality not in QUALITIES:
-            raise ConfigError(f"quality: {reprlib.repr(quality)} is not known; there are: {', '.join(QUALITIES)}")
+        if planes not in ACTIVE_PLANES:
+            raise CheckpointError(f"planes: expected one of {', '.join(ACTIVE_PLANES)}, got {reprlib.repr(planes)}")
         if not isinstance(experts, Mapping):
-            raise ConfigError(f"experts: {reprlib.repr(experts)} does not say what each module's pages take")
+            raise CheckpointError(f"experts: {reprlib.repr(experts)} does not say what each module's blobs take")
         for name, said in experts.items():
             _check_sizes(name, said)
         self.coded_format = coded_format
         self.experts = {name: dict(said) for name, said in experts.items()}
-        self.quality = quality
+        self.planes = planes
 
 
 def _check_sizes(name: str, said: Any) -> None:
-    planes = said.get("page_bytes") if isinstance(said, Mapping) else None
+    planes = said.get("blob_bytes") if isinstance(said, Mapping) else None
     has_planes = isinstance(planes, list) and planes and all(isinstance(plane, list) and plane for plane in planes)
-    if not has_planes or not all(_is_page_size(size) for plane in cast(list[list[Any]], planes) for size in plane):
-        raise ConfigError(
-            f"experts: page_bytes of {name} is not, for each plane, a list of the pages' sizes in multiples of "
-            f"{PAGE_ALIGNMENT_BYTES} bytes: {reprlib.repr(planes)}"
+    if not has_planes or not all(_is_blob_size(size) for plane in cast(list[list[Any]], planes) for size in plane):
+        raise CheckpointError(
+            f"experts: blob_bytes of {name} is not, for each plane, a list of the blobs' sizes in multiples of "
+            f"{BLOB_ALIGNMENT_BYTES} bytes: {reprlib.repr(planes)}"
         )
 
 
-def _is_page_size(size: Any) -> bool:
-    return type(size) is int and 0 < size <= _MOST_PAGE_BYTES and size % PAGE_ALIGNMENT_BYTES == 0
+def _is_blob_size(size: Any) -> bool:
+    return type(size) is int and 0 < size <= _MAX_BLOB_BYTES and size % BLOB_ALIGNMENT_BYTES == 0
 
 
 @register_quantizer(QUANT_METHOD)
@@ -108,7 +108,7 @@ class CodedExpertsQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         missing = _names_not_in_files(model)
         if missing:
-            raise ConfigError(
+            raise CheckpointError(
                 f"{len(missing)} tensors of the model are not in the files, the first {missing[0]}; a part of the "
                 "folder is missing: copy it again, or compress the model again"
             )
@@ -154,20 +154,20 @@ def lay_out(model: nn.Module, said: CodedExpertsConfig, *, dtype: torch.dtype) -
     """Put coded experts without values in place of a model's experts.
 
     Raises:
-        ConfigError: If the model has no such modules, or they have other counts; the message names the module.
+        CheckpointError: If the model has no such modules, or they have other counts; the message names the module.
     """
     found = {experts.name: experts for experts in experts_of(model)}
     for name, sizes in said.experts.items():
         experts = found.get(_known_name(name, found))
         if experts is None:
-            raise ConfigError(f"the files have coded experts of {name}, the model has experts in {sorted(found)}")
+            raise CheckpointError(f"the files have coded experts of {name}, the model has experts in {sorted(found)}")
         shapes = experts.shapes
-        for page_bytes in sizes["page_bytes"]:
-            if len(page_bytes) != shapes.count:
-                raise ConfigError(f"{name}: the files have {len(page_bytes)} experts, the model {shapes.count}")
-        planes = [CodedPlane(shapes, page_bytes, dtype=dtype, device="meta") for page_bytes in sizes["page_bytes"]]
+        for blob_bytes in sizes["blob_bytes"]:
+            if len(blob_bytes) != shapes.count:
+                raise CheckpointError(f"{name}: the files have {len(blob_bytes)} experts, the model {shapes.count}")
+        planes = [CodedPlane(shapes, blob_bytes, dtype=dtype, device="meta") for blob_bytes in sizes["blob_bytes"]]
         coded = CodedExperts(shapes, planes, label=experts.name)
-        coded.quality = said.quality
+        coded.active_planes = said.planes
         experts.replace(coded)
     read_ahead(model)
 
@@ -179,7 +179,7 @@ def _known_name(name: str, found: Mapping[str, Any]) -> str:
 
 
 def config_of(model: nn.Module) -> CodedExpertsConfig:
-    """Describe a model's coded experts. Their quality is "all" unless all have the same other one.
+    """Describe a model's coded experts. Their planes are "all" unless all modules use the same others.
 
     Raises:
         ConfigError: If it has none.
@@ -188,13 +188,13 @@ def config_of(model: nn.Module) -> CodedExpertsConfig:
     for name, module in model.named_modules():
         if isinstance(module, CodedExperts):
             sizes = [
-                [plane.page(expert).numel() for expert in range(module.shapes.count)] for plane in module.all_planes
+                [plane.blob(expert).numel() for expert in range(module.shapes.count)] for plane in module.all_planes
             ]
-            experts[name.removesuffix(f".{CODED}")] = {"page_bytes": sizes}
+            experts[name.removesuffix(f".{CODED}")] = {"blob_bytes": sizes}
     if not experts:
         raise ConfigError("the model has no coded experts; torch_offload.compress(model, ...) makes them")
-    qualities = {module.quality for module in model.modules() if isinstance(module, CodedExperts)}
-    return CodedExpertsConfig(experts=experts, quality=qualities.pop() if len(qualities) == 1 else "all")
+    active = {module.active_planes for module in model.modules() if isinstance(module, CodedExperts)}
+    return CodedExpertsConfig(experts=experts, planes=active.pop() if len(active) == 1 else "all")
 
 
 def save(
@@ -207,7 +207,7 @@ def save(
         folder: Made if it is not there. What a model of the same kind left there is replaced; files of coded experts
             that nothing names any more are deleted last.
         max_shard_size: Of one file.
-        options: For ``save_pretrained``, which writes everything but coded pages.
+        options: For ``save_pretrained``, which writes everything but coded blobs.
 
     Raises:
         ConfigError: If the model has no coded experts.
@@ -216,15 +216,15 @@ def save(
     folder = Path(folder)
     model.config.quantization_config = config_of(model)
     state = model.state_dict()
-    pages = {name: state.pop(name) for name in list(state) if _PAGE.search(name)}
+    blobs = {name: state.pop(name) for name in list(state) if _BLOB.search(name)}
     for older in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME):
         older.unlink(missing_ok=True)  # which of them is there afterwards says what was written
     with _without_quantizer(model):
         model.save_pretrained(
             folder, state_dict=state, max_shard_size=max_shard_size, save_original_format=False, **options
         )
-    weight_map = _write_pages(pages, folder, shard_bytes=parse_size(max_shard_size))
-    total_bytes = sum(tensor.nbytes for tensor in (*state.values(), *pages.values()))
+    weight_map = _write_blobs(blobs, folder, shard_bytes=parse_size(max_shard_size))
+    total_bytes = sum(tensor.nbytes for tensor in (*state.values(), *blobs.values()))
     _extend_index(folder, weight_map, total_bytes=total_bytes)
     for path in folder.glob("experts-*-of-*.safetensors"):
         if path.name not in weight_map.values():
@@ -242,16 +242,16 @@ def _without_quantizer(model: PreTrainedModel) -> Iterator[None]:
             model.hf_quantizer = quantizer
 
 
-def _write_pages(pages: Mapping[str, Tensor], folder: Path, *, shard_bytes: int) -> dict[str, str]:
-    """Write pages to aligned files; returns the file of each."""
+def _write_blobs(blobs: Mapping[str, Tensor], folder: Path, *, shard_bytes: int) -> dict[str, str]:
+    """Write blobs to aligned files; returns the file of each."""
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
-    for name, page in pages.items():
-        if shards[-1] and page.nbytes > room:
+    for name, blob in blobs.items():
+        if shards[-1] and blob.nbytes > room:
             shards.append({})
             room = shard_bytes
-        shards[-1][name] = page
-        room -= page.nbytes
+        shards[-1][name] = blob
+        room -= blob.nbytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"experts-{number:05}-of-{len(shards):05}.safetensors"
@@ -260,7 +260,7 @@ def _write_pages(pages: Mapping[str, Tensor], folder: Path, *, shard_bytes: int)
             folder / file_name,
             {"format": "pt"},
             budget_bytes=_WRITE_BUFFER_BYTES,
-            alignment_bytes=PAGE_ALIGNMENT_BYTES,
+            alignment_bytes=BLOB_ALIGNMENT_BYTES,
         )
         weight_map |= dict.fromkeys(shard, file_name)
     return weight_map
@@ -289,7 +289,7 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _save_pretrained(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **options: Any) -> Any:
-    """Have config.json say what the experts are, however they were coded. Pages lie as they come."""
+    """Have config.json say what the experts are, however they were coded. Blobs lie as they come."""
     if any(isinstance(module, CodedExperts) for module in model.modules()):
         model.config.quantization_config = config_of(model)
     return original(model, *args, **options)

@@ -5,3 +5,6 @@ QUANT_METHOD = "coded_ternary"
 
 FORMAT_VERSION = 1
 """``coded_format`` in config.json: what this version writes, and the only one it reads."""
+
+PRE_RELEASE_METHOD = "torch_offload"
+"""``quant_method`` of folders that were written before the format was settled."""

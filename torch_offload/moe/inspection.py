@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from torch_offload.config import format_size
-from torch_offload.errors import ConfigError, OffloadError
+from torch_offload.errors import CheckpointError, OffloadError
 from torch_offload.moe.checkpoint import CodedExpertsConfig, may_be_absent
 from torch_offload.moe.folder_format import QUANT_METHOD
 from torch_offload.moe.layouts import CODED, experts_of
-from torch_offload.moe.modules import page_name, scale_widths
+from torch_offload.moe.modules import blob_name, scale_widths
 from torch_offload.moe.operators import CodedExtent, decode, extents
 
 MOST_VALUES = 1 << 30
@@ -45,7 +45,7 @@ class ModuleContent:
         weights: Of all experts.
         zeros: Part of all coded values that is zero.
         tiles: How many tiles each coder has.
-        coded_bytes: Pages and scales.
+        coded_bytes: Blobs and scales.
     """
 
     name: str
@@ -136,23 +136,23 @@ class CodedFolder:
         """Read the configuration and the index.
 
         Raises:
-            ConfigError: If the folder has no coded experts, is one of ``save_pretrained``, or these files are damaged.
+            CheckpointError: If the folder has no coded experts, is one of ``save_pretrained``, or is damaged.
         """
         self.path = path
         self._said = _json_of(path / "config.json")
         self.config = _coded_config(path, self._said)
         if (path / SAFE_WEIGHTS_NAME).exists():
-            raise ConfigError(
-                f"{path} was written by save_pretrained, pages among all else in {SAFE_WEIGHTS_NAME}; only folders "
+            raise CheckpointError(
+                f"{path} was written by save_pretrained, blobs among all else in {SAFE_WEIGHTS_NAME}; only folders "
                 "that compress or coded_files.save has written can be read"
             )
         index = _json_of(path / SAFE_WEIGHTS_INDEX_NAME)
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ConfigError(f"{path / SAFE_WEIGHTS_INDEX_NAME} has no weight_map")
+            raise CheckpointError(f"{path / SAFE_WEIGHTS_INDEX_NAME} has no weight_map")
         for name, file_name in weight_map.items():
             if not isinstance(file_name, str) or not _FILE_NAME.fullmatch(file_name):
-                raise ConfigError(
+                raise CheckpointError(
                     f"{path / SAFE_WEIGHTS_INDEX_NAME}: {name} is said to be in {reprlib.repr(file_name)}, which is "
                     "no file of this folder"
                 )
@@ -162,12 +162,12 @@ class CodedFolder:
         """Return the model that the configuration describes, without values and on the meta device.
 
         Raises:
-            ConfigError: If transformers knows no such model, or it would have more layers or experts than the index
+            CheckpointError: If transformers knows no such model, or it would have more layers or experts than the index
                 has tensors, which takes long to make and cannot be right.
         """
         for name, count in _counts(self._said):
             if count > len(self.weight_map):
-                raise ConfigError(
+                raise CheckpointError(
                     f"{self.path / 'config.json'}: {name} is {count}, the index has {len(self.weight_map)} tensors"
                 )
         return _empty_model(self.path)
@@ -188,22 +188,22 @@ class CodedFolder:
             raise OffloadError(f"{file_name}: {error}") from error
         return tensor
 
-    def page(self, name: str) -> Tensor:
-        """Read one coded page. Its content is not checked yet.
+    def blob(self, name: str) -> Tensor:
+        """Read one coded blob. Its content is not checked yet.
 
         Raises:
-            OffloadError: As :meth:`tensor`, or if it cannot be a page.
+            OffloadError: As :meth:`tensor`, or if it cannot be a blob.
         """
-        page = self.tensor(name)
-        if page.dtype != torch.uint8 or page.dim() != 1:
-            raise OffloadError(f"{page.dtype} of shape {tuple(page.shape)} is no coded page")
-        return page
+        blob = self.tensor(name)
+        if blob.dtype != torch.uint8 or blob.dim() != 1:
+            raise OffloadError(f"{blob.dtype} of shape {tuple(blob.shape)} is no coded blob")
+        return blob
 
-    def pages(self, module: str) -> Iterator[tuple[int, int, int, str]]:
-        """List a module's pages: plane, expert, bytes as configured, name."""
-        for plane, sizes in enumerate(self.config.experts[module]["page_bytes"]):
+    def blobs(self, module: str) -> Iterator[tuple[int, int, int, str]]:
+        """List a module's blobs: plane, expert, bytes as configured, name."""
+        for plane, sizes in enumerate(self.config.experts[module]["blob_bytes"]):
             for expert, size_bytes in enumerate(sizes):
-                yield plane, expert, size_bytes, f"{_plane_name(module, plane)}.{page_name(expert)}"
+                yield plane, expert, size_bytes, f"{_plane_name(module, plane)}.{blob_name(expert)}"
 
 
 def _plane_name(module: str, plane: int) -> str:
@@ -212,14 +212,14 @@ def _plane_name(module: str, plane: int) -> str:
 
 def _json_of(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ConfigError(f"there is no {path}; give a folder that compress has written")
+        raise CheckpointError(f"there is no {path}; give a folder that compress has written")
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(said, ensure_ascii=False).encode()  # a half character cannot be shown, nor name a file
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged: {error}") from None
+        raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(said, dict):
-        raise ConfigError(f"{path} is damaged: no JSON object")
+        raise CheckpointError(f"{path} is damaged: no JSON object")
     return said
 
 
@@ -234,18 +234,18 @@ def _counts(said: Any) -> Iterator[tuple[str, int]]:
 def _coded_config(path: Path, configuration: dict[str, Any]) -> CodedExpertsConfig:
     said = configuration.get("quantization_config")
     if not isinstance(said, dict) or said.get("quant_method") != QUANT_METHOD:
-        raise ConfigError(f"{path} has no coded experts; give a folder that compress has written")
+        raise CheckpointError(f"{path} has no coded experts; give a folder that compress has written")
     try:
         return CodedExpertsConfig(**{name: value for name, value in said.items() if name != "quant_method"})
-    except ConfigError as error:
-        raise ConfigError(f"{path / 'config.json'}: {error}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}") from None
 
 
 def inspect(path: Path) -> FolderContent:
-    """Say what a folder's coded experts are like. Every page is read and decoded.
+    """Say what a folder's coded experts are like. Every blob is read and decoded.
 
     Raises:
-        ConfigError: If it has none.
+        CheckpointError: If it has none.
         OffloadError: If something cannot be read; the message names it. See :func:`verify` for all that is damaged.
     """
     folder = CodedFolder(path)
@@ -256,17 +256,17 @@ def _content_of(folder: CodedFolder, module: str) -> ModuleContent:
     coded_bytes = zeros = values = weights = 0
     tiles: Counter[str] = Counter()
     experts, planes = set(), set()
-    for plane, expert, _, name in folder.pages(module):
+    for plane, expert, _, name in folder.blobs(module):
         try:
-            page = folder.page(name)
-            matrices = extents(page)
+            blob = folder.blob(name)
+            matrices = extents(blob)
             for number, matrix in enumerate(matrices):
-                zeros += int((_decoded(page, number, matrix) == 0).sum())
+                zeros += int((_decoded(blob, number, matrix) == 0).sum())
         except OffloadError as error:
             raise OffloadError(f"{name}: {error}") from error
         experts.add(expert)
         planes.add(plane)
-        coded_bytes += page.numel()
+        coded_bytes += blob.numel()
         size = sum(matrix.rows * matrix.columns for matrix in matrices)
         values += size
         weights += size if plane == 0 else 0
@@ -283,7 +283,7 @@ class Verification:
     """What was read, and what of it is wrong, one line each."""
 
     path: Path
-    pages: int
+    blobs: int
     read_bytes: int
     problems: list[str]
 
@@ -291,17 +291,17 @@ class Verification:
         """All of it for JSON."""
         return {
             "folder": str(self.path),
-            "pages": self.pages,
+            "blobs": self.blobs,
             "read_bytes": self.read_bytes,
             "problems": self.problems,
         }
 
 
 def verify(path: Path) -> Verification:
-    """Read every page, check its checksum, decode it, and hold shapes and names against the configuration.
+    """Read every blob, check its checksum, decode it, and hold shapes and names against the configuration.
 
     Raises:
-        ConfigError: If the folder has no coded experts, or its configuration describes no model with experts.
+        CheckpointError: If the folder has no coded experts, or its configuration describes no model with experts.
     """
     folder = CodedFolder(path)
     model = folder.model()
@@ -309,27 +309,27 @@ def verify(path: Path) -> Verification:
     problems = [f"{name}: the model has no such experts" for name in folder.config.experts if name not in found]
     problems += _absent_problems(folder, model)
     problems += _other_problems(folder)
-    pages = read_bytes = 0
+    blobs = read_bytes = 0
     for module in folder.config.experts:
         shapes = found.get(module)
-        for plane, expert, size_bytes, name in folder.pages(module):
-            pages += 1
+        for plane, expert, size_bytes, name in folder.blobs(module):
+            blobs += 1
             try:
-                page = folder.page(name)
-                read_bytes += page.nbytes
+                blob = folder.blob(name)
+                read_bytes += blob.nbytes
                 wanted = None if shapes is None else [shapes.up, shapes.down]
-                problem = _problem_of(page, size_bytes, wanted)
+                problem = _problem_of(blob, size_bytes, wanted)
             except OffloadError as error:
                 problem = str(error)
             if problem:
                 problems.append(f"expert {expert} of {module}, plane {plane}: {problem}")
         if shapes is not None:
-            planes = folder.config.experts[module]["page_bytes"]
+            planes = folder.config.experts[module]["blob_bytes"]
             counts = {len(sizes) for sizes in planes}
             if counts != {shapes.count}:
                 problems.append(f"{module}: {sorted(counts)} experts in the files, {shapes.count} in the model")
             problems += _scale_problems(folder, module, len(planes), scale_widths(shapes), shapes.count)
-    return Verification(path, pages, read_bytes, problems)
+    return Verification(path, blobs, read_bytes, problems)
 
 
 def _absent_problems(folder: CodedFolder, model: nn.Module) -> Iterator[str]:
@@ -350,25 +350,25 @@ def _absent_problems(folder: CodedFolder, model: nn.Module) -> Iterator[str]:
             yield f"{names[0]}: the model has such a tensor, the index does not name it"
 
 
-def _problem_of(page: Tensor, size_bytes: int, wanted: list[tuple[int, int]] | None) -> str | None:
-    if page.nbytes != size_bytes:
-        return f"{page.nbytes} bytes, {size_bytes} in the configuration"
-    matrices = extents(page)
+def _problem_of(blob: Tensor, size_bytes: int, wanted: list[tuple[int, int]] | None) -> str | None:
+    if blob.nbytes != size_bytes:
+        return f"{blob.nbytes} bytes, {size_bytes} in the configuration"
+    matrices = extents(blob)
     shapes = [(matrix.rows, matrix.columns) for matrix in matrices]
     if wanted is not None and shapes != wanted:
         return f"matrices of {shapes}, the model has {wanted}"
     for number, matrix in enumerate(matrices):
-        _decoded(page, number, matrix)
+        _decoded(blob, number, matrix)
     return None
 
 
-def _decoded(page: Tensor, number: int, matrix: CodedExtent) -> Tensor:
+def _decoded(blob: Tensor, number: int, matrix: CodedExtent) -> Tensor:
     """Decode a matrix, unless it is one of those that take few bytes but would fill any memory."""
     if matrix.rows * matrix.columns > MOST_VALUES:
         raise OffloadError(
             f"matrix {number} is said to have {matrix.rows} x {matrix.columns} values, at most {MOST_VALUES} are read"
         )
-    return decode(page, number)
+    return decode(blob, number)
 
 
 def _scale_problems(
@@ -408,7 +408,7 @@ def _empty_model(path: Path) -> nn.Module:
     """Return the model that a saved folder's configuration names, on the meta device.
 
     Raises:
-        ConfigError: If transformers knows no such model.
+        CheckpointError: If transformers knows no such model.
     """
     import transformers
 
@@ -419,5 +419,5 @@ def _empty_model(path: Path) -> nn.Module:
             build = named._from_config if hasattr(named, "_from_config") else named.from_config
             model: nn.Module = build(configuration)
     except Exception as error:  # of any type: whatever a value makes code fail that takes it for granted
-        raise ConfigError(f"{path} describes no model that transformers knows: {error!r}") from error
+        raise CheckpointError(f"{path} describes no model that transformers knows: {error!r}") from error
     return model

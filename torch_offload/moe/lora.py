@@ -3,7 +3,7 @@
 Targets are ``coded.up`` and ``coded.down``: ``LoraConfig(target_modules=["q_proj", "coded.up", "coded.down"])``. Every
 expert has factors of its own; they lie in memory and in files as PEFT lays out those of fused experts (its
 ``target_parameters``): ``lora_A`` [rank * experts, columns], ``lora_B`` [rows, rank * experts]. Forward and backward
-multiply by the coded page, so training needs no more of the base than inference.
+multiply by the coded blob, so training needs no more of the base than inference.
 """
 
 import math
@@ -194,7 +194,7 @@ class LoraCodedProjection(nn.Module, LoraLayer):
     def _row_squares(self, adapter_name: str, expert: int, a: Tensor, b: Tensor) -> Tensor:
         """|row|^2 of W + scaling B A, [rows], without a gradient and never below the smallest number.
 
-        Factors are detached, gradients stay enabled or not: that decides which planes W has with quality "arrived",
+        Factors are detached, gradients stay enabled or not: that decides which planes W has with the resident planes,
         and they have to be those that the tokens are multiplied by. Autocast is off: lengths are divided by.
         """
         scaling = self.scaling[adapter_name]

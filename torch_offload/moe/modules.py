@@ -14,11 +14,11 @@ from torch_offload.moe.operators import coded_linear, decode
 from torch_offload.moe.ternary import SCALE_DTYPE, TernaryMatrix, coded
 from torch_offload.runtime.process import PROCESS
 
-QUALITIES = ("base", "all", "arrived")
+ACTIVE_PLANES = ("base", "all", "resident")
 """Planes that a product uses: the first; all of them; without gradients the first and those that are in memory."""
 
 UP, DOWN = 0, 1
-"""Numbers of an expert's matrices in its page: the one applied first (gate and up, where these are one), the last."""
+"""Numbers of an expert's matrices in its blob: the one applied first (gate and up, where these are one), the last."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class ExpertShapes:
 
 
 class CodedPlane(nn.Module):
-    """One term of each expert's weights: a coded page for each expert, and the scales of all.
+    """One term of each expert's weights: a coded blob for each expert, and the scales of all.
 
-    Buffers: ``page_0``, ``page_1``, ... uint8, of which the engine pages each by itself; ``up_row_scale``
+    Buffers: ``blob_0``, ``blob_1``, ... uint8, each paged by the engine on its own; ``up_row_scale``
     [experts, rows] and three more like it.
     """
 
@@ -50,7 +50,7 @@ class CodedPlane(nn.Module):
     def __init__(
         self,
         shapes: ExpertShapes,
-        page_bytes: Sequence[int],
+        blob_bytes: Sequence[int],
         *,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
@@ -59,24 +59,24 @@ class CodedPlane(nn.Module):
 
         Args:
             shapes: Of the experts.
-            page_bytes: Of each expert's page.
+            blob_bytes: Of each expert's blob.
             dtype: Of the scales.
             device: Where the buffers are; ``"meta"`` while a model is laid out.
         """
         super().__init__()
-        for expert, size_bytes in enumerate(page_bytes):
-            self.register_buffer(page_name(expert), torch.empty(size_bytes, dtype=torch.uint8, device=device))
+        for expert, size_bytes in enumerate(blob_bytes):
+            self.register_buffer(blob_name(expert), torch.empty(size_bytes, dtype=torch.uint8, device=device))
         for name, width in scale_widths(shapes).items():
             self.register_buffer(name, torch.empty(shapes.count, width, dtype=dtype, device=device))
 
-    def page(self, expert: int) -> Tensor:
+    def blob(self, expert: int) -> Tensor:
         """Both matrices of an expert."""
-        return cast(Tensor, self._buffers[page_name(expert)])
+        return cast(Tensor, self._buffers[blob_name(expert)])
 
     def product(self, expert: int, matrix: int, x: Tensor) -> Tensor:
         """Multiply tokens by one matrix of an expert."""
         rows, columns = self.scales(matrix)
-        return coded_linear(x, self.page(expert), matrix, rows[expert], columns[expert])
+        return coded_linear(x, self.blob(expert), matrix, rows[expert], columns[expert])
 
     def scales(self, matrix: int) -> tuple[Tensor, Tensor]:
         """Scales of all experts' rows and columns."""
@@ -87,12 +87,12 @@ class CodedPlane(nn.Module):
     def dense(self, expert: int, matrix: int) -> Tensor:
         """One matrix of an expert, float32 [rows, columns]."""
         rows, columns = self.scales(matrix)
-        return rows[expert].float()[:, None] * decode(self.page(expert), matrix) * columns[expert].float()
+        return rows[expert].float()[:, None] * decode(self.blob(expert), matrix) * columns[expert].float()
 
 
-def page_name(expert: int) -> str:
-    """Name of an expert's page among a plane's buffers."""
-    return f"page_{expert}"
+def blob_name(expert: int) -> str:
+    """Name of an expert's blob among a plane's buffers."""
+    return f"blob_{expert}"
 
 
 def scale_widths(shapes: ExpertShapes) -> dict[str, int]:
@@ -147,7 +147,7 @@ class CodedExperts(nn.Module):
         planes: At least one :class:`CodedPlane`.
         up: The products by first matrices.
         down: The products by last matrices.
-        quality: One of ``QUALITIES``.
+        active_planes: The planes that products use, one of ``ACTIVE_PLANES``.
         label: The module's name, for messages.
     """
 
@@ -162,7 +162,7 @@ class CodedExperts(nn.Module):
         super().__init__()
         self.shapes = shapes
         self.planes = nn.ModuleList(planes)
-        self.quality = "all"
+        self.active_planes = "all"
         self.label = label
         self._before: tuple[CodedExperts, ...] = ()  # in tuples, so that they are no submodules
         self._following: tuple[CodedExperts, ...] = ()
@@ -173,7 +173,7 @@ class CodedExperts(nn.Module):
 
     @property
     def all_planes(self) -> list[CodedPlane]:
-        """The planes, whatever the quality."""
+        """The planes, whichever are active."""
         return cast(list[CodedPlane], list(self.planes))
 
     def dense(self, expert: int, matrix: int) -> Tensor:
@@ -213,7 +213,7 @@ class CodedExperts(nn.Module):
             [tokens, rows], in the dtype of x or of autocast.
 
         Raises:
-            PageCorruptError: If a page is damaged; the message names the module and the expert.
+            PageCorruptError: If a blob is damaged; the message names the module and the expert.
         """
         x = _autocast(x)
         planes = self._planes_for(expert)
@@ -229,19 +229,19 @@ class CodedExperts(nn.Module):
         """Begin to read experts, and keep those that are in memory, which will be used in this order. A hint."""
         for expert in experts:
             for plane in self._planes():
-                page = plane.page(expert)
-                engine = _C.engine_of(page)
+                blob = plane.blob(expert)
+                engine = _C.engine_of(blob)
                 if engine is not None:
-                    engine.prefetch(page)
+                    engine.prefetch(blob)
 
     def _planes(self) -> list[CodedPlane]:
-        return self.all_planes[:1] if self.quality == "base" else self.all_planes
+        return self.all_planes[:1] if self.active_planes == "base" else self.all_planes
 
     def _planes_for(self, expert: int) -> list[CodedPlane]:
         planes = self._planes()
-        if self.quality != "arrived" or torch.is_grad_enabled():
+        if self.active_planes != "resident" or torch.is_grad_enabled():
             return planes
-        return [plane for position, plane in enumerate(planes) if position == 0 or _is_here(plane.page(expert))]
+        return [plane for position, plane in enumerate(planes) if position == 0 or _is_here(plane.blob(expert))]
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -251,9 +251,9 @@ def _autocast(x: Tensor) -> Tensor:
     return x
 
 
-def _is_here(page: Tensor) -> bool:
-    engine = _C.engine_of(page)
-    return engine is None or engine.is_resident(page)
+def _is_here(blob: Tensor) -> bool:
+    engine = _C.engine_of(blob)
+    return engine is None or engine.is_resident(blob)
 
 
 ExpertForward = Callable[[int, Tensor], Tensor]
@@ -305,7 +305,7 @@ def mix(
     return weighted.view(*index.shape, hidden.shape[-1]).sum(dim=1).to(hidden.dtype)
 
 
-def coded_page(up: TernaryMatrix, down: TernaryMatrix, *, coder: str = "smallest") -> Tensor:
+def coded_blob(up: TernaryMatrix, down: TernaryMatrix, *, coder: str = "smallest") -> Tensor:
     """Code both matrices of an expert, one behind the other."""
     return torch.cat([coded(up, coder=coder), coded(down, coder=coder)])
 
@@ -339,9 +339,9 @@ def coded_experts(
 def _plane(
     shapes: ExpertShapes, up: Sequence[TernaryMatrix], down: Sequence[TernaryMatrix], *, coder: str
 ) -> CodedPlane:
-    pages = [coded_page(*matrices, coder=coder) for matrices in zip(up, down, strict=True)]
-    plane = CodedPlane(shapes, [page.numel() for page in pages], dtype=SCALE_DTYPE)
-    buffers = {page_name(expert): page for expert, page in enumerate(pages)} | {
+    blobs = [coded_blob(*matrices, coder=coder) for matrices in zip(up, down, strict=True)]
+    plane = CodedPlane(shapes, [blob.numel() for blob in blobs], dtype=SCALE_DTYPE)
+    buffers = {blob_name(expert): blob for expert, blob in enumerate(blobs)} | {
         "up_row_scale": torch.stack([matrix.row_scale for matrix in up]),
         "up_column_scale": torch.stack([matrix.column_scale for matrix in up]),
         "down_row_scale": torch.stack([matrix.row_scale for matrix in down]),

@@ -1,14 +1,14 @@
 """Coded ternary matrices as tensors: coding, decoding and linear layers over them.
 
-A coded page is a uint8 tensor that holds the extents of csrc/codec/FORMAT.md, one behind the other. A weight is
-``W = diag(row_scale) @ T @ diag(column_scale)`` with T of -1, 0 and +1 in the page; it is multiplied by without ever
-being expanded. The kernels are operators (``torch.ops.torch_offload``), so a page may be paged by the engine, and
+A coded blob is a uint8 tensor that holds the extents of csrc/codec/FORMAT.md, one behind the other. A weight is
+``W = diag(row_scale) @ T @ diag(column_scale)`` with T of -1, 0 and +1 in the blob; it is multiplied by without ever
+being expanded. The kernels are operators (``torch.ops.torch_offload``), so a blob may be paged by the engine, and
 autograd and ``torch.compile`` know them.
 
 With the CUDA build, products and ``decode`` also take tensors on a GPU; coding and ``extents`` are the CPU's. The first
-use of a page on a GPU copies it to the host, which waits, checks it and makes tables that stay on the GPU while the
-page's storage lives: at most 64 KiB for each class of columns and coder, and 4 bytes for each row. Later uses are
-queued on the current stream and wait for nothing. A page there must not be changed but by operators of torch, begins on
+use of a blob on a GPU copies it to the host, which waits, checks it and makes tables that stay on the GPU while the
+blob's storage lives: at most 64 KiB for each class of columns and coder, and 4 bytes for each row. Later uses are
+queued on the current stream and wait for nothing. A blob there must not be changed but by operators of torch, begins on
 a multiple of 16 bytes, and is of TUN12 and RANS4.
 """
 
@@ -30,7 +30,7 @@ _TRANSPOSED = "torch_offload::coded_linear_transposed"
 
 @dataclass(frozen=True)
 class CodedExtent:
-    """One matrix of a page. Sizes in bytes; ``coded_bytes`` leaves out what fills the extent to 4 KiB.
+    """One matrix of a blob. Sizes in bytes; ``coded_bytes`` leaves out what fills the extent to 4 KiB.
 
     Tiles are rows that are coded by themselves, each by one coder.
     """
@@ -62,35 +62,35 @@ def encode(values: Tensor, *, classes: Sequence[int] = (0,), coder: str = "small
     Raises:
         ConfigError: If a value is none of the three, or the classes are no cut of the columns.
     """
-    page: Tensor = torch.ops.torch_offload.encode_ternary(values, list(classes), coder, most_classes)
-    return page
+    blob: Tensor = torch.ops.torch_offload.encode_ternary(values, list(classes), coder, most_classes)
+    return blob
 
 
-def decode(page: Tensor, matrix: int = 0) -> Tensor:
-    """Return matrix number `matrix` of a page, int8 [rows, columns].
+def decode(blob: Tensor, matrix: int = 0) -> Tensor:
+    """Return matrix number `matrix` of a blob, int8 [rows, columns].
 
     Raises:
         PageCorruptError: Unless the extent is, to the byte, what was written.
     """
-    values: Tensor = torch.ops.torch_offload.decode_ternary(page, matrix)
+    values: Tensor = torch.ops.torch_offload.decode_ternary(blob, matrix)
     return values
 
 
-def extents(page: Tensor) -> list[CodedExtent]:
-    """Check a page and list its matrices.
+def extents(blob: Tensor) -> list[CodedExtent]:
+    """Check a blob and list its matrices.
 
     Raises:
         PageCorruptError: Unless every extent is, to the byte, what was written.
     """
-    return [CodedExtent(*line) for line in torch.ops.torch_offload.coded_extents(page).tolist()]
+    return [CodedExtent(*line) for line in torch.ops.torch_offload.coded_extents(blob).tolist()]
 
 
-def coded_linear(x: Tensor, page: Tensor, matrix: int, row_scale: Tensor, column_scale: Tensor) -> Tensor:
+def coded_linear(x: Tensor, blob: Tensor, matrix: int, row_scale: Tensor, column_scale: Tensor) -> Tensor:
     """Return ``x @ W.T``, summed in float32, with the dtype of x. Gradients flow to x.
 
     Args:
         x: float32, bfloat16 or float16, [..., columns].
-        page: The coded page.
+        blob: The coded blob.
         matrix: Which of its matrices.
         row_scale: [rows], of any of these types.
         column_scale: [columns].
@@ -100,41 +100,41 @@ def coded_linear(x: Tensor, page: Tensor, matrix: int, row_scale: Tensor, column
     each as the sum of two bfloat16.
 
     Raises:
-        PageCorruptError: If the page is damaged.
-        ConfigError: If the page is on a GPU and coded with ``qmoe``.
+        PageCorruptError: If the blob is damaged.
+        ConfigError: If the blob is on a GPU and coded with ``qmoe``.
         ValueError: If shapes or devices do not fit.
     """
-    product: Tensor = torch.ops.torch_offload.coded_linear(x, page, matrix, row_scale, column_scale)
+    product: Tensor = torch.ops.torch_offload.coded_linear(x, blob, matrix, row_scale, column_scale)
     return product
 
 
-def _shape_of_linear(x: Tensor, page: Tensor, matrix: int, row_scale: Tensor, column_scale: Tensor) -> Tensor:
+def _shape_of_linear(x: Tensor, blob: Tensor, matrix: int, row_scale: Tensor, column_scale: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], row_scale.shape[0]))
 
 
-def _shape_of_transposed(g: Tensor, page: Tensor, matrix: int, row_scale: Tensor, column_scale: Tensor) -> Tensor:
+def _shape_of_transposed(g: Tensor, blob: Tensor, matrix: int, row_scale: Tensor, column_scale: Tensor) -> Tensor:
     return g.new_empty((*g.shape[:-1], column_scale.shape[0]))
 
 
 def _save_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, page, matrix, row_scale, column_scale = inputs
+    _, blob, matrix, row_scale, column_scale = inputs
     if any(ctx.needs_input_grad[1:]):
         raise RuntimeError(
             "the scales of a coded weight are frozen and get no gradient; train an adapter over it, or detach them"
         )
-    ctx.save_for_backward(page, row_scale, column_scale)
+    ctx.save_for_backward(blob, row_scale, column_scale)
     ctx.matrix = matrix
 
 
 def _backward_of_linear(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    page, row_scale, column_scale = ctx.saved_tensors
-    back = torch.ops.torch_offload.coded_linear_transposed(gradient, page, ctx.matrix, row_scale, column_scale)
+    blob, row_scale, column_scale = ctx.saved_tensors
+    back = torch.ops.torch_offload.coded_linear_transposed(gradient, blob, ctx.matrix, row_scale, column_scale)
     return back, None, None, None, None
 
 
 def _backward_of_transposed(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    page, row_scale, column_scale = ctx.saved_tensors
-    forth = torch.ops.torch_offload.coded_linear(gradient, page, ctx.matrix, row_scale, column_scale)
+    blob, row_scale, column_scale = ctx.saved_tensors
+    forth = torch.ops.torch_offload.coded_linear(gradient, blob, ctx.matrix, row_scale, column_scale)
     return forth, None, None, None, None
 
 

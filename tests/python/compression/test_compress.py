@@ -22,7 +22,7 @@ from torch_offload import ConfigError, moe
 from torch_offload.compression import calibration, gptq, resume
 from torch_offload.compression.compress import ByteBudget
 from torch_offload.compression.input_moments import ExpertMoments
-from torch_offload.compression.rate_allocation import RateCurve, least_pages, share_pages
+from torch_offload.compression.rate_allocation import RateCurve, min_sectors, share_sectors
 from torch_offload.moe import inspection, ternary
 from torch_offload.moe.activate import experts_of
 from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes
@@ -219,7 +219,7 @@ def test_experts_without_tokens_and_without_weights():
     x = torch.randn(3, SIZES["hidden_size"])
     assert coded.product(2, UP, x).abs().sum() > 0
     assert not coded.product(1, UP, x).any()
-    assert coded.planes[0].page(2).numel() <= coded.planes[0].page(0).numel()
+    assert coded.planes[0].blob(2).numel() <= coded.planes[0].blob(0).numel()
     assert logits_of(model).isfinite().all()
 
 
@@ -308,7 +308,7 @@ def test_no_module_is_left_with_less_than_its_least(rows):
     shapes = {"small": ExpertShapes(3, (192, 192), (192, 192)), "large": ExpertShapes(4, (rows, 192), (192, rows))}
     modules = [SimpleNamespace(name=name, shapes=shape) for name, shape in shapes.items()]
     least = {
-        name: least_pages([math.prod(pair) for pair in (shape.up, shape.down) for _ in range(shape.count)], 1)
+        name: min_sectors([math.prod(pair) for pair in (shape.up, shape.down) for _ in range(shape.count)], 1)
         for name, shape in shapes.items()
     }
     asked = ByteBudget(modules, bits=1.3)
@@ -322,7 +322,7 @@ def test_no_module_is_left_with_less_than_its_least(rows):
                 continue
             done += 1
             for each in modules:
-                pages = budget.pages(each.name, each.shapes)
+                pages = budget.sectors(each.name, each.shapes)
                 assert pages >= least[each.name]
                 budget.spend(4096 * pages + budget.overhead_bytes(each.name, each.shapes))
     assert done > 0
@@ -465,11 +465,11 @@ def test_pages_go_where_they_save_the_most():
     """Method: of three like matrices the one that counts ten times as much gets the most; all pages are given."""
     points = {"bits": [0.4, 0.8, 1.2], "errors": [0.5, 0.3, 0.2]}
     curves = [RateCurve.make(**points, energy=energy, weights=1 << 20) for energy in (1.0, 10.0, 1.0)]
-    given = share_pages(curves, pages=90, planes=1)
+    given = share_sectors(curves, sectors=90, planes=1)
     assert sum(sum(pages) for pages in given) == 90
     assert given[1] > given[0] >= given[2]
-    with pytest.raises(ConfigError, match=r"2 pages for 3 matrices in 1 planes, \d+ is the least; give more bits"):
-        share_pages(curves, pages=2, planes=1)
+    with pytest.raises(ConfigError, match=r"2 sectors for 3 matrices in 1 planes, \d+ is the least; give more bits"):
+        share_sectors(curves, sectors=2, planes=1)
 
 
 def test_lines_of_a_file_of_texts_end_where_lines_do(tmp_path):

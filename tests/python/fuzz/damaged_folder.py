@@ -24,7 +24,7 @@ _STRANGE = (
     *("9" * 5000, '"9"', '""', '"a"', '"../a"', '"/"', '"[/a]"', r'"\u0000"', r'"\ud800"', '"."', '"config.json"'),
     *('"F32"', '"F4"', '"BOOL"', '"I64"', '"utils"', '"AutoConfig"', '"MixtralModel"', '"switch_transformers"'),
     *("[]", "[[]]", "[0, 1e3]", "[8192, 8192]", "[[8192, 8192]]", "[0, 1099511627776]", "[4294967296, 4294967296]"),
-    *("{}", '{"a": {}}', '{"page_bytes": 1}', "[" * 5000, "[" * 5000 + "]" * 5000),
+    *("{}", '{"a": {}}', '{"blob_bytes": 1}', "[" * 5000, "[" * 5000 + "]" * 5000),
 )
 
 # Where an extent has its checksum, what it covers and how long it is: csrc/codec/FORMAT.md.

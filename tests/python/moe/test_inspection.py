@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import torch_offload
-from torch_offload import ConfigError, moe
+from torch_offload import CheckpointError, Config, moe
 from torch_offload.compression.compress import compress_folder
 from torch_offload.moe import checkpoint, inspection, ternary
 from torch_offload.moe.activate import experts_of
@@ -34,7 +34,7 @@ from torch_offload.moe.modules import CodedExperts
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODULE = "model.layers.1.mlp.experts"
-PAGE = f"{MODULE}.coded.planes.1.page_2"
+PAGE = f"{MODULE}.coded.planes.1.blob_2"
 SCALE = f"{MODULE}.coded.planes.0.down_row_scale"
 
 
@@ -71,7 +71,7 @@ def test_inspect_says_what_is_there(whole):
     coded = {name: module for name, module in model.named_modules() if isinstance(module, CodedExperts)}
     assert [module.name for module in content.modules] == [name.removesuffix(".coded") for name in coded]
     for said, module in zip(content.modules, coded.values(), strict=True):
-        pages = [plane.page(expert) for plane in module.planes for expert in range(EXPERTS)]
+        pages = [plane.blob(expert) for plane in module.planes for expert in range(EXPERTS)]
         scales = sum(buffer.numel() * 2 for name, buffer in module.named_buffers() if name.endswith("_scale"))
         values = torch.cat(
             [torch_offload.moe.operators.decode(page, at).reshape(-1) for page in pages for at in (0, 1)]
@@ -99,7 +99,7 @@ def test_inspect_as_a_command(whole, monkeypatch, capsys):
 
 def test_verify_finds_nothing_in_a_good_folder(whole, monkeypatch, capsys):
     assert run_main(monkeypatch, "verify", str(whole)) == 0
-    assert f"{2 * 2 * EXPERTS} pages" in capsys.readouterr().out
+    assert f"{2 * 2 * EXPERTS} blobs" in capsys.readouterr().out
 
 
 def damage_page(folder: Path) -> str:
@@ -161,7 +161,7 @@ def drop_dense_tensor(folder: Path) -> str:
 def claim_other_size(folder: Path) -> str:
     path = folder / "config.json"
     said = json.loads(path.read_text())
-    said["quantization_config"]["experts"][MODULE]["page_bytes"][1][2] += 4096
+    said["quantization_config"]["experts"][MODULE]["blob_bytes"][1][2] += 4096
     path.write_text(json.dumps(said))
     return f"expert 2 of {MODULE}, plane 1: "
 
@@ -235,7 +235,7 @@ def test_folders_of_which_a_part_is_missing_are_not_opened(folder, damage, named
     """Method: transformers would fill such tensors with random numbers, whatever the model's head."""
     damage(folder)
     inside = named.removeprefix("model.") if auto is AutoModel else named
-    with pytest.raises(ConfigError, match=rf"are not in the files, the first {re.escape(inside)};"):
+    with pytest.raises(CheckpointError, match=rf"are not in the files, the first {re.escape(inside)};"):
         auto.from_pretrained(folder)
 
 
@@ -332,7 +332,13 @@ def test_the_tokenizer_is_there_before_the_folder_is_finished(saved, tmp_path, m
     monkeypatch.setattr(checkpoint, "save", fail)
     with pytest.raises(OSError, match="no room"):
         compress_folder(
-            saved, bits=1.1, calibration=saved / "text.jsonl", out=tmp_path / "out", rows=1, sequence=64, ram="1GiB"
+            saved,
+            bits=1.1,
+            calibration=saved / "text.jsonl",
+            out=tmp_path / "out",
+            rows=1,
+            sequence=64,
+            config=Config(ram="1GiB"),
         )
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")("the fox")["input_ids"]
 
@@ -408,7 +414,7 @@ def test_what_save_pretrained_wrote_over_a_folder_is_not_taken_for_it(folder):
     """Its one file goes before the index and the pages that were there."""
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)
     for read in (inspection.verify, inspection.inspect):
-        with pytest.raises(ConfigError, match="was written by save_pretrained"):
+        with pytest.raises(CheckpointError, match="was written by save_pretrained"):
             read(folder)
 
 
@@ -417,7 +423,7 @@ def test_a_future_format_is_refused(folder):
     said = json.loads(path.read_text())
     said["quantization_config"]["coded_format"] = 2
     path.write_text(json.dumps(said))
-    with pytest.raises(ConfigError, match="expected coded experts of format 1, got format 2"):
+    with pytest.raises(CheckpointError, match="expected coded experts of format 1, got format 2"):
         inspection.verify(folder)
 
 
@@ -451,13 +457,13 @@ SAID = "quantization_config"
 NO_SIZES = ("1", "[]", "[[]]", "[1]", "{}", "[[8192.0]]", "[[true]]", "[[-4096]]", "[[4097]]", f"[[{1 << 70}]]")
 SPOILED_CONFIGS = [
     ((SAID, "coded_format"), "[[[[[[[[]]]]]]]]", "format "),
-    ((SAID, "quality"), '"best"', "quality: 'best' is not known"),
-    ((SAID, "quality"), "[]", "quality: "),
+    ((SAID, "planes"), '"best"', "planes: expected one of base, all, resident, got 'best'"),
+    ((SAID, "planes"), "[]", "planes: "),
     ((SAID, "experts"), "null", "experts: None"),
     ((SAID, "experts"), "[]", "experts: "),
-    ((SAID, "experts", MODULE), "1", f"page_bytes of {MODULE}"),
-    ((SAID, "experts", MODULE), "{}", f"page_bytes of {MODULE}"),
-    *(((SAID, "experts", MODULE, "page_bytes"), sizes, f"page_bytes of {MODULE}") for sizes in NO_SIZES),
+    ((SAID, "experts", MODULE), "1", f"blob_bytes of {MODULE}"),
+    ((SAID, "experts", MODULE), "{}", f"blob_bytes of {MODULE}"),
+    *(((SAID, "experts", MODULE, "blob_bytes"), sizes, f"blob_bytes of {MODULE}") for sizes in NO_SIZES),
 ]
 
 
@@ -479,7 +485,7 @@ def test_what_cannot_be_in_a_configuration_is_named(folder, keys, text, expected
     for command in ("inspect", "verify"):
         assert run_main(monkeypatch, command, str(folder)) == 2
         assert expected in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=re.escape(expected)):
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
         AutoModelForCausalLM.from_pretrained(folder)
 
 

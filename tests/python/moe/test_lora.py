@@ -188,7 +188,7 @@ def test_paged_training_is_bitwise_equal(use_dora, config):
 
 
 def test_training_does_not_depend_on_what_has_arrived(config, monkeypatch):
-    """Method: DoRA with quality "arrived", second planes sent away whenever rows' lengths are asked for, as under
+    """Method: DoRA with the resident planes, second planes sent away whenever rows' lengths are asked for, as under
     memory pressure, against all in memory: a step uses all planes, for products and for lengths. B is not zero, so that
     lengths depend on the planes."""
     lengths = LoraCodedProjection._row_squares
@@ -197,7 +197,7 @@ def test_training_does_not_depend_on_what_has_arrived(config, monkeypatch):
     def lengths_without_second_planes(self: LoraCodedProjection, *args: object) -> Tensor:
         second = self.base_layer.coded.planes[1]
         torch_offload.evict(second)
-        asked.append(torch_offload.is_resident(second.page(0)))
+        asked.append(torch_offload.is_resident(second.blob(0)))
         return lengths(self, *args)
 
     results = []
@@ -205,7 +205,7 @@ def test_training_does_not_depend_on_what_has_arrived(config, monkeypatch):
         model = adapted(use_dora=True).train()
         for module in model.modules():
             if isinstance(module, CodedExperts):
-                module.quality = "arrived"
+                module.active_planes = "resident"
         if is_away:
             torch_offload.wrap(model, config=config)
             monkeypatch.setattr(LoraCodedProjection, "_row_squares", lengths_without_second_planes)
@@ -220,7 +220,7 @@ def test_training_does_not_depend_on_what_has_arrived(config, monkeypatch):
 
 def test_the_stock_trainer_trains_them(tmp_path):
     model = adapted(random=False, lora_dropout=0.1)
-    base = {name: buffer.clone() for name, buffer in model.named_buffers() if "page_" in name}
+    base = {name: buffer.clone() for name, buffer in model.named_buffers() if "blob_" in name}
     rows = [{"input_ids": ids, "labels": ids} for ids in inputs_of(model, rows=8)["input_ids"]]
     settings = TrainingArguments(
         output_dir=str(tmp_path),

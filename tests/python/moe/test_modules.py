@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import torch_offload
-from torch_offload import ConfigError, OffloadError, PageCorruptError, moe
+from torch_offload import CheckpointError, ConfigError, OffloadError, PageCorruptError, moe
 from torch_offload.moe import checkpoint, operators
 from torch_offload.moe.expert_predictor import ExpertForecast
 from torch_offload.moe.modules import UP, CodedExperts
@@ -32,9 +32,9 @@ def coded_modules(model: nn.Module) -> list[CodedExperts]:
     return [module for module in model.modules() if isinstance(module, CodedExperts)]
 
 
-def pages_of(model: nn.Module) -> list[Tensor]:
+def blobs_of(model: nn.Module) -> list[Tensor]:
     return [
-        plane.page(expert)
+        plane.blob(expert)
         for module in coded_modules(model)
         for plane in module.planes
         for expert in range(module.shapes.count)
@@ -68,7 +68,7 @@ def test_saved_models_are_loaded_with_the_same_logits(name, tmp_path):
     assert len(coded_modules(loaded)) == len(coded_modules(model))
     assert torch.equal(logits_of(loaded), expected)
     for path in tmp_path.glob("experts-*.safetensors"):
-        assert_pages_are_aligned(path)
+        assert_blobs_are_aligned(path)
     for number, one in enumerate((loaded, coded(name))):
         again = tmp_path / str(number)
         one.save_pretrained(again)
@@ -76,18 +76,18 @@ def test_saved_models_are_loaded_with_the_same_logits(name, tmp_path):
 
 
 def test_what_was_loaded_is_saved_again(tmp_path):
-    """Method: a folder that names a quality; pages are written once, the quality is kept."""
+    """Method: a folder that names its active planes; blobs are written once, the choice is kept."""
     checkpoint.save(coded("mixtral"), tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
-    said["quantization_config"]["quality"] = "base"
+    said["quantization_config"]["planes"] = "base"
     (tmp_path / "config.json").write_text(json.dumps(said))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     checkpoint.save(loaded, tmp_path / "ours")
     loaded.save_pretrained(tmp_path / "theirs")
-    assert not [name for path in (tmp_path / "ours").glob("model-*") for name in load_file(path) if "page_" in name]
+    assert not [name for path in (tmp_path / "ours").glob("model-*") for name in load_file(path) if "blob_" in name]
     for folder in ("ours", "theirs"):
         again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
-        assert {module.quality for module in coded_modules(again)} == {"base"}
+        assert {module.active_planes for module in coded_modules(again)} == {"base"}
 
 
 @pytest.mark.parametrize("sizes", [("5GB", "60KB"), ("60KB", "5GB"), ("60KB", "90KB")], ids="-".join)
@@ -118,7 +118,7 @@ def test_older_files_stay_until_new_ones_are_there(tmp_path, monkeypatch):
     assert set(tmp_path.glob("experts-*")) == before
 
 
-def assert_pages_are_aligned(path: Path) -> None:
+def assert_blobs_are_aligned(path: Path) -> None:
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_bytes))
@@ -173,8 +173,8 @@ def test_autocast_casts_what_coded_experts_are_given():
     model = coded("mixtral")
     experts = coded_modules(model)[0]
     x = torch.randn(3, experts.shapes.up[1], generator=torch.Generator().manual_seed(0), requires_grad=True)
-    for quality in ("base", "all"):
-        experts.quality = quality
+    for planes in ("base", "all"):
+        experts.active_planes = planes
         expected = experts.product(1, UP, x.detach().bfloat16())
         with torch.autocast("cpu", torch.bfloat16):
             found = experts.product(1, UP, x)
@@ -202,7 +202,7 @@ def test_models_that_do_not_fit_generate_the_same(name, sizes, config):
     ids = inputs_of(model, rows=1, tokens=5)["input_ids"]
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)
     expected_logits = logits_of(model)
-    coded_bytes = sum(page.nbytes for page in pages_of(model))
+    coded_bytes = sum(page.nbytes for page in blobs_of(model))
     buffer_bytes = sum(-(-buffer.nbytes // 4096) * 4096 for buffer in model.buffers())
     torch_offload.wrap(model, config=config.replace(ram="1MiB"))
     assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
@@ -241,7 +241,7 @@ def test_the_next_layer_is_read_ahead(config):
     first.announce(first._chosen)
     torch_offload.flush()
     deadline = time.monotonic() + 30
-    wanted = [second.planes[0].page(expert) for expert in second._chosen]
+    wanted = [second.planes[0].blob(expert) for expert in second._chosen]
     while not all(torch_offload.is_resident(page) for page in wanted):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -252,14 +252,14 @@ def test_planes_that_have_not_arrived_can_be_left_out(config):
     model = coded("mixtral")
     modules = coded_modules(model)
     results = {}
-    for quality in ("base", "all"):
+    for planes in ("base", "all"):
         for module in modules:
-            module.quality = quality
-        results[quality] = logits_of(model)
+            module.active_planes = planes
+        results[planes] = logits_of(model)
     assert not torch.equal(results["base"], results["all"])
     torch_offload.wrap(model, config=config)
     for module in modules:
-        module.quality = "arrived"
+        module.active_planes = "resident"
         torch_offload.evict(module.planes[1])
         module.planes[1].requires_grad_(False)
     for module in modules:
@@ -314,10 +314,19 @@ def test_weights_that_are_no_numbers_are_refused_by_name():
         moe.code_experts(model, ROUNDED)
 
 
-def test_a_damaged_page_names_its_expert():
+def test_a_folder_of_before_the_first_release_is_refused_by_name(tmp_path):
+    """Method: the name of its quantization method, as it was."""
+    checkpoint.save(coded("mixtral"), tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"coded_ternary"', '"torch_offload"'))
+    with pytest.raises(CheckpointError, match=r"were written by a pre-release.*compress the model again"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_damaged_blob_names_its_expert():
     model = coded("mixtral")
     with torch.no_grad():
-        coded_modules(model)[1].planes[0].page(3)[100] ^= 1
+        coded_modules(model)[1].planes[0].blob(3)[100] ^= 1
     with pytest.raises(PageCorruptError, match=r"expert 3 of model\.layers\.1\.mlp\.experts"):
         logits_of(model, rows=4, tokens=16)
 
@@ -334,22 +343,22 @@ def test_folders_that_do_not_fit_are_refused_by_name(tmp_path):
         path.write_text(json.dumps(said))
 
     changed(lambda said: said["quantization_config"].update(coded_format=2))
-    with pytest.raises(ConfigError, match="expected coded experts of format 1, got format 2"):
+    with pytest.raises(CheckpointError, match="expected coded experts of format 1, got format 2"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     changed(lambda said: said.update(num_local_experts=5))
-    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.experts: the files have 4 experts, the model 5"):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.experts: the files have 4 experts, the model 5"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     changed(lambda said: None)
     index = tmp_path / "model.safetensors.index.json"
     said = json.loads(index.read_text())
-    lost = "model.layers.1.mlp.experts.coded.planes.0.page_2"
+    lost = "model.layers.1.mlp.experts.coded.planes.0.blob_2"
     experts_file = next(tmp_path.glob("experts-*.safetensors"))
     with safe_open(str(experts_file), framework="pt") as file:
         kept = {name: file.get_tensor(name) for name in list(file.keys()) if name != lost}
     save_file(kept, experts_file, metadata={"format": "pt"})
     del said["weight_map"][lost]
     index.write_text(json.dumps(said))
-    with pytest.raises(ConfigError, match="not in the files"):
+    with pytest.raises(CheckpointError, match="not in the files"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
