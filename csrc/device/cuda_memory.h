@@ -13,8 +13,8 @@
 namespace torch_offload {
 
 /// Physical memory comes from the driver in granules (2 MiB), each mapped whole at one address at a time; moving is
-/// unmapping here and mapping there. What it does not have, for want of a counterpart on a GPU: targets of accesses to
-/// missing memory (a kernel that makes one loses the device), memory that is read-only to kernels (writes are known
+/// unmapping here and mapping there. What it does not have, for want of a backing segment on a GPU: targets of accesses
+/// to missing memory (a kernel that makes one loses the device), memory that is read-only to kernels (writes are known
 /// from the dispatcher), and anything that a fork could see. The driver does not wait for kernels before it unmaps:
 /// whoever moves memory has waited for its uses. Threads: any; of one range one at a time.
 class CudaMemory final : public Memory {

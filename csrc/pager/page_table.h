@@ -144,7 +144,7 @@ public:
     /// The segment's own role in the trace, and the role whose use triggers its deferred work (a parameter's).
     TraceId trace_id = kNoTrace;
     std::atomic<TraceId> anchor_id{kNoTrace};
-    /// Of a counterpart: deferred work waits on the segment that it is one of.
+    /// Of a backing segment: deferred work waits on the segment that it is one of.
     std::atomic<bool> has_work_above{false};
     /// Deferred operations, owned by the layer above; nullptr: none. Guarded by that layer.
     std::shared_ptr<void> deferred;

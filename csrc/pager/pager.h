@@ -227,7 +227,7 @@ public:
     /// This pager's segments hold what has left that of another tier, whose uses are the prediction here as well.
     void set_tier_above(TierAbove above);
     void follow(TraceId role);  // the program used that role above
-    /// Of a new segment. `has_work_above`: deferred work waits on the segment that this one is the counterpart of.
+    /// Of a new segment. `has_work_above`: deferred work waits on the segment that this one is the backing segment of.
     void set_role(const std::shared_ptr<Segment>& segment, TraceId role, bool has_work_above);
 
     /// Lists every use of a page from now on, until taken: in the order in which they began, a drop where one ended.

@@ -36,8 +36,8 @@ TierStore::~TierStore() { stop(); }
 void TierStore::start(StoreClient& client) {
     client_ = &client;
     below_.set_tier_above(
-        {client.stall_totals(), [this](Segment& counterpart) { return members_below(counterpart); },
-         [this](const Segment& counterpart, std::size_t index) { return has_page_above(counterpart, index); }});
+        {client.stall_totals(), [this](Segment& backing) { return members_below(backing); },
+         [this](const Segment& backing, std::size_t index) { return has_page_above(backing, index); }});
     for (Lane* lane : {&to_device_, &to_host_}) lane->thread = std::thread([this, lane] { run(*lane); });
     planner_ = std::thread([this] { look_ahead_when_kicked(); });
 }
@@ -60,8 +60,8 @@ void TierStore::stop() {
 
 /// The page below begins to come as well: the lane may have others to wait for before it asks.
 void TierStore::read(std::shared_ptr<Segment> segment, Page& page) {
-    if (const std::shared_ptr<Segment> counterpart = find_counterpart(*segment)) {
-        below_.prefetch_page(counterpart, segment->index_of(page));
+    if (const std::shared_ptr<Segment> backing = find_backing(*segment)) {
+        below_.prefetch_page(backing, segment->index_of(page));
     }
     enqueue(to_device_, std::move(segment), page);
 }
@@ -78,17 +78,17 @@ void TierStore::enqueue(Lane& lane, std::shared_ptr<Segment> segment, Page& page
 }
 
 void TierStore::evict(Segment& segment) {
-    if (const std::shared_ptr<Segment> counterpart = find_counterpart(segment)) below_.evict(counterpart);
+    if (const std::shared_ptr<Segment> backing = find_backing(segment)) below_.evict(backing);
 }
 
 void TierStore::forget(Segment& segment) noexcept {
-    std::shared_ptr<Segment> counterpart;  // outlives the lock: its end is the pager's below
+    std::shared_ptr<Segment> backing;  // outlives the lock: its end is the pager's below
     const std::lock_guard lock(mutex_);
-    const auto found = counterparts_.find(&segment);
-    if (found == counterparts_.end()) return;
-    counterpart = std::move(found->second);
-    counterparts_.erase(found);
-    above_.erase(counterpart.get());
+    const auto found = backing_.find(&segment);
+    if (found == backing_.end()) return;
+    backing = std::move(found->second);
+    backing_.erase(found);
+    above_.erase(backing.get());
 }
 
 void TierStore::kick() noexcept {
@@ -108,17 +108,17 @@ StoreStatistics TierStore::statistics() const {
 
 UpdateClaim TierStore::claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                         bool may_wait) {
-    std::vector<std::shared_ptr<Segment>> counterparts;
+    std::vector<std::shared_ptr<Segment>> backing_segments;
     for (const std::shared_ptr<Segment>& segment : segments) {
-        counterparts.push_back(counterpart_of(segment));
+        backing_segments.push_back(backing_of(segment));
     }
-    return below_.claim_for_update(counterparts, index, may_wait);
+    return below_.claim_for_update(backing_segments, index, may_wait);
 }
 
 bool TierStore::has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) {
     for (const std::shared_ptr<Segment>& segment : segments) {
-        const std::shared_ptr<Segment> counterpart = find_counterpart(*segment);
-        if (counterpart && counterpart->page(index).load().state() == PageState::stored) return false;
+        const std::shared_ptr<Segment> backing = find_backing(*segment);
+        if (backing && backing->page(index).load().state() == PageState::stored) return false;
     }
     return true;
 }
@@ -162,15 +162,15 @@ std::optional<TierStore::Transfer> TierStore::next(Lane& lane, bool may_wait) {
     return transfer;
 }
 
-/// The counterpart's page is pinned and the copy queued; false if that failed, and was said so.
+/// The backing segment's page is pinned and the copy queued; false if that failed, and was said so.
 bool TierStore::begin(Lane& lane, Stream& stream, Transfer& transfer) {
     Page& page = *transfer.page;
     const bool is_read = lane.direction == LinkDirection::to_device;
     try {
-        const std::shared_ptr<Segment> counterpart = counterpart_of(transfer.segment);
+        const std::shared_ptr<Segment> backing = backing_of(transfer.segment);
         const std::size_t index = transfer.segment->index_of(page);
-        transfer.below = pin_below(counterpart, index, is_read ? Access::read : Access::overwrite);
-        const std::span<std::byte> there = counterpart->page_range(index);
+        transfer.below = pin_below(backing, index, is_read ? Access::read : Access::overwrite);
+        const std::span<std::byte> there = backing->page_range(index);
         const std::span<std::byte> here = page.frame.slot.first(there.size());
         transfer.begin_ns = activity_now_ns();
         if (is_read) {
@@ -218,25 +218,25 @@ void TierStore::finish(Lane& lane, Transfer transfer) {
 }
 
 /// What the pager below raises may be an earlier failure of another page, which it raises once.
-PinGuard TierStore::pin_below(const std::shared_ptr<Segment>& counterpart, std::size_t index, Access access) {
-    below_.touch(counterpart);
+PinGuard TierStore::pin_below(const std::shared_ptr<Segment>& backing, std::size_t index, Access access) {
+    below_.touch(backing);
     try {
-        return below_.pin_pages(counterpart, index, 1, access);
+        return below_.pin_pages(backing, index, 1, access);
     } catch (const OffloadError&) {
         client_->note_error(std::current_exception());
     }
-    return below_.pin_pages(counterpart, index, 1, access);
+    return below_.pin_pages(backing, index, 1, access);
 }
 
-std::shared_ptr<Segment> TierStore::find_counterpart(const Segment& segment) const {
+std::shared_ptr<Segment> TierStore::find_backing(const Segment& segment) const {
     const std::lock_guard lock(mutex_);
-    const auto found = counterparts_.find(&segment);
-    return found == counterparts_.end() ? nullptr : found->second;
+    const auto found = backing_.find(&segment);
+    return found == backing_.end() ? nullptr : found->second;
 }
 
 /// Made by the first page that leaves; in the prediction below it has the role that it has above.
-std::shared_ptr<Segment> TierStore::counterpart_of(const std::shared_ptr<Segment>& segment) {
-    if (std::shared_ptr<Segment> known = find_counterpart(*segment)) return known;
+std::shared_ptr<Segment> TierStore::backing_of(const std::shared_ptr<Segment>& segment) {
+    if (std::shared_ptr<Segment> known = find_backing(*segment)) return known;
     const std::size_t element_bytes = segment->page_bytes() / below_.options().page_elements;
     std::shared_ptr<Segment> made = below_.create_segment(segment->size_bytes(), element_bytes, segment->kind());
     made->label = segment->label;
@@ -244,44 +244,44 @@ std::shared_ptr<Segment> TierStore::counterpart_of(const std::shared_ptr<Segment
     made->anchor_id = segment->anchor_id.load();
     below_.set_role(made, segment->trace_id, segment->has_pending());  // before others can find it
     const std::lock_guard lock(mutex_);
-    const auto [place, is_new] = counterparts_.try_emplace(segment.get(), made);
+    const auto [place, is_new] = backing_.try_emplace(segment.get(), made);
     if (is_new) above_[made.get()] = segment;
     return place->second;
 }
 
-std::shared_ptr<Segment> TierStore::above_of(const Segment& counterpart) const {
+std::shared_ptr<Segment> TierStore::above_of(const Segment& backing) const {
     const std::lock_guard lock(mutex_);
-    const auto found = above_.find(&counterpart);
+    const auto found = above_.find(&backing);
     return found == above_.end() ? nullptr : found->second.lock();
 }
 
-std::vector<std::shared_ptr<Segment>> TierStore::members_below(const Segment& counterpart) {
+std::vector<std::shared_ptr<Segment>> TierStore::members_below(const Segment& backing) {
     std::vector<std::shared_ptr<Segment>> members;
-    const std::shared_ptr<Segment> above = above_of(counterpart);
+    const std::shared_ptr<Segment> above = above_of(backing);
     if (!above) return members;
     for (const std::shared_ptr<Segment>& member : client_->members_of(*above)) {
-        if (std::shared_ptr<Segment> found = find_counterpart(*member)) members.push_back(std::move(found));
+        if (std::shared_ptr<Segment> found = find_backing(*member)) members.push_back(std::move(found));
     }
     return members;
 }
 
-bool TierStore::has_page_above(const Segment& counterpart, std::size_t index) const {
-    const std::shared_ptr<Segment> above = above_of(counterpart);
+bool TierStore::has_page_above(const Segment& backing, std::size_t index) const {
+    const std::shared_ptr<Segment> above = above_of(backing);
     return above && Pager::in_memory(*above, index);
 }
 
 void TierStore::note_pending(Segment& segment) {
-    if (const std::shared_ptr<Segment> counterpart = find_counterpart(segment)) {
-        counterpart->has_work_above.store(segment.has_pending(), std::memory_order_relaxed);
-        below_.set_anchor(*counterpart, segment.anchor_id);  // it is used at another time now
+    if (const std::shared_ptr<Segment> backing = find_backing(segment)) {
+        backing->has_work_above.store(segment.has_pending(), std::memory_order_relaxed);
+        below_.set_anchor(*backing, segment.anchor_id);  // it is used at another time now
     }
 }
 
 bool TierStore::copy_out(const Segment& segment, std::size_t index, std::span<std::byte> target) {
-    const std::shared_ptr<Segment> counterpart = find_counterpart(segment);
-    if (!counterpart) return false;
-    const PinGuard guard = pin_below(counterpart, index, Access::read);
-    std::ranges::copy(counterpart->page_range(index).first(target.size()), target.begin());
+    const std::shared_ptr<Segment> backing = find_backing(segment);
+    if (!backing) return false;
+    const PinGuard guard = pin_below(backing, index, Access::read);
+    std::ranges::copy(backing->page_range(index).first(target.size()), target.begin());
     return true;
 }
 

@@ -22,7 +22,7 @@
 
 namespace torch_offload {
 
-/// The store of a device's pager: each of its segments has a counterpart in the pager below, made when a page of it
+/// The store of a device's pager: each of its segments has a backing segment in the pager below, made when a page of it
 /// first leaves. A page goes down as a pin for overwriting and a copy, and comes back as a pin for reading and a copy;
 /// whether the pager below has it in memory or on SSD is its own affair, and so is what it reads ahead: it records the
 /// order in which the device asks.
@@ -60,7 +60,7 @@ private:
     struct Transfer {
         std::shared_ptr<Segment> segment;
         Page* page = nullptr;
-        PinGuard below;  // of its counterpart, until the copy has passed
+        PinGuard below;  // of its backing segment, until the copy has passed
         std::shared_ptr<const Event> copied;
         std::int64_t begin_ns = 0;  // when the copy was queued
     };
@@ -82,12 +82,12 @@ private:
     void fail(Lane& lane, Page& page);
     void finish(Lane& lane, Transfer transfer);
     void look_ahead_when_kicked();
-    PinGuard pin_below(const std::shared_ptr<Segment>& counterpart, std::size_t index, Access access);
-    std::shared_ptr<Segment> find_counterpart(const Segment& segment) const;
-    std::shared_ptr<Segment> counterpart_of(const std::shared_ptr<Segment>& segment);
-    std::shared_ptr<Segment> above_of(const Segment& counterpart) const;
-    std::vector<std::shared_ptr<Segment>> members_below(const Segment& counterpart);
-    bool has_page_above(const Segment& counterpart, std::size_t index) const;
+    PinGuard pin_below(const std::shared_ptr<Segment>& backing, std::size_t index, Access access);
+    std::shared_ptr<Segment> find_backing(const Segment& segment) const;
+    std::shared_ptr<Segment> backing_of(const std::shared_ptr<Segment>& segment);
+    std::shared_ptr<Segment> above_of(const Segment& backing) const;
+    std::vector<std::shared_ptr<Segment>> members_below(const Segment& backing);
+    bool has_page_above(const Segment& backing, std::size_t index) const;
     void note_read(const Transfer& transfer, std::int64_t now_ns);
 
     Pager& below_;
@@ -98,8 +98,8 @@ private:
     Lane to_host_{LinkDirection::to_host};
 
     mutable std::mutex mutex_;  // guards the next two; never held while a pager is called that may wait
-    std::unordered_map<const Segment*, std::shared_ptr<Segment>> counterparts_;
-    std::unordered_map<const Segment*, std::weak_ptr<Segment>> above_;  // by counterpart
+    std::unordered_map<const Segment*, std::shared_ptr<Segment>> backing_;
+    std::unordered_map<const Segment*, std::weak_ptr<Segment>> above_;  // by backing segment
 
     RateMeter read_rate_;
     std::int64_t last_read_ns_ = 0;  // when it had come; thread of reads only
