@@ -31,7 +31,7 @@ using Segments = std::vector<std::shared_ptr<Segment>>;
 using ChainPointer = std::shared_ptr<DeferredChain>;
 
 /// Of a segment that the program cannot reach any more, while a page of it is worked on: the chain, the work, the
-/// claim.
+/// latch.
 constexpr long kOwnersInAdvance = 3;
 
 /// Marks the page of every segment that lets itself be marked. True if all did.
@@ -150,12 +150,12 @@ void DeferredOps::Impl::Turn::count_applied() const {
 
 std::optional<std::size_t> DeferredOps::Impl::Turn::advance(const PageWork& work, bool may_wait) const {
     if (work.empty()) return 0;
-    const c10::OptionalStreamGuard in_order(impl_->recording_stream());  // outlives the claim, whose end marks it
-    UpdateClaim claim = impl_->pager.claim_for_update(work.segments, index_, may_wait);
-    if (!claim) return std::nullopt;
+    const c10::OptionalStreamGuard in_order(impl_->recording_stream());  // outlives the latch, whose end marks it
+    UpdateLatch latch = impl_->pager.latch_for_update(work.segments, index_, may_wait);
+    if (!latch) return std::nullopt;
     for (const PlacedOp& operation : work.operations) {
         std::vector<std::span<std::byte>> pages;
-        for (const std::size_t place : operation.places) pages.push_back(claim.bytes(place));
+        for (const std::size_t place : operation.places) pages.push_back(latch.bytes(place));
         const std::int64_t begin_ns = activity_now_ns();
         {
             const ProfilerRange range("torch_offload::update");
@@ -164,9 +164,9 @@ std::optional<std::size_t> DeferredOps::Impl::Turn::advance(const PageWork& work
         impl_->note_update(begin_ns, pages, *work.segments.front());
         count_applied();
     }
-    claim.finish();
+    latch.finish();
     for (std::size_t place = 0; place < work.segments.size(); ++place) {
-        if (work.segments[place].use_count() <= kOwnersInAdvance) claim.discard(place);
+        if (work.segments[place].use_count() <= kOwnersInAdvance) latch.discard(place);
     }
     return work.operations.size();
 }

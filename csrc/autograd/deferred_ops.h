@@ -22,7 +22,7 @@ struct DeferredStatistics {
     std::uint64_t forced_chains = 0;      // recorded work run early because something else needed its order
 };
 
-/// The recorder. One per pager; reaches the pager only through claims, and keeps segments (never tensors) alive, so
+/// The recorder. One per pager; reaches the pager only through latches, and keeps segments (never tensors) alive, so
 /// that nothing here ever needs the GIL.
 /// Threads: try_record from the training thread; everything else from any.
 class DeferredOps {

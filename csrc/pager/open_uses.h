@@ -22,7 +22,7 @@ struct HeldPages {
     std::size_t count = 0;
 };
 
-/// What one guard or claim held, or a freed range, and the event behind the kernels that were given it.
+/// What one guard or latch held, or a freed range, and the event behind the kernels that were given it.
 struct OpenUse {
     std::shared_ptr<const Event> event;
     std::vector<HeldPages> pages;

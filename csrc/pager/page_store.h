@@ -14,7 +14,7 @@
 
 namespace torch_offload {
 
-class UpdateClaim;
+class UpdateLatch;
 struct StallTotals;
 
 /// What a store tells its pager. All calls come from threads of the store, without any lock held.
@@ -82,10 +82,10 @@ public:
     virtual void note_pending(Segment&) {}
 
     /// Pages of the index, none of them in the memory above, held where the store keeps them; empty: gave up. Like
-    /// Pager::claim_for_update(). Throws: LogicError from a store without memory.
-    virtual UpdateClaim claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
+    /// Pager::latch_for_update(). Throws: LogicError from a store without memory.
+    virtual UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                          bool may_wait) = 0;
-    /// Whether such a claim would find everything in the store's memory.
+    /// Whether such a latch would find everything in the store's memory.
     virtual bool has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) = 0;
 
     /// Copies what the store holds of the page to memory of the host; false from a store that cannot without its

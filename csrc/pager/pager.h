@@ -102,30 +102,30 @@ struct TierAbove {
 
 /// Pages of equal index of several segments, held for an update wherever their bytes lie: in frames here, or in the
 /// tier below. Move-only.
-class [[nodiscard]] UpdateClaim {
+class [[nodiscard]] UpdateLatch {
 public:
-    UpdateClaim() noexcept = default;
-    UpdateClaim(UpdateClaim&& other) noexcept { swap(other); }
-    UpdateClaim& operator=(UpdateClaim other) noexcept {
+    UpdateLatch() noexcept = default;
+    UpdateLatch(UpdateLatch&& other) noexcept { swap(other); }
+    UpdateLatch& operator=(UpdateLatch other) noexcept {
         swap(other);
         return *this;
     }
     /// Pages become dirty, and are not moved before the kernels that were given them have passed; those that `finish()`
     /// was called for lose their pending mark.
-    ~UpdateClaim();
-    void swap(UpdateClaim& other) noexcept;
+    ~UpdateLatch();
+    void swap(UpdateLatch& other) noexcept;
 
     explicit operator bool() const noexcept { return !pages_.empty(); }
-    /// The bytes of page k of the claim (without the padding to a sector).
+    /// The bytes of page k of the latch (without the padding to a sector).
     std::span<std::byte> bytes(std::size_t k) const noexcept { return bytes_[k]; }
-    /// The update succeeded: pending marks go when the claim is released.
+    /// The update succeeded: pending marks go when the latch is released.
     void finish() noexcept;
-    /// Nobody will read page k of the claim any more: it may leave without being written.
+    /// Nobody will read page k of the latch any more: it may leave without being written.
     void discard(std::size_t k) noexcept;
 
 private:
     friend struct PageAccess;
-    /// Where a page of the claim is held: in its frame's slot, at the segment's address, or in the tier below.
+    /// Where a page of the latch is held: in its frame's slot, at the segment's address, or in the tier below.
     enum class Place : std::uint8_t { slot, address, below };
 
     void release_page(std::size_t k) noexcept;
@@ -135,9 +135,9 @@ private:
     std::vector<std::span<std::byte>> bytes_;
     std::vector<Place> places_;
     std::vector<bool> is_worthless_;
-    std::unique_ptr<UpdateClaim> below_;  // of the store's pages, where they are held there
+    std::unique_ptr<UpdateLatch> below_;  // of the store's pages, where they are held there
     bool finished_ = false;
-    bool confirmed_ = false;     // the claim was completed: its bytes may have been changed
+    bool confirmed_ = false;     // the latch was completed: its bytes may have been changed
     bool is_transient_ = false;  // counted in the pager as held by a thread that does not wait
 };
 
@@ -198,10 +198,10 @@ public:
     /// Marks page `index` as having deferred work and unmaps it. Returns false, with nothing changed, while others
     /// hold it pinned: the work must then be done at once. Waits for kernels that still use it.
     bool set_pending(Segment& segment, std::size_t index);
-    /// Claims page `index` of every segment for an update, loading what is missing: in this memory or, with
+    /// Latches page `index` of every segment for an update, loading what is missing: in this memory or, with
     /// `updates_below` and unless an address into one of them is held, in the tier below, sending down what is here.
-    /// With `may_wait` false returns an empty claim rather than wait for memory.
-    UpdateClaim claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, bool may_wait);
+    /// With `may_wait` false returns an empty latch rather than wait for memory.
+    UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, bool may_wait);
     /// True if the page's bytes are in memory (mapped, or loaded without pending work elsewhere).
     static bool in_memory(const Segment& segment, std::size_t index) noexcept;
 
@@ -242,7 +242,7 @@ public:
 private:
     friend class Segment;
     friend class PinGuard;
-    friend class UpdateClaim;
+    friend class UpdateLatch;
     PagerOptions options_;
     std::unique_ptr<Impl> impl_;
 };

@@ -49,23 +49,23 @@ PinGuard::~PinGuard() {
     pager.end_use({pager.mark_use(), std::move(held_), {}, {}});
 }
 
-void PageAccess::add_here(UpdateClaim& claim, std::shared_ptr<Segment> segment, Page& page, std::span<std::byte> bytes,
+void PageAccess::add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page, std::span<std::byte> bytes,
                           bool is_pinned) {
     page.add_pin();
-    claim.segments_.push_back(std::move(segment));
-    claim.pages_.push_back(&page);
-    claim.bytes_.push_back(bytes);
-    claim.places_.push_back(is_pinned ? UpdateClaim::Place::address : UpdateClaim::Place::slot);
-    claim.is_worthless_.push_back(false);
+    latch.segments_.push_back(std::move(segment));
+    latch.pages_.push_back(&page);
+    latch.bytes_.push_back(bytes);
+    latch.places_.push_back(is_pinned ? UpdateLatch::Place::address : UpdateLatch::Place::slot);
+    latch.is_worthless_.push_back(false);
 }
 
-void PageAccess::confirm(UpdateClaim& claim, std::optional<Pager::Impl::Transient> transient) noexcept {
-    claim.confirmed_ = true;
-    claim.is_transient_ = transient.has_value();
+void PageAccess::confirm(UpdateLatch& latch, std::optional<Pager::Impl::Transient> transient) noexcept {
+    latch.confirmed_ = true;
+    latch.is_transient_ = transient.has_value();
     if (transient) transient->hand_over();
 }
 
-void UpdateClaim::swap(UpdateClaim& other) noexcept {
+void UpdateLatch::swap(UpdateLatch& other) noexcept {
     segments_.swap(other.segments_);
     pages_.swap(other.pages_);
     bytes_.swap(other.bytes_);
@@ -77,18 +77,18 @@ void UpdateClaim::swap(UpdateClaim& other) noexcept {
     std::swap(is_transient_, other.is_transient_);
 }
 
-void UpdateClaim::finish() noexcept {
+void UpdateLatch::finish() noexcept {
     finished_ = true;
     if (below_) below_->finish();
 }
 
-void UpdateClaim::discard(std::size_t k) noexcept {
+void UpdateLatch::discard(std::size_t k) noexcept {
     is_worthless_[k] = true;
     if (below_) below_->discard(k);
 }
 
-/// The pin that the claim has on a page in this memory stays.
-void UpdateClaim::release_page(std::size_t k) noexcept {
+/// The pin that the latch has on a page in this memory stays.
+void UpdateLatch::release_page(std::size_t k) noexcept {
     Page& page = *pages_[k];
     const bool is_dirty = confirmed_ && !is_worthless_[k];
     const std::uint32_t cleared = (finished_ ? PageWord::kPending : 0) | (is_worthless_[k] ? PageWord::kDirty : 0);
@@ -107,7 +107,7 @@ void UpdateClaim::release_page(std::size_t k) noexcept {
     }
 }
 
-UpdateClaim::~UpdateClaim() {
+UpdateLatch::~UpdateLatch() {
     below_.reset();  // first: who finds the pages free here looks for them there
     if (segments_.empty()) return;
     Pager::Impl& pager = *segments_.front()->pager().impl_;
@@ -405,7 +405,7 @@ bool Pager::Impl::set_pending(Segment& segment, std::size_t index) {
 }
 
 /// Brings one wanted page into memory and takes it for an update. Empty: gave up.
-std::span<std::byte> Pager::Impl::claim_page(const std::shared_ptr<Segment>& segment, std::size_t index,
+std::span<std::byte> Pager::Impl::latch_page(const std::shared_ptr<Segment>& segment, std::size_t index,
                                              Patience patience, bool& is_pinned) {
     Page& page = segment->page(index);
     const std::size_t size_bytes = segment->page_range(index).size();
@@ -459,35 +459,35 @@ bool Pager::set_pending(Segment& segment, std::size_t index) {
     return true;
 }
 
-UpdateClaim Pager::Impl::claim_here(std::span<const std::shared_ptr<Segment>> claimed, std::size_t index,
+UpdateLatch Pager::Impl::latch_here(std::span<const std::shared_ptr<Segment>> latched, std::size_t index,
                                     Patience patience) {
     std::optional<Transient> transient;
     if (patience == Patience::give_up) transient.emplace(*this);
     PinGuard wanted;
-    for (const std::shared_ptr<Segment>& segment : claimed) PageAccess::hold(wanted, segment, index, 1);
+    for (const std::shared_ptr<Segment>& segment : latched) PageAccess::hold(wanted, segment, index, 1);
     if (patience == Patience::wait) {
-        for (const auto& segment : claimed) start_load(segment, segment->page(index), Access::read);
+        for (const auto& segment : latched) start_load(segment, segment->page(index), Access::read);
     }
-    UpdateClaim claim;
-    for (const std::shared_ptr<Segment>& segment : claimed) {
+    UpdateLatch latch;
+    for (const std::shared_ptr<Segment>& segment : latched) {
         bool is_pinned = false;
-        const auto bytes = claim_page(segment, index, patience, is_pinned);
+        const auto bytes = latch_page(segment, index, patience, is_pinned);
         if (bytes.empty()) return {};
-        PageAccess::add_here(claim, segment, segment->page(index), bytes, is_pinned);
+        PageAccess::add_here(latch, segment, segment->page(index), bytes, is_pinned);
     }
-    PageAccess::confirm(claim, std::move(transient));
-    for (const std::shared_ptr<Segment>& segment : claimed) log_use(*segment, index, 1, UseKind::write);
-    return claim;
+    PageAccess::confirm(latch, std::move(transient));
+    for (const std::shared_ptr<Segment>& segment : latched) log_use(*segment, index, 1, UseKind::write);
+    return latch;
 }
 
-UpdateClaim Pager::claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
+UpdateLatch Pager::latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                     bool may_wait) {
     const Patience patience = may_wait ? Patience::wait : Patience::give_up;
     if (options_.updates_below) {
-        std::optional<UpdateClaim> claim = impl_->claim_below(segments, index, patience);
-        if (claim) return std::move(*claim);
+        std::optional<UpdateLatch> latch = impl_->latch_below(segments, index, patience);
+        if (latch) return std::move(*latch);
     }
-    return impl_->claim_here(segments, index, patience);
+    return impl_->latch_here(segments, index, patience);
 }
 
 bool Pager::in_memory(const Segment& segment, std::size_t index) noexcept {

@@ -17,17 +17,17 @@ bool Pager::salvage(Segment& segment, std::size_t index, std::span<std::byte> ta
     return is_latest_below && impl_->store->copy_out(segment, index, target);
 }
 
-void PageAccess::add_below(UpdateClaim& claim, std::shared_ptr<Segment> segment, Page& page) {
-    claim.segments_.push_back(std::move(segment));
-    claim.pages_.push_back(&page);
-    claim.places_.push_back(UpdateClaim::Place::below);
-    claim.is_worthless_.push_back(false);
+void PageAccess::add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page) {
+    latch.segments_.push_back(std::move(segment));
+    latch.pages_.push_back(&page);
+    latch.places_.push_back(UpdateLatch::Place::below);
+    latch.is_worthless_.push_back(false);
 }
 
-void PageAccess::confirm_below(UpdateClaim& claim, UpdateClaim below) {
-    claim.bytes_ = below.bytes_;
-    claim.below_ = std::make_unique<UpdateClaim>(std::move(below));
-    claim.confirmed_ = true;
+void PageAccess::confirm_below(UpdateLatch& latch, UpdateLatch below) {
+    latch.bytes_ = below.bytes_;
+    latch.below_ = std::make_unique<UpdateLatch>(std::move(below));
+    latch.confirmed_ = true;
 }
 
 /// Leaves the page busy and without a frame, its bytes in the store. It is pending, so that pins on it only say that it
@@ -65,28 +65,28 @@ Pager::Impl::SentDown Pager::Impl::send_down(const std::shared_ptr<Segment>& seg
     }
 }
 
-/// Nothing if a page is held here at its address; an empty claim if it gave up.
-std::optional<UpdateClaim> Pager::Impl::claim_below(std::span<const std::shared_ptr<Segment>> claimed,
+/// Nothing if a page is held here at its address; an empty latch if it gave up.
+std::optional<UpdateLatch> Pager::Impl::latch_below(std::span<const std::shared_ptr<Segment>> latched,
                                                     std::size_t index, Patience patience) {
-    for (const std::shared_ptr<Segment>& segment : claimed) {
+    for (const std::shared_ptr<Segment>& segment : latched) {
         if (segment->page(index).load().state() == PageState::mapped) return std::nullopt;
     }
-    UpdateClaim claim;
-    for (const std::shared_ptr<Segment>& segment : claimed) {
+    UpdateLatch latch;
+    for (const std::shared_ptr<Segment>& segment : latched) {
         switch (send_down(segment, index, patience)) {
             case SentDown::done:
-                PageAccess::add_below(claim, segment, segment->page(index));
+                PageAccess::add_below(latch, segment, segment->page(index));
                 break;
             case SentDown::not_yet:
-                return UpdateClaim();
+                return UpdateLatch();
             case SentDown::is_held:
                 return std::nullopt;
         }
     }
-    UpdateClaim below = store->claim_for_update(claimed, index, patience == Patience::wait);
-    if (!below) return UpdateClaim();
-    PageAccess::confirm_below(claim, std::move(below));
-    return claim;
+    UpdateLatch below = store->latch_for_update(latched, index, patience == Patience::wait);
+    if (!below) return UpdateLatch();
+    PageAccess::confirm_below(latch, std::move(below));
+    return latch;
 }
 
 /// Sends down what is here of the pages, and once the store has all of them in memory, hands the work to the service

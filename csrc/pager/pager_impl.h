@@ -105,12 +105,12 @@ struct Pager::Impl final : StoreClient {
     std::size_t room_for_pages();
     void check_fits(std::span<const PinRequest> requests);
     void start_missing(const PinRequest& request);
-    std::span<std::byte> claim_page(const std::shared_ptr<Segment>& segment, std::size_t index, Patience patience,
+    std::span<std::byte> latch_page(const std::shared_ptr<Segment>& segment, std::size_t index, Patience patience,
                                     bool& is_pinned);
-    UpdateClaim claim_here(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, Patience patience);
+    UpdateLatch latch_here(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, Patience patience);
 
     // Updates in the tier below (pager_below.cpp)
-    std::optional<UpdateClaim> claim_below(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
+    std::optional<UpdateLatch> latch_below(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                            Patience patience);
     enum class SentDown : std::uint8_t { done, not_yet, is_held };
     SentDown send_down(const std::shared_ptr<Segment>& segment, std::size_t index, Patience patience);
@@ -200,7 +200,7 @@ struct Pager::Impl final : StoreClient {
     TierAbove above;  // its functions: the same
 
     std::atomic<std::uint32_t> progress{0};  // grows whenever memory or a page may have become available
-    std::atomic<int> transients{0};          // claims, wanted or held, of threads that give up rather than wait
+    std::atomic<int> transients{0};          // latches, wanted or held, of threads that give up rather than wait
     std::atomic<int> memory_waiters{0};      // threads that wait for memory: reads ahead of use stand back
     std::atomic<int> program_waiters{0};     // threads of the program that wait: their cores are free for updates
     std::atomic<bool> has_kept_error{false};
@@ -236,13 +236,13 @@ private:
 /// Private doors of the guards, for the pager's own files.
 struct PageAccess {
     static void hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count);
-    static void confirm(UpdateClaim& claim, std::optional<Pager::Impl::Transient> transient) noexcept;
-    /// The page carries a pin of the claim.
-    static void add_here(UpdateClaim& claim, std::shared_ptr<Segment> segment, Page& page, std::span<std::byte> bytes,
+    static void confirm(UpdateLatch& latch, std::optional<Pager::Impl::Transient> transient) noexcept;
+    /// The page carries a pin of the latch.
+    static void add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page, std::span<std::byte> bytes,
                          bool is_pinned);
     /// The page is busy and has no frame.
-    static void add_below(UpdateClaim& claim, std::shared_ptr<Segment> segment, Page& page);
-    static void confirm_below(UpdateClaim& claim, UpdateClaim below);
+    static void add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page);
+    static void confirm_below(UpdateLatch& latch, UpdateLatch below);
 };
 
 inline std::size_t kind_index(const Segment& segment) noexcept { return static_cast<std::size_t>(segment.kind()); }

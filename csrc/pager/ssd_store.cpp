@@ -66,7 +66,7 @@ void SsdStore::forget(Segment& segment) noexcept {
 
 StoreStatistics SsdStore::statistics() const { return {file_.allocated_bytes(), file_.size_bytes(), engine_->name()}; }
 
-UpdateClaim SsdStore::claim_for_update(std::span<const std::shared_ptr<Segment>>, std::size_t, bool) {
+UpdateLatch SsdStore::latch_for_update(std::span<const std::shared_ptr<Segment>>, std::size_t, bool) {
     throw LogicError("an update cannot be applied on the SSD");
 }
 

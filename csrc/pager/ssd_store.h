@@ -49,7 +49,7 @@ public:
     std::size_t capacity() const noexcept override { return engine_->capacity(); }
     double read_rate() const noexcept override { return read_rate_.rate(); }
     StoreStatistics statistics() const override;
-    UpdateClaim claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
+    UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                  bool may_wait) override;
     bool has_in_memory(std::span<const std::shared_ptr<Segment>>, std::size_t) override { return false; }
 

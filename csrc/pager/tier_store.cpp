@@ -106,13 +106,13 @@ StoreStatistics TierStore::statistics() const {
 
 // --- Updates ------------------------------------------------------------------------------------------------------
 
-UpdateClaim TierStore::claim_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
+UpdateLatch TierStore::latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                         bool may_wait) {
     std::vector<std::shared_ptr<Segment>> backing_segments;
     for (const std::shared_ptr<Segment>& segment : segments) {
         backing_segments.push_back(backing_of(segment));
     }
-    return below_.claim_for_update(backing_segments, index, may_wait);
+    return below_.latch_for_update(backing_segments, index, may_wait);
 }
 
 bool TierStore::has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) {

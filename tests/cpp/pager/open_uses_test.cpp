@@ -138,17 +138,17 @@ TEST(OpenUses, SegmentOutlivesItsOwnersForItsKernel) {
 }
 
 // A page that an update left in its frame is not mapped before the update's kernel has passed. Method: a page that was
-// read ahead, claimed, written by a slow kernel, pinned.
+// read ahead, latched, written by a slow kernel, pinned.
 TEST(OpenUses, UpdatedFrameIsMappedAfterItsKernel) {
     Uses uses(3, 3000);
     const auto segment = filled_segment(uses.tiers.top, 1, 7);
     for (std::uint32_t value = 8; value < 12; ++value) {
         uses.tiers.top.evict(segment);
         {
-            const UpdateClaim claim = uses.tiers.top.claim_for_update({&segment, 1}, 0, true);
+            const UpdateLatch latch = uses.tiers.top.latch_for_update({&segment, 1}, 0, true);
             ASSERT_EQ(segment->page(0).load().state(), PageState::busy);
-            auto* words = reinterpret_cast<std::uint32_t*>(claim.bytes(0).data());
-            uses.device.launch({claim.bytes(0)}, [words, value] {
+            auto* words = reinterpret_cast<std::uint32_t*>(latch.bytes(0).data());
+            uses.device.launch({latch.bytes(0)}, [words, value] {
                 for (std::size_t i = 0; i < kPageElements; ++i) words[i] = word_of(value, i);
             });
         }

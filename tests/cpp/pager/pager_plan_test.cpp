@@ -229,9 +229,9 @@ TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaits) {
     const std::shared_ptr<Segment> members[] = {updated};
     pager.set_pending_work(
         [&](Segment&, std::size_t index, bool may_wait) {
-            UpdateClaim claim = pager.claim_for_update(members, index, may_wait);
-            if (!claim) return false;
-            claim.finish();
+            UpdateLatch latch = pager.latch_for_update(members, index, may_wait);
+            if (!latch) return false;
+            latch.finish();
             ++applied;
             return true;
         },

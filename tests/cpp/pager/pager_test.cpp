@@ -136,11 +136,11 @@ TEST(Pager, PendingPageIsResolvedBeforeItIsSeen) {
         [&](Segment& pending, std::size_t index, bool may_wait) {
             const std::shared_ptr<Segment> members[] = {segment};
             EXPECT_EQ(&pending, segment.get());
-            UpdateClaim claim = pager.claim_for_update(members, index, may_wait);
-            if (!claim) return false;
-            auto* word = reinterpret_cast<std::uint32_t*>(claim.bytes(0).data());
+            UpdateLatch latch = pager.latch_for_update(members, index, may_wait);
+            if (!latch) return false;
+            auto* word = reinterpret_cast<std::uint32_t*>(latch.bytes(0).data());
             *word += 1;
-            claim.finish();
+            latch.finish();
             ++applied;
             return true;
         },
@@ -215,10 +215,10 @@ TEST(Pager, DiscardedPageIsNotWritten) {
     Pager pager(options_with(8));
     const std::vector<std::shared_ptr<Segment>> segments{filled_segment(pager, 1, 1), filled_segment(pager, 1, 2)};
     {
-        UpdateClaim claim = pager.claim_for_update(segments, 0, true);
-        ASSERT_TRUE(claim);
-        claim.finish();
-        claim.discard(1);
+        UpdateLatch latch = pager.latch_for_update(segments, 0, true);
+        ASSERT_TRUE(latch);
+        latch.finish();
+        latch.discard(1);
     }
     for (const auto& segment : segments) EXPECT_EQ(pager.evict(segment), 0u);
     EXPECT_EQ(total(pager.statistics().written_bytes), kPageBytes);

@@ -161,17 +161,17 @@ bool SmallTraining::update(Layer& layer, std::size_t index, bool may_wait) {
     }
     if (!layer.weight->page(index).load().has(PageWord::kPending)) return true;
     const std::vector<std::shared_ptr<Segment>> segments{layer.weight, layer.gradient, layer.moment};
-    UpdateClaim claim = pager_.claim_for_update(segments, index, may_wait);
-    if (!claim) return false;
-    const std::span<std::uint32_t> weight = words_of(claim.bytes(0));
-    const std::span<std::uint32_t> gradient = words_of(claim.bytes(1));
-    const std::span<std::uint32_t> moment = words_of(claim.bytes(2));
+    UpdateLatch latch = pager_.latch_for_update(segments, index, may_wait);
+    if (!latch) return false;
+    const std::span<std::uint32_t> weight = words_of(latch.bytes(0));
+    const std::span<std::uint32_t> gradient = words_of(latch.bytes(1));
+    const std::span<std::uint32_t> moment = words_of(latch.bytes(2));
     for (std::size_t i = 0; i < weight.size(); ++i) {
         moment[i] = moment[i] * kDecay + gradient[i];
         weight[i] += moment[i];
     }
-    claim.finish();
-    claim.discard(1);
+    latch.finish();
+    latch.discard(1);
     return true;
 }
 
@@ -246,11 +246,11 @@ TEST(SmallTraining, PageHeldAtItsAddressIsUpdatedThere) {
     ASSERT_TRUE(tiers.top.set_pending(*other, 0));
     const std::vector<std::shared_ptr<Segment>> segments{held, other};
     {
-        UpdateClaim claim = tiers.top.claim_for_update(segments, 0, true);
-        ASSERT_TRUE(claim);
-        EXPECT_EQ(claim.bytes(0).data(), held->range().data());
-        words_of(claim.bytes(0))[0] = 77;
-        claim.finish();
+        UpdateLatch latch = tiers.top.latch_for_update(segments, 0, true);
+        ASSERT_TRUE(latch);
+        EXPECT_EQ(latch.bytes(0).data(), held->range().data());
+        words_of(latch.bytes(0))[0] = 77;
+        latch.finish();
     }
     EXPECT_EQ(words_of(held->range())[0], 77u);
 }
