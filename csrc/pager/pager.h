@@ -18,7 +18,7 @@
 #include "device/memory.h"
 #include "device/stream.h"
 #include "pager/arena.h"
-#include "pager/open_uses.h"
+#include "pager/in_flight_uses.h"
 #include "pager/page_store.h"
 #include "pager/page_table.h"
 #include "pager/stall_clock.h"

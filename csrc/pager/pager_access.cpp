@@ -111,7 +111,7 @@ UpdateLatch::~UpdateLatch() {
     below_.reset();  // first: who finds the pages free here looks for them there
     if (segments_.empty()) return;
     Pager::Impl& pager = *segments_.front()->pager().impl_;
-    OpenUse use{pager.mark_use(), {}, {}, {}};
+    InFlightUse use{pager.mark_use(), {}, {}, {}};
     for (std::size_t k = 0; k < pages_.size(); ++k) {
         if (places_[k] == Place::below) continue;
         use.pages.push_back({segments_[k], segments_[k]->index_of(*pages_[k]), 1});

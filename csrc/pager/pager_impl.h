@@ -60,10 +60,10 @@ struct Pager::Impl final : StoreClient {
     void log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind);
     [[noreturn]] void raise_page_error(const Page& page);
 
-    // Uses that outlive their guards (open_uses.cpp)
+    // Uses that outlive their guards (in_flight_uses.cpp)
     std::shared_ptr<const Event> mark_use() noexcept;
-    void end_use(OpenUse use) noexcept;
-    void close_use(const OpenUse& use) noexcept;
+    void end_use(InFlightUse use) noexcept;
+    void close_use(const InFlightUse& use) noexcept;
     void close_passed_uses() noexcept;
     bool wait_for_oldest_use();
 
@@ -192,7 +192,7 @@ struct Pager::Impl final : StoreClient {
     std::size_t registered_bytes = 0;
     std::uint64_t next_segment_id = 1;
 
-    OpenUses uses;
+    InFlightUses uses;
 
     std::shared_mutex pending_mutex;  // held shared while the callbacks run, so that they can be cleared safely
     ResolvePending resolve;

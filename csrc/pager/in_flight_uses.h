@@ -23,7 +23,7 @@ struct HeldPages {
 };
 
 /// What one guard or latch held, or a freed range, and the event behind the kernels that were given it.
-struct OpenUse {
+struct InFlightUse {
     std::shared_ptr<const Event> event;
     std::vector<HeldPages> pages;
     std::vector<const Page*> in_slot;  // those of them that are used in their frame's slot
@@ -33,11 +33,11 @@ struct OpenUse {
 /// The uses whose kernels may still run, oldest first: a kernel outlives the guard of its arguments. They end in order;
 /// with several streams some end later than they could.
 /// Threads: any. A use is closed by whoever takes it out, without a lock: it may be the last owner of a segment.
-class OpenUses {
+class InFlightUses {
 public:
-    void add(OpenUse use);
+    void add(InFlightUse use);
     /// The oldest, if its event has passed.
-    std::optional<OpenUse> take_passed();
+    std::optional<InFlightUse> take_passed();
     /// The event of the oldest; nullptr: there is none.
     std::shared_ptr<const Event> oldest() const;
     /// The event of the last use of the page in its slot; nullptr: there is none.
@@ -45,7 +45,7 @@ public:
 
 private:
     mutable std::mutex mutex_;  // guards the next; a leaf
-    std::deque<OpenUse> uses_;
+    std::deque<InFlightUse> uses_;
     std::atomic<std::size_t> count_{0};  // so that who asks for nothing takes no lock
 };
 

@@ -1,4 +1,4 @@
-#include "pager/open_uses.h"
+#include "pager/in_flight_uses.h"
 
 #include <gtest/gtest.h>
 
@@ -56,7 +56,7 @@ void compute_a_little(Uses& uses, Pager& pager, std::uint64_t seed, Segments& se
 
 // A kernel that outlives the guard of its arguments finds them where they were, whatever its delay. Method: seeds,
 // kernels over four times the memory there is.
-TEST(OpenUses, KernelsFindWhatTheyWereGiven) {
+TEST(InFlightUses, KernelsFindWhatTheyWereGiven) {
     for (std::uint64_t seed = 0; seed < 20; ++seed) {
         Uses uses(seed, static_cast<std::int64_t>(seed % 4) * 200);
         Segments segments;
@@ -81,7 +81,7 @@ private:
 };
 
 // The check of lifetimes finds a page that is moved under a kernel. Method: the same without marks.
-TEST(OpenUses, MissingMarkIsFound) {
+TEST(InFlightUses, MissingMarkIsFound) {
     Uses uses(1, 2000);
     UnmarkedDevice unmarked(uses.device);
     DeviceTiers tiers(unmarked, 8, 24);
@@ -91,7 +91,7 @@ TEST(OpenUses, MissingMarkIsFound) {
 }
 
 // Who finds all memory in use by kernels waits for them instead of running out. Method: each kernel uses all there is.
-TEST(OpenUses, FullMemoryWaitsForKernels) {
+TEST(InFlightUses, FullMemoryWaitsForKernels) {
     Uses uses(2, 3000);
     Segments segments;
     for (std::uint32_t i = 0; i < 3; ++i) segments.push_back(filled_segment(uses.tiers.top, 7, i));
@@ -104,7 +104,7 @@ TEST(OpenUses, FullMemoryWaitsForKernels) {
 }
 
 // A page keeps its pin until its kernel has passed, and then goes. Method: a kernel that waits for the test.
-TEST(OpenUses, PinLastsAsLongAsItsKernel) {
+TEST(InFlightUses, PinLastsAsLongAsItsKernel) {
     Uses uses;
     std::latch gate(1);
     const auto segment = filled_segment(uses.tiers.top, 2, 7);
@@ -118,7 +118,7 @@ TEST(OpenUses, PinLastsAsLongAsItsKernel) {
 }
 
 // A segment that ends while a kernel reads it lives as long. Method: the same, with the last owner gone.
-TEST(OpenUses, SegmentOutlivesItsOwnersForItsKernel) {
+TEST(InFlightUses, SegmentOutlivesItsOwnersForItsKernel) {
     Uses uses;
     std::latch gate(1);
     auto segment = filled_segment(uses.tiers.top, 2, 7);
@@ -139,7 +139,7 @@ TEST(OpenUses, SegmentOutlivesItsOwnersForItsKernel) {
 
 // A page that an update left in its frame is not mapped before the update's kernel has passed. Method: a page that was
 // read ahead, latched, written by a slow kernel, pinned.
-TEST(OpenUses, UpdatedFrameIsMappedAfterItsKernel) {
+TEST(InFlightUses, UpdatedFrameIsMappedAfterItsKernel) {
     Uses uses(3, 3000);
     const auto segment = filled_segment(uses.tiers.top, 1, 7);
     for (std::uint32_t value = 8; value < 12; ++value) {
@@ -158,7 +158,7 @@ TEST(OpenUses, UpdatedFrameIsMappedAfterItsKernel) {
 }
 
 // Work is deferred on a page that a kernel still uses. Method: a mark while the kernel is under way.
-TEST(OpenUses, DeferringWaitsForKernels) {
+TEST(InFlightUses, DeferringWaitsForKernels) {
     Uses uses(4, 3000);
     const auto segment = filled_segment(uses.tiers.top, 1, 7);
     {
@@ -172,7 +172,7 @@ TEST(OpenUses, DeferringWaitsForKernels) {
 
 // A range that is freed while a kernel uses it counts until the kernel has passed. Method: a kernel that waits for the
 // test; what is in use.
-TEST(OpenUses, FreedRangeLastsAsLongAsItsKernel) {
+TEST(InFlightUses, FreedRangeLastsAsLongAsItsKernel) {
     Uses uses;
     std::latch gate(1);
     const auto range = uses.tiers.top.allocate_range(7 * kPageBytes);

@@ -1,4 +1,4 @@
-#include "pager/open_uses.h"
+#include "pager/in_flight_uses.h"
 
 #include <algorithm>
 #include <utility>
@@ -7,33 +7,33 @@
 
 namespace torch_offload {
 
-void OpenUses::add(OpenUse use) {
+void InFlightUses::add(InFlightUse use) {
     const std::lock_guard lock(mutex_);
     uses_.push_back(std::move(use));
     count_.fetch_add(1, std::memory_order_release);
 }
 
-std::optional<OpenUse> OpenUses::take_passed() {
+std::optional<InFlightUse> InFlightUses::take_passed() {
     const std::shared_ptr<const Event> event = oldest();
     if (!event || !event->has_passed()) return std::nullopt;
     const std::lock_guard lock(mutex_);
     if (uses_.empty() || uses_.front().event != event) return std::nullopt;  // somebody else took it
-    std::optional<OpenUse> use = std::move(uses_.front());
+    std::optional<InFlightUse> use = std::move(uses_.front());
     uses_.pop_front();
     count_.fetch_sub(1, std::memory_order_release);
     return use;
 }
 
-std::shared_ptr<const Event> OpenUses::oldest() const {
+std::shared_ptr<const Event> InFlightUses::oldest() const {
     if (count_.load(std::memory_order_acquire) == 0) return nullptr;
     const std::lock_guard lock(mutex_);
     return uses_.empty() ? nullptr : uses_.front().event;
 }
 
-std::shared_ptr<const Event> OpenUses::last_in_slot(const Page& page) const {
+std::shared_ptr<const Event> InFlightUses::last_in_slot(const Page& page) const {
     if (count_.load(std::memory_order_acquire) == 0) return nullptr;
     const std::lock_guard lock(mutex_);
-    const auto uses_page = [&](const OpenUse& use) { return std::ranges::count(use.in_slot, &page) != 0; };
+    const auto uses_page = [&](const InFlightUse& use) { return std::ranges::count(use.in_slot, &page) != 0; };
     const auto last = std::find_if(uses_.rbegin(), uses_.rend(), uses_page);
     return last == uses_.rend() ? nullptr : last->event;
 }
@@ -44,7 +44,7 @@ std::shared_ptr<const Event> Pager::Impl::mark_use() noexcept {
     return options.device && is_of_device() ? options.device->mark_use() : nullptr;
 }
 
-void Pager::Impl::end_use(OpenUse use) noexcept {
+void Pager::Impl::end_use(InFlightUse use) noexcept {
     if (use.event) {
         uses.add(std::move(use));
     } else {
@@ -52,7 +52,7 @@ void Pager::Impl::end_use(OpenUse use) noexcept {
     }
 }
 
-void Pager::Impl::close_use(const OpenUse& use) noexcept {
+void Pager::Impl::close_use(const InFlightUse& use) noexcept {
     for (const HeldPages& held : use.pages) {
         for (std::size_t i = held.first; i < held.first + held.count; ++i) held.segment->page(i).drop_pin();
     }
@@ -64,7 +64,7 @@ void Pager::Impl::close_use(const OpenUse& use) noexcept {
 }
 
 void Pager::Impl::close_passed_uses() noexcept {
-    while (const std::optional<OpenUse> use = uses.take_passed()) close_use(*use);
+    while (const std::optional<InFlightUse> use = uses.take_passed()) close_use(*use);
 }
 
 /// False if nothing is in use. Throws: TierIoError if the device is lost; nothing is in use then.
