@@ -20,10 +20,10 @@ namespace {
 
 constexpr std::uint8_t kPriority = 100;
 
-// The budget grants small allocations memory in lumps, so that each costs two atomic operations and no lock.
-constexpr std::size_t kMaxLumpBytes = kMiB;
-constexpr std::size_t kLumpShare = 256;  // of the budget
-constexpr std::ptrdiff_t kMaxSurplusLumps = 8;
+// The budget grants small allocations memory in quanta, so that each costs two atomic operations and no lock.
+constexpr std::size_t kMaxQuantumBytes = kMiB;
+constexpr std::size_t kQuantumShare = 256;  // of the budget
+constexpr std::ptrdiff_t kMaxSurplusQuanta = 8;
 
 constexpr std::size_t kTrimStepBytes = 4 * kMiB;
 
@@ -66,8 +66,8 @@ RegisterAllocator::RegisterAllocator()
 
 void RegisterAllocator::install(std::shared_ptr<Engine> engine) {
     remove_any();
-    const std::size_t share_bytes = engine->pager().options().budget_bytes / kLumpShare;
-    lump_bytes_.store(static_cast<std::ptrdiff_t>(std::clamp(share_bytes, kSectorBytes, kMaxLumpBytes)));
+    const std::size_t share_bytes = engine->pager().options().budget_bytes / kQuantumShare;
+    quantum_bytes_.store(static_cast<std::ptrdiff_t>(std::clamp(share_bytes, kSectorBytes, kMaxQuantumBytes)));
     small_bytes_.store(0, std::memory_order_relaxed);  // what lives already is not the new engine's
     engine_.store(std::move(engine));
     settle_grant(GrantChange::any);
@@ -134,12 +134,12 @@ void RegisterAllocator::note_freed(std::size_t size_bytes) {
     const std::ptrdiff_t now = small_bytes_.fetch_sub(delta_bytes, std::memory_order_relaxed) - delta_bytes;
     const std::ptrdiff_t surplus_bytes =
         granted_bytes_.load(std::memory_order_relaxed) - std::max(now, std::ptrdiff_t{0});
-    if (surplus_bytes > kMaxSurplusLumps * lump_bytes_.load(std::memory_order_relaxed)) {
+    if (surplus_bytes > kMaxSurplusQuanta * quantum_bytes_.load(std::memory_order_relaxed)) {
         settle_grant(GrantChange::shrink);
     }
 }
 
-/// Has the engine's budget hold what small allocations take, and a lump more. Only growing can throw. A thread that
+/// Has the engine's budget hold what small allocations take, and a quantum more. Only growing can throw. A thread that
 /// grows the grant may wait for pages to leave; whoever comes meanwhile goes on, its bytes are in the next grant: it
 /// may be the thread that the waiting one waits for.
 void RegisterAllocator::settle_grant(GrantChange allowed) {
@@ -151,7 +151,7 @@ void RegisterAllocator::settle_grant(GrantChange allowed) {
     const SettlingScope scope;
     // Below zero only by what was allocated raw before the installation and freed after it.
     const std::ptrdiff_t now = std::max<std::ptrdiff_t>(small_bytes_.load(std::memory_order_relaxed), 0);
-    const std::ptrdiff_t delta_bytes = now + lump_bytes_.load(std::memory_order_relaxed) - granted_bytes_.load();
+    const std::ptrdiff_t delta_bytes = now + quantum_bytes_.load(std::memory_order_relaxed) - granted_bytes_.load();
     if (delta_bytes > 0 && allowed == GrantChange::shrink) return;
     if (delta_bytes < 0) note_heap_freed(static_cast<std::size_t>(-delta_bytes));
     if (delta_bytes <= 0 || bypass_depth != 0) {

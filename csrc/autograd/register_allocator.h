@@ -56,7 +56,7 @@ private:
     std::atomic<std::shared_ptr<Engine>> engine_;
     std::atomic<std::ptrdiff_t> small_bytes_{0};    // small allocations less frees since the last installation
     std::atomic<std::ptrdiff_t> granted_bytes_{0};  // what the installed engine's budget holds for them
-    std::atomic<std::ptrdiff_t> lump_bytes_{0};     // granted ahead
+    std::atomic<std::ptrdiff_t> quantum_bytes_{0};  // granted ahead
     std::mutex grant_mutex_;                        // one thread changes the grant; the others do not wait for it
 };
 

@@ -21,7 +21,7 @@ struct ArenaUsage {
     std::size_t free_frame_bytes = 0;  // frames kept for the next page
     std::size_t range_bytes = 0;       // live temporaries
     std::size_t idle_range_bytes = 0;  // freed temporaries kept for reuse
-    std::size_t small_bytes = 0;       // small allocations, counted a lump ahead
+    std::size_t small_bytes = 0;       // small allocations, counted a quantum ahead
     std::size_t reserve_bytes = 0;     // kept free for small allocations to come
     std::size_t peak_bytes = 0;
 

@@ -15,7 +15,7 @@
 namespace torch_offload::test {
 namespace {
 
-constexpr std::size_t kLumpBytes = kPageBytes / 8;
+constexpr std::size_t kQuantumBytes = kPageBytes / 8;
 
 /// Registers all memory, and unregisters some when a test lets it.
 class RegisteringEngine final : public GatedEngine {
@@ -33,21 +33,21 @@ private:
     BufferIndex next_index_ = 0;
 };
 
-/// Grants lumps until the pager refuses; returns the bytes granted.
+/// Grants quanta until the pager refuses; returns the bytes granted.
 std::size_t grant_all(Pager& pager) {
     std::size_t granted_bytes = 0;
     while (true) {
         try {
-            pager.reserve_small(kLumpBytes);
+            pager.reserve_small(kQuantumBytes);
         } catch (const OutOfTierMemory&) {
             return granted_bytes;
         }
-        granted_bytes += kLumpBytes;
+        granted_bytes += kQuantumBytes;
     }
 }
 
 // Small allocations make pages leave, frames that the I/O engine registered included, up to the last byte of the
-// budget, and are refused after that rather than waited for. Method: pages that were written and read, lumps until
+// budget, and are refused after that rather than waited for. Method: pages that were written and read, quanta until
 // refused, everything back, pages read again.
 TEST(PagerMemory, SmallGrantsTakeAllThatPagesCanGive) {
     Pager pager(options_with(12));
@@ -80,16 +80,16 @@ TEST(PagerMemory, MemoryBeingUnregisteredIsWaitedFor) {
     ASSERT_EQ(pager.evict(left), 0u);
     pager.reserve_small(kPageBytes);
     const auto ask_for = [&pager](std::size_t size_bytes) { pager.reserve_small(size_bytes); };
-    std::future<void> first = std::async(std::launch::async, ask_for, kPageBytes + kLumpBytes);
+    std::future<void> first = std::async(std::launch::async, ask_for, kPageBytes + kQuantumBytes);
     disk.began.acquire();
-    std::future<void> second = std::async(std::launch::async, ask_for, kLumpBytes);
+    std::future<void> second = std::async(std::launch::async, ask_for, kQuantumBytes);
     EXPECT_EQ(second.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout);
     disk.may_end.release(64);
     EXPECT_NO_THROW(first.get());
     EXPECT_NO_THROW(second.get());
 }
 
-// What is pinned is left alone. Method: pin half, lumps until refused, the pinned bytes are there.
+// What is pinned is left alone. Method: pin half, quanta until refused, the pinned bytes are there.
 TEST(PagerMemory, SmallGrantsLeavePinnedPagesAlone) {
     Pager pager(options_with(8));
     const auto held = filled_segment(pager, 4, 1);
