@@ -69,11 +69,11 @@ def adamw_case(elements: int, *, form: str) -> Case:
     return Case(run, per_element * elements)
 
 
-def departure_case(elements: int, *, from_type: torch.dtype, to_type: torch.dtype | None) -> Case:
+def writeback_case(elements: int, *, from_type: torch.dtype, to_type: torch.dtype | None) -> Case:
     gradient = torch.randn(elements, dtype=from_type, device="cuda")
     to = None if to_type is None else torch.empty(elements, dtype=to_type, device="cuda")
     moved_bytes = gradient.nbytes + (0 if to is None else to.nbytes)
-    return Case(lambda: torch.ops.torch_offload.depart_gradient(gradient, to), moved_bytes)
+    return Case(lambda: torch.ops.torch_offload.write_back_gradient(gradient, to), moved_bytes)
 
 
 def kernel_cases(elements: int) -> dict[str, Callable[[], Case]]:
@@ -83,9 +83,9 @@ def kernel_cases(elements: int) -> dict[str, Callable[[], Case]]:
         "AdamW, split master": lambda: adamw_case(elements, form="split master"),
         "AdamW, fp32 master": lambda: adamw_case(elements, form="fp32 master"),
         "AdamW, 8-bit moments": lambda: adamw_case(elements, form="8-bit moments"),
-        "departure, bf16, norm only": lambda: departure_case(elements, from_type=bf16, to_type=None),
-        "departure, bf16 to bf16": lambda: departure_case(elements, from_type=bf16, to_type=bf16),
-        "departure, fp32 to bf16": lambda: departure_case(elements, from_type=fp32, to_type=bf16),
+        "writeback, bf16, norm only": lambda: writeback_case(elements, from_type=bf16, to_type=None),
+        "writeback, bf16 to bf16": lambda: writeback_case(elements, from_type=bf16, to_type=bf16),
+        "writeback, fp32 to bf16": lambda: writeback_case(elements, from_type=fp32, to_type=bf16),
     }
 
 

@@ -4,7 +4,7 @@
 #include "autograd/coded_linear.h"
 #include "autograd/error_feedback_operator.h"
 #include "optim/adamw_operator.h"
-#include "optim/departure_operator.h"
+#include "optim/writeback_operator.h"
 
 namespace torch_offload {
 namespace {
@@ -17,7 +17,7 @@ TORCH_LIBRARY(torch_offload, m) {
     m.def(kUnpackMomentSchema);
     m.impl("unpack_moment", c10::DispatchKey::CPU, TORCH_FN(unpacked_moment));
     m.def(kDepartGradientSchema);
-    m.impl("depart_gradient", c10::DispatchKey::CPU, TORCH_FN(depart_gradient));
+    m.impl("write_back_gradient", c10::DispatchKey::CPU, TORCH_FN(write_back_gradient));
     m.def(kCodedLinearSchema);
     m.impl("coded_linear", c10::DispatchKey::CPU, TORCH_FN(coded_linear));
     m.def(kCodedLinearTransposedSchema);
@@ -34,7 +34,7 @@ TORCH_LIBRARY(torch_offload, m) {
     m.impl("choose_again", c10::DispatchKey::CPU, TORCH_FN(choose_values_again));
 #ifdef TORCH_OFFLOAD_CUDA
     m.impl("fused_adamw_", c10::DispatchKey::CUDA, TORCH_FN(fused_adamw_cuda));
-    m.impl("depart_gradient", c10::DispatchKey::CUDA, TORCH_FN(depart_gradient_cuda));
+    m.impl("write_back_gradient", c10::DispatchKey::CUDA, TORCH_FN(write_back_gradient_cuda));
     m.impl("coded_linear", c10::DispatchKey::CUDA, TORCH_FN(coded_linear_cuda));
     m.impl("coded_linear_transposed", c10::DispatchKey::CUDA, TORCH_FN(coded_linear_transposed_cuda));
     m.impl("decode_ternary", c10::DispatchKey::CUDA, TORCH_FN(decode_ternary_cuda));

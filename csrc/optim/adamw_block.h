@@ -4,9 +4,9 @@
 
 #include "optim/adamw_element.h"
 #include "optim/adamw_kernels.h"
-#include "optim/departure_block.h"
 #include "optim/packed_element.h"
 #include "optim/thread_team.h"
+#include "optim/writeback_block.h"
 
 namespace torch_offload {
 namespace {

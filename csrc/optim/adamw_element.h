@@ -1,4 +1,4 @@
-// What AdamW and the departure of gradients do to one element. The only place that has the formulas: the loops for each
+// What AdamW and the writeback of gradients do to one element. The only place that has the formulas: the loops for each
 // instruction set and the CUDA kernels are made of these functions. Included where the instructions are chosen, so
 // everything here has internal linkage and no standard header may be included from here.
 //

@@ -1,11 +1,11 @@
-// Kernels for CUDA: AdamW and the departure of gradients on arrays in device memory, queued on a stream. Layer optim,
+// Kernels for CUDA: AdamW and the writeback of gradients on arrays in device memory, queued on a stream. Layer optim,
 // without torch; for sources of the CUDA build only.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "optim/adamw_kernels.h"
-#include "optim/departure.h"
+#include "optim/writeback.h"
 
 namespace torch_offload {
 
@@ -24,10 +24,10 @@ struct DeviceScaling {
 void launch_adamw(const AdamWArrays& arrays, const AdamWFactors& factors, const DeviceScaling& scaling,
                   cudaStream_t stream);
 
-/// The same bytes and sums as depart_gradients and total_departure, bit for bit, for any number of blocks.
-/// `sums`: [departure_chunks(count)], `total`: [1], both in device memory. `block_count` 0: as many as the device
+/// The same bytes and sums as write_back_gradients and total_writeback, bit for bit, for any number of blocks.
+/// `sums`: [writeback_chunks(count)], `total`: [1], both in device memory. `block_count` 0: as many as the device
 /// holds. Throws: OffloadError if a launch is refused.
-void launch_departure(const DepartureArrays& arrays, DepartureSum* sums, DepartureSum* total, unsigned block_count,
+void launch_writeback(const WritebackArrays& arrays, WritebackSum* sums, WritebackSum* total, unsigned block_count,
                       cudaStream_t stream);
 
 }  // namespace torch_offload

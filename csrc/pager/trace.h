@@ -30,7 +30,7 @@ struct UpcomingUse {
     std::size_t other_bytes = 0;  // the most memory not in pages shortly before it
 };
 
-/// Records the pins of one step while predicting from those of the step before. A step that departs from the
+/// Records the pins of one step while predicting from those of the step before. A step that is written back from the
 /// recording is only predicted worse: repeated uses leave the cursor alone, and after a few roles in a row that are
 /// nowhere near it moves to where they are.
 /// Threads: none; the pager's lock covers it.

@@ -89,26 +89,26 @@ void check_adamw(std::size_t count) {
     }
 }
 
-std::string bytes_of(const DepartureSum& sum) { return {reinterpret_cast<const char*>(&sum), sizeof(sum)}; }
+std::string bytes_of(const WritebackSum& sum) { return {reinterpret_cast<const char*>(&sum), sizeof(sum)}; }
 
-void check_departure(std::size_t count, GradientType to_type) {
+void check_writeback(std::size_t count, GradientType to_type) {
     const Parameter values = make_parameter(count, Master::split, GradientType::bf16, false);
     const std::size_t to_bytes = count * (to_type == GradientType::bf16 ? 2 : 4);
     std::vector<std::uint8_t> expected(to_bytes);
-    std::vector<DepartureSum> sums(departure_chunks(count));
-    DepartureArrays arrays{count, values.half_gradients.data(), GradientType::bf16, expected.data(), to_type};
-    depart_gradients(arrays, sums.data(), InstructionSet::portable);
-    const DepartureSum total = total_departure(sums.data(), sums.size());
+    std::vector<WritebackSum> sums(writeback_chunks(count));
+    WritebackArrays arrays{count, values.half_gradients.data(), GradientType::bf16, expected.data(), to_type};
+    write_back_gradients(arrays, sums.data(), InstructionSet::portable);
+    const WritebackSum total = total_writeback(sums.data(), sums.size());
     for (const unsigned blocks : {0u, 1u, 3u, 1000u}) {
         const DeviceCopy from(values.half_gradients, blocks % 2);
         const DeviceCopy to(std::vector<std::uint8_t>(to_bytes), 0);
-        const DeviceCopy found(std::vector<DepartureSum>(sums.size() + 1), 0);
+        const DeviceCopy found(std::vector<WritebackSum>(sums.size() + 1), 0);
         arrays = {count, from.get(), GradientType::bf16, to.get(), to_type};
-        launch_departure(arrays, found.get() + 1, found.get(), blocks, nullptr);
-        check_cuda(cudaDeviceSynchronize(), "the departure");
+        launch_writeback(arrays, found.get() + 1, found.get(), blocks, nullptr);
+        check_cuda(cudaDeviceSynchronize(), "the writeback");
         std::vector<std::uint8_t> actual(to_bytes);
-        std::vector<DepartureSum> all(sums.size() + 1);
-        const std::string what = "departure of " + std::to_string(count) + " in " + std::to_string(blocks) + " blocks";
+        std::vector<WritebackSum> all(sums.size() + 1);
+        const std::string what = "writeback of " + std::to_string(count) + " in " + std::to_string(blocks) + " blocks";
         expect(to.back(actual) & found.back(all), what + " wrote beside its arrays");
         expect(actual == expected, what + ": bytes");
         expect(bytes_of(all[0]) == bytes_of(total), what + ": total");
@@ -123,8 +123,8 @@ int main(int argument_count, char** arguments) try {
     for (int i = 1; i < argument_count; ++i) {
         const std::size_t count = std::strtoull(arguments[i], nullptr, 10);
         torch_offload::check_adamw(count);
-        torch_offload::check_departure(count, torch_offload::GradientType::bf16);
-        torch_offload::check_departure(count, torch_offload::GradientType::f32);
+        torch_offload::check_writeback(count, torch_offload::GradientType::bf16);
+        torch_offload::check_writeback(count, torch_offload::GradientType::f32);
     }
     std::printf("%d lengths, %d differences\n", argument_count - 1, torch_offload::differences);
     return argument_count > 1 && torch_offload::differences == 0 ? 0 : 1;

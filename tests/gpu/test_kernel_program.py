@@ -59,7 +59,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_kernels_equal_those_for_processors(program):
-    """Method: all forms of a parameter, aligned and not; departures in 1, 3 and 1000 blocks; margins around arrays.
+    """Method: all forms of a parameter, aligned and not; writebacks in 1, 3 and 1000 blocks; margins around arrays.
 
     Coded matrices of each coder, decoded and multiplied by 1 to 70 tokens, forward and transposed.
     """

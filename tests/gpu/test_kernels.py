@@ -112,21 +112,21 @@ def test_a_step_with_an_overflow_changes_nothing(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("to_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("special", [0.0, float("inf"), float("nan")])
-def test_a_departure_has_the_bits_of_the_cpu_each_time(device, count, dtype, to_dtype, special):
+def test_a_writeback_has_the_bits_of_the_cpu_each_time(device, count, dtype, to_dtype, special):
     gradient = torch.randn(count, generator=torch.Generator().manual_seed(1)).to(dtype)
     gradient[count // 2 : count // 2 + 1] = special
     results = []
     for target in (torch.device("cpu"), *[device] * RUNS):
         there = gradient.to(target)
         to = torch.empty_like(there, dtype=to_dtype)
-        square_sum, nonfinite_count = torch.ops.torch_offload.depart_gradient(there, to)
+        square_sum, nonfinite_count = torch.ops.torch_offload.write_back_gradient(there, to)
         results.append([digest(t.cpu()) for t in (to, square_sum, nonfinite_count)])
     assert results == [results[0]] * (RUNS + 1)
 
 
-def test_a_departure_is_the_norm(device):
+def test_a_writeback_is_the_norm(device):
     """Method: torch's own sum in double, to rounding."""
     gradient = torch.randn(1 << 20, device=device)
-    square_sum, nonfinite_count = torch.ops.torch_offload.depart_gradient(gradient, None)
+    square_sum, nonfinite_count = torch.ops.torch_offload.write_back_gradient(gradient, None)
     torch.testing.assert_close(square_sum, gradient.double().square().sum(), rtol=1e-13, atol=0)
     assert nonfinite_count.item() == 0

@@ -42,8 +42,9 @@ TEST(Trace, JoinsRepeatedPins) {
     EXPECT_EQ(trace.length(), 2u);
 }
 
-// A step that departs from the recording is followed again where they meet. Method: skip a role, use an unknown one.
-TEST(Trace, ResynchronisesAfterADeparture) {
+// A step that is written back from the recording is followed again where they meet. Method: skip a role, use an unknown
+// one.
+TEST(Trace, ResynchronisesAfterAWriteback) {
     Trace trace;
     record(trace, {0, 1, 2, 3, 4});
     trace.end_step();
@@ -65,7 +66,7 @@ TEST(Trace, RepeatedUseIsNotAJumpAhead) {
 }
 
 // A cursor that is far off finds its way. Method: skip from the start to the middle of a long recording.
-TEST(Trace, FindsItsWayAfterALongDeparture) {
+TEST(Trace, FindsItsWayAfterALongWriteback) {
     Trace trace;
     for (TraceId id = 0; id < 200; ++id) trace.touch(id);
     trace.end_step();

@@ -1,10 +1,10 @@
-// The departure of a gradient as a team of threads does it; departure.h has the order of the sum. Internal linkage like
+// The writeback of a gradient as a team of threads does it; writeback.h has the order of the sum. Internal linkage like
 // adamw_element.h. Layer optim, without torch.
 #pragma once
 
 #include "optim/adamw_element.h"
-#include "optim/departure.h"
 #include "optim/thread_team.h"
+#include "optim/writeback.h"
 
 namespace torch_offload {
 namespace {
@@ -24,7 +24,7 @@ OFFLOAD_HOST_DEVICE inline std::uint32_t is_nonfinite(float value) noexcept {
 }
 
 /// What lanes tell each other.
-struct DepartureShared {
+struct WritebackShared {
     double squares[kTeamLanes];
     std::uint64_t nonfinite_counts[kTeamLanes];
 };
@@ -40,8 +40,8 @@ OFFLOAD_DEVICE inline void load_gradient_group(const void* gradients, GradientTy
 }
 
 /// Not-a-numbers become one where they are rounded, and keep their bits otherwise.
-OFFLOAD_DEVICE inline void store_departing(const DepartureArrays& arrays, std::size_t begin, std::size_t count,
-                                           bool is_aligned, const float (&values)[kGroup]) noexcept {
+OFFLOAD_DEVICE inline void store_written(const WritebackArrays& arrays, std::size_t begin, std::size_t count,
+                                         bool is_aligned, const float (&values)[kGroup]) noexcept {
     if (arrays.to_type == GradientType::f32) {
         return store_group(values, count, is_aligned, static_cast<float*>(arrays.to) + begin);
     }
@@ -55,15 +55,15 @@ OFFLOAD_DEVICE inline void store_departing(const DepartureArrays& arrays, std::s
 }
 
 /// One lane's part of a chunk: a group of each row.
-OFFLOAD_DEVICE inline DepartureSum depart_lane(const DepartureArrays& arrays, bool is_aligned, std::size_t begin) {
+OFFLOAD_DEVICE inline WritebackSum write_back_lane(const WritebackArrays& arrays, bool is_aligned, std::size_t begin) {
     double sums[kGroup] = {};
     std::uint32_t nonfinite_count = 0;
-    for (std::size_t row = 0; row < kDepartureChunk / kDepartureRow; ++row, begin += kDepartureRow) {
+    for (std::size_t row = 0; row < kWritebackChunk / kWritebackRow; ++row, begin += kWritebackRow) {
         alignas(16) float values[kGroup];
         const std::size_t count = group_count(begin, arrays.count);
         if (count == 0) break;
         load_gradient_group(arrays.gradients, arrays.gradient_type, begin, count, is_aligned, values);
-        if (arrays.to) store_departing(arrays, begin, count, is_aligned, values);
+        if (arrays.to) store_written(arrays, begin, count, is_aligned, values);
         for (std::size_t i = 0; i < kGroup; ++i) {
             sums[i] = with_square(sums[i], values[i]);
             nonfinite_count += is_nonfinite(values[i]);
@@ -77,7 +77,7 @@ OFFLOAD_DEVICE inline DepartureSum depart_lane(const DepartureArrays& arrays, bo
 
 /// The lanes' sums joined; the first lane writes the result.
 template <typename Team>
-OFFLOAD_DEVICE void join_departures(const Team& team, DepartureShared& shared, DepartureSum* to) {
+OFFLOAD_DEVICE void join_writebacks(const Team& team, WritebackShared& shared, WritebackSum* to) {
     const auto sum = [](auto one, auto other) { return one + other; };
     join_by_halves(team, shared.squares, sum);
     join_by_halves(team, shared.nonfinite_counts, sum);
@@ -88,24 +88,25 @@ OFFLOAD_DEVICE void join_departures(const Team& team, DepartureShared& shared, D
 
 /// Chunks `first`, `first + stride`, ...: each has its own sum, so it does not matter which team takes it.
 template <typename Team>
-OFFLOAD_DEVICE void depart_chunks(const Team& team, const DepartureArrays& arrays, bool is_aligned, std::size_t first,
-                                  std::size_t stride, DepartureShared& shared, DepartureSum* sums) {
-    for (std::size_t chunk = first; chunk < departure_chunks(arrays.count); chunk += stride) {
+OFFLOAD_DEVICE void write_back_chunks(const Team& team, const WritebackArrays& arrays, bool is_aligned,
+                                      std::size_t first, std::size_t stride, WritebackShared& shared,
+                                      WritebackSum* sums) {
+    for (std::size_t chunk = first; chunk < writeback_chunks(arrays.count); chunk += stride) {
         team.each([&](std::size_t lane) {
-            const DepartureSum sum = depart_lane(arrays, is_aligned, chunk * kDepartureChunk + lane * kGroup);
+            const WritebackSum sum = write_back_lane(arrays, is_aligned, chunk * kWritebackChunk + lane * kGroup);
             shared.squares[lane] = sum.squares;
             shared.nonfinite_counts[lane] = sum.nonfinite_count;
         });
-        join_departures(team, shared, sums + chunk);
+        join_writebacks(team, shared, sums + chunk);
     }
 }
 
 /// One team for all chunks' sums.
 template <typename Team>
-OFFLOAD_DEVICE void total_chunks(const Team& team, const DepartureSum* sums, std::size_t chunk_count,
-                                 DepartureShared& shared, DepartureSum* total) {
+OFFLOAD_DEVICE void total_chunks(const Team& team, const WritebackSum* sums, std::size_t chunk_count,
+                                 WritebackShared& shared, WritebackSum* total) {
     team.each([&](std::size_t lane) {
-        DepartureSum sum{0, 0};
+        WritebackSum sum{0, 0};
         for (std::size_t chunk = lane; chunk < chunk_count; chunk += kTeamLanes) {
             sum.squares = sum.squares + sums[chunk].squares;
             sum.nonfinite_count += sums[chunk].nonfinite_count;
@@ -113,7 +114,7 @@ OFFLOAD_DEVICE void total_chunks(const Team& team, const DepartureSum* sums, std
         shared.squares[lane] = sum.squares;
         shared.nonfinite_counts[lane] = sum.nonfinite_count;
     });
-    join_departures(team, shared, total);
+    join_writebacks(team, shared, total);
     team.each([&](std::size_t lane) {
         const bool is_nan = lane == 0 && total->squares != total->squares;
         if (is_nan) total->squares = __builtin_bit_cast(double, std::uint64_t{0x7FF8} << 48);

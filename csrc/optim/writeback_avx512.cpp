@@ -1,12 +1,12 @@
-// The departure of gradients for processors with AVX-512. Only what stands below the pragma may use its instructions.
+// The writeback of gradients for processors with AVX-512. Only what stands below the pragma may use its instructions.
 #include <cstddef>
 #include <cstdint>
 
 #include "base/host_device.h"
 #include "optim/adamw_kernels.h"
-#include "optim/departure.h"
 #include "optim/split_master.h"
 #include "optim/thread_team.h"
+#include "optim/writeback.h"
 
 #if defined(__clang__) && defined(__x86_64__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
@@ -15,11 +15,11 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
 
-#include "optim/departure_loops.h"
+#include "optim/writeback_loops.h"
 
 namespace torch_offload {
 
-void departure_avx512(const DepartureArrays& arrays, DepartureSum* sums) noexcept { depart_all(arrays, sums); }
+void writeback_avx512(const WritebackArrays& arrays, WritebackSum* sums) noexcept { write_back_all(arrays, sums); }
 
 }  // namespace torch_offload
 

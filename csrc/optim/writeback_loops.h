@@ -1,17 +1,17 @@
-// The loops of the departure of a gradient, compiled once per instruction set like adamw_loops.h: internal linkage, no
-// standard headers. They have the order of departure.h: vectors run over the sums, which no one reorders.
+// The loops of the writeback of a gradient, compiled once per instruction set like adamw_loops.h: internal linkage, no
+// standard headers. They have the order of writeback.h: vectors run over the sums, which no one reorders.
 // Layer optim, without torch.
 #pragma once
 
-#include "optim/departure.h"
-#include "optim/departure_block.h"
+#include "optim/writeback.h"
+#include "optim/writeback_block.h"
 
 namespace torch_offload {
 namespace {
 
-/// Sums of one chunk, by element modulo kDepartureRow; they stay in the first cache.
+/// Sums of one chunk, by element modulo kWritebackRow; they stay in the first cache.
 struct RowSums {
-    alignas(64) double squares[kDepartureRow] = {};
+    alignas(64) double squares[kWritebackRow] = {};
     std::uint32_t nonfinite_count = 0;
 
     void add(const float* __restrict values, std::size_t count) noexcept {
@@ -21,20 +21,20 @@ struct RowSums {
         nonfinite_count += found;
     }
 
-    DepartureSum joined() noexcept {
+    WritebackSum joined() noexcept {
         for (std::size_t half = kGroup / 2; half > 0; half /= 2) {
-            for (std::size_t group = 0; group < kDepartureRow; group += kGroup) {
+            for (std::size_t group = 0; group < kWritebackRow; group += kGroup) {
                 for (std::size_t i = group; i < group + half; ++i) squares[i] = squares[i] + squares[i + half];
             }
         }
-        for (std::size_t half = kDepartureRow / 2; half >= kGroup; half /= 2) {
+        for (std::size_t half = kWritebackRow / 2; half >= kGroup; half /= 2) {
             for (std::size_t i = 0; i < half; i += kGroup) squares[i] = squares[i] + squares[i + half];
         }
         return {squares[0], nonfinite_count};
     }
 };
 
-const float* widened_row(const DepartureArrays& arrays, std::size_t begin, std::size_t count,
+const float* widened_row(const WritebackArrays& arrays, std::size_t begin, std::size_t count,
                          float* __restrict room) noexcept {
     if (arrays.gradient_type == GradientType::f32) return static_cast<const float*>(arrays.gradients) + begin;
     const std::uint16_t* __restrict from = static_cast<const std::uint16_t*>(arrays.gradients) + begin;
@@ -42,7 +42,7 @@ const float* widened_row(const DepartureArrays& arrays, std::size_t begin, std::
     return room;
 }
 
-void store_row(const DepartureArrays& arrays, std::size_t begin, std::size_t count, const float* values) noexcept {
+void store_row(const WritebackArrays& arrays, std::size_t begin, std::size_t count, const float* values) noexcept {
     if (arrays.to_type == GradientType::f32) {
         float* to = static_cast<float*>(arrays.to) + begin;
         if (to == values) return;  // it leaves from where it lies
@@ -58,11 +58,11 @@ void store_row(const DepartureArrays& arrays, std::size_t begin, std::size_t cou
         to[i] = static_cast<std::uint16_t>(bits_of(rounded_to_bf16(values[i])) >> 16);
 }
 
-DepartureSum depart_chunk(const DepartureArrays& arrays, std::size_t begin, std::size_t end) noexcept {
-    alignas(64) float room[kDepartureRow];
+WritebackSum write_back_chunk(const WritebackArrays& arrays, std::size_t begin, std::size_t end) noexcept {
+    alignas(64) float room[kWritebackRow];
     RowSums sums;
-    for (; begin < end; begin += kDepartureRow) {
-        const std::size_t count = end - begin < kDepartureRow ? end - begin : kDepartureRow;
+    for (; begin < end; begin += kWritebackRow) {
+        const std::size_t count = end - begin < kWritebackRow ? end - begin : kWritebackRow;
         const float* values = widened_row(arrays, begin, count, room);
         sums.add(values, count);
         if (arrays.to) store_row(arrays, begin, count, values);
@@ -70,11 +70,11 @@ DepartureSum depart_chunk(const DepartureArrays& arrays, std::size_t begin, std:
     return sums.joined();
 }
 
-void depart_all(const DepartureArrays& arrays, DepartureSum* sums) noexcept {
-    for (std::size_t begin = 0; begin < arrays.count; begin += kDepartureChunk) {
+void write_back_all(const WritebackArrays& arrays, WritebackSum* sums) noexcept {
+    for (std::size_t begin = 0; begin < arrays.count; begin += kWritebackChunk) {
         const std::size_t left = arrays.count - begin;
-        sums[begin / kDepartureChunk] =
-            depart_chunk(arrays, begin, begin + (left < kDepartureChunk ? left : kDepartureChunk));
+        sums[begin / kWritebackChunk] =
+            write_back_chunk(arrays, begin, begin + (left < kWritebackChunk ? left : kWritebackChunk));
     }
 }
 
