@@ -103,7 +103,7 @@ inline constexpr TraceId kNoTrace = UINT32_MAX;
 
 /// Why a segment stands where it does in an EvictionQueue.
 struct EvictionRank {
-    std::uint64_t next_use = 0;  // a UsePosition: of the trace, or what hints say
+    std::uint64_t next_use = 0;  // a UsePosition: of the trace, or what requests say
     std::uint64_t last_use = 0;  // a clock that grows; decides among equals, oldest first
 };
 
@@ -151,9 +151,9 @@ public:
     /// When it was last pinned, on the pager's clock.
     std::atomic<std::uint64_t> last_use{0};
     /// When a caller last said that it is used soon, on that clock; 0: that does not hold any more.
-    std::atomic<std::uint64_t> awaited_since{0};
+    std::atomic<std::uint64_t> outstanding_since{0};
     /// So many uses without such a word, and callers are not expected to say it again. 0: they are not.
-    std::atomic<std::uint32_t> announced_uses{0};
+    std::atomic<std::uint32_t> requested_uses{0};
     /// Whether it is written down only when asked for: memory is not made by sending it away.
     bool stays = false;
     /// Its place in the queue of what could go, if it is there. The pager's lock covers it.

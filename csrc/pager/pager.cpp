@@ -195,19 +195,19 @@ void Pager::Impl::forget(Segment& segment) {
     announce_progress();
 }
 
-// --- Hints and waits ----------------------------------------------------------------------------------------------
+// --- Requests and waits ----------------------------------------------------------------------------------------------
 
 void Pager::prefetch(const std::shared_ptr<Segment>& segment) {
     const std::uint64_t now = impl_->clock.fetch_add(1, std::memory_order_relaxed);
     segment->last_use.store(now, std::memory_order_relaxed);
-    Hints::Owners changed;  // outlives the lock
+    PrefetchQueue::Owners changed;  // outlives the lock
     {
         const std::lock_guard lock(impl_->mutex);
-        impl_->hints.add(segment, now, changed);
+        impl_->prefetch_queue.add(segment, now, changed);
     }
     changed.push_back(segment);
     impl_->rank_again(changed);
-    impl_->read_hinted();
+    impl_->read_requested();
 }
 
 void Pager::prefetch_page(const std::shared_ptr<Segment>& segment, std::size_t index) {
@@ -289,10 +289,10 @@ void Pager::set_anchor(Segment& segment, TraceId anchor) {
 
 void Pager::touch(const std::shared_ptr<Segment>& segment) {
     segment->last_use.store(impl_->clock.fetch_add(1, std::memory_order_relaxed), std::memory_order_relaxed);
-    if (const auto since = segment->awaited_since.load(std::memory_order_relaxed)) {
-        impl_->end_hints(since);
-    } else if (const auto left = segment->announced_uses.load(std::memory_order_relaxed)) {
-        segment->announced_uses.store(left - 1, std::memory_order_relaxed);
+    if (const auto since = segment->outstanding_since.load(std::memory_order_relaxed)) {
+        impl_->end_requests(since);
+    } else if (const auto left = segment->requested_uses.load(std::memory_order_relaxed)) {
+        segment->requested_uses.store(left - 1, std::memory_order_relaxed);
     }
     if (segment->trace_id == kNoTrace) return;
     {

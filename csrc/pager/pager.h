@@ -182,7 +182,7 @@ public:
     PinGuard pin(std::span<const PinRequest> requests);
     /// The same for `count` pages of one segment.
     PinGuard pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count, Access access);
-    /// A hint: reads the segment, in its turn, or one page of it at once, ahead of use if memory allows.
+    /// A request: reads the segment, in its turn, or one page of it at once, ahead of use if memory allows.
     void prefetch(const std::shared_ptr<Segment>& segment);
     void prefetch_page(const std::shared_ptr<Segment>& segment, std::size_t index);
     /// Sends every unpinned page of the segment to SSD (clean ones are dropped) and waits for it. Returns the bytes

@@ -11,9 +11,9 @@
 #include "base/check.h"
 #include "base/units.h"
 #include "pager/eviction.h"
-#include "pager/hints.h"
 #include "pager/page_store.h"
 #include "pager/pager.h"
+#include "pager/prefetch_queue.h"
 #include "pager/service_thread.h"
 #include "pager/stall_clock.h"
 
@@ -149,8 +149,8 @@ struct Pager::Impl final : StoreClient {
     std::size_t most_reads_ahead(std::size_t page_bytes, std::size_t share) const noexcept;
     void keep_room(std::size_t room_bytes, UsePosition keep_before);
     void read_what_is_due();
-    void end_hints(std::uint64_t time);
-    void read_hinted();
+    void end_requests(std::uint64_t time);
+    void read_requested();
     bool read_wanted(const std::shared_ptr<Segment>& segment);
     bool start_reading(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use);
     bool read_ahead(const std::shared_ptr<Segment>& segment, UsePosition use, UpdateTime time);
@@ -185,7 +185,7 @@ struct Pager::Impl final : StoreClient {
     EvictionQueue evictable;         // every segment that has pages in memory, and some that have none any more
     std::unordered_map<Segment*, std::weak_ptr<Segment>> segments;
     std::vector<std::weak_ptr<Segment>> roles;  // by TraceId
-    Hints hints;                                // of callers of prefetch()
+    PrefetchQueue prefetch_queue;               // of callers of prefetch()
     std::unordered_map<const Page*, std::exception_ptr> page_errors;
     std::exception_ptr kept_error;  // of a write or a fault, raised by the next pin
     std::size_t unregister_wanted_bytes = 0;

@@ -18,11 +18,11 @@ constexpr std::size_t kFewestReads = 2;
 // Of the budget, that reads on their way may take: of what comes next by the recording, and of what a caller wants.
 constexpr std::size_t kShareOfAhead = 48;
 constexpr std::size_t kShareOfWanted = 8;
-// Of the budget, that is made free for segments that were hinted at and not used yet: the rest is for what is used
+// Of the budget, that is made free for segments that were requested and not used yet: the rest is for what is used
 // meanwhile.
 constexpr std::size_t kShareOfAwaited = 4;
 constexpr UsePosition kAwaited = 0;
-constexpr UsePosition kUnannounced = kNever - 1;
+constexpr UsePosition kUnrequested = kNever - 1;
 constexpr std::int64_t kKickEveryNs = 1'000'000;
 
 // A read begins so long before it has to: what the disk may stall, and what a computation may be faster than before.
@@ -40,10 +40,10 @@ std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time
 /// without uses of its own in the rest of the step (a moment, a finished gradient) is next used by its deferred work,
 /// which runs when the parameter it belongs to is first pinned: now, if it is pending, else in the following step.
 UsePosition Pager::Impl::next_use(const Segment& segment) const {
-    if (segment.awaited_since.load(std::memory_order_relaxed) != 0) return kAwaited;
+    if (segment.outstanding_since.load(std::memory_order_relaxed) != 0) return kAwaited;
     if (!trace.has_prediction()) {
-        // What is announced can be read in time, so it goes before what would be missed.
-        return segment.announced_uses.load(std::memory_order_relaxed) != 0 ? kNever : kUnannounced;
+        // What is requested can be read in time, so it goes before what would be missed.
+        return segment.requested_uses.load(std::memory_order_relaxed) != 0 ? kNever : kUnrequested;
     }
     const bool is_anchored = segment.anchor_id != kNoTrace;
     const Distance own = trace.next_in_step(segment.trace_id);
@@ -172,7 +172,7 @@ void Pager::Impl::look_ahead() {
 
 void Pager::Impl::read_what_is_due() {
     const Transient transient(*this);
-    read_hinted();
+    read_requested();
     Outlook outlook = upcoming_segments();
     find_slack(outlook.segments);
     const auto relaxed = std::find_if(outlook.segments.begin(), outlook.segments.end(),
@@ -184,26 +184,26 @@ void Pager::Impl::read_what_is_due() {
     }
 }
 
-/// A hint has come true. What earlier ones keep in memory, which nobody has used by now, may go like anything else.
-void Pager::Impl::end_hints(std::uint64_t time) {
-    Hints::Owners ended;  // outlives the lock
+/// A request has come true. What earlier ones keep in memory, which nobody has used by now, may go like anything else.
+void Pager::Impl::end_requests(std::uint64_t time) {
+    PrefetchQueue::Owners ended;  // outlives the lock
     {
         const std::lock_guard lock(mutex);
-        hints.end(time, ended);
+        prefetch_queue.end(time, ended);
     }
     rank_again(ended);
 }
 
-/// Reads what callers have hinted at, in their order, until memory or the queue is short. Goes on at the next look
+/// Reads what callers have requested, in their order, until memory or the queue is short. Goes on at the next look
 /// ahead.
-void Pager::Impl::read_hinted() {
+void Pager::Impl::read_requested() {
     while (true) {
-        Hints::Next next;
+        PrefetchQueue::Next next;
         std::size_t free_bytes = 0;
-        Hints::Owners passed;  // outlives the lock
+        PrefetchQueue::Owners passed;  // outlives the lock
         {
             const std::lock_guard lock(mutex);
-            next = hints.next(passed);
+            next = prefetch_queue.next(passed);
             free_bytes = arena.usage().available_bytes();
         }
         if (!next.segment) return;
@@ -211,7 +211,7 @@ void Pager::Impl::read_hinted() {
         if (!may_evict && free_bytes < next.segment->size_bytes() + spare_bytes()) return;
         if (!read_wanted(next.segment)) return;
         const std::lock_guard lock(mutex);
-        hints.read(next.segment);
+        prefetch_queue.read(next.segment);
     }
 }
 

@@ -21,7 +21,7 @@ void Pager::Impl::finish_read(const std::shared_ptr<Segment>& segment, Page& pag
     end_move(0);
 }
 
-/// Who waits for memory gives up when nothing moves and nothing was announced since it looked: so the announcement
+/// Who waits for memory gives up when nothing moves and nothing was requested since it looked: so the announcement
 /// comes before the counts go down, and again after, for who saw them still up.
 void Pager::Impl::end_move(std::size_t left_bytes) noexcept {
     announce_progress();

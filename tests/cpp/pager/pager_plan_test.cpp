@@ -98,8 +98,8 @@ TEST_F(PagerDeadlines, ReadsComeShortlyBeforeTheirUse) {
     EXPECT_EQ(pager_.statistics().prefetches, 1u);
 }
 
-// Hints are kept until their turn comes, in their order, and are worthless after a use. Method: forty segments at once,
-// far more than the disk is given; all arrive, the first before the last. Then one that is used before its turn.
+// Requests are kept until their turn comes, in their order, and are worthless after a use. Method: forty segments at
+// once, far more than the disk is given; all arrive, the first before the last. Then one that is used before its turn.
 TEST(PagerPlan, HintsWaitForTheirTurn) {
     auto made = std::make_unique<GatedEngine>();
     GatedEngine& disk = *made;
@@ -122,7 +122,7 @@ TEST(PagerPlan, HintsWaitForTheirTurn) {
     EXPECT_EQ(pager.statistics().prefetches, 39u);
 }
 
-// More is hinted at than memory holds: what was read for a hint stays until it is used, so nothing is read twice.
+// More is requested than memory holds: what was read for a request stays until it is used, so nothing is read twice.
 // Method: four times as many pages as fit, used in their order; every page is read once, and none when it is pinned.
 TEST(PagerPlan, WhatWasReadForAHintStaysUntilItsUse) {
     constexpr std::size_t kPages = 64;
@@ -145,8 +145,8 @@ TEST(PagerPlan, WhatWasReadForAHintStaysUntilItsUse) {
     EXPECT_EQ(pager.statistics().misses, 0u);
 }
 
-// Hints take what memory is free; only what has to be made free for them is limited. Method: more than that limit, in a
-// memory that has room for all.
+// Requests take what memory is free; only what has to be made free for them is limited. Method: more than that limit,
+// in a memory that has room for all.
 TEST(PagerPlan, HintsTakeMemoryThatIsFree) {
     constexpr std::size_t kPages = 20;
     Pager pager(options_with(kPages + 12));
@@ -163,8 +163,8 @@ TEST(PagerPlan, HintsTakeMemoryThatIsFree) {
     }
 }
 
-// A hint that was wrong keeps nothing in memory once a later one has come true. Method: two that nobody uses, then more
-// that are used than memory holds.
+// A request that was wrong keeps nothing in memory once a later one has come true. Method: two that nobody uses, then
+// more that are used than memory holds.
 TEST(PagerPlan, WrongHintsGiveWay) {
     constexpr std::size_t kPages = 16;
     Pager pager(options_with(kPages));
@@ -185,18 +185,18 @@ TEST(PagerPlan, WrongHintsGiveWay) {
     EXPECT_FALSE(pager.is_resident(*wanted[1]));
 }
 
-// Without a recording, what is announced before each use goes first: the rest would be missed. Method: two segments
-// that were used long before those that were hinted at, one of them read for one hint at some time, and more of these
-// than memory holds.
+// Without a recording, what is requested before each use goes first: the rest would be missed. Method: two segments
+// that were used long before those that were requested, one of them read for one request at some time, and more of
+// these than memory holds.
 TEST(PagerPlan, WhatIsNotAnnouncedStaysLonger) {
     constexpr std::size_t kPages = 16;
     Pager pager(options_with(kPages));
     const auto other = with_role(pager, 1000);
-    const auto unannounced = filled_segment(pager, 1, 2000);
-    const auto announced_once = with_role(pager, 2001);
-    pager.prefetch(announced_once);
-    for (int use = 0; use < 20; ++use) pager.touch(announced_once);
-    pager.touch(unannounced);
+    const auto unrequested = filled_segment(pager, 1, 2000);
+    const auto requested_once = with_role(pager, 2001);
+    pager.prefetch(requested_once);
+    for (int use = 0; use < 20; ++use) pager.touch(requested_once);
+    pager.touch(unrequested);
     std::vector<std::shared_ptr<Segment>> wanted;
     for (std::uint32_t seed = 0; seed < 2 * kPages; ++seed) {
         wanted.push_back(filled_segment(pager, 1, seed));
@@ -207,8 +207,8 @@ TEST(PagerPlan, WhatIsNotAnnouncedStaysLonger) {
         ASSERT_TRUE(comes_true([&] { return pager.is_resident(*segment); }));
         pager.touch(segment);
     }
-    EXPECT_TRUE(pager.is_resident(*unannounced));
-    EXPECT_TRUE(pager.is_resident(*announced_once));
+    EXPECT_TRUE(pager.is_resident(*unrequested));
+    EXPECT_TRUE(pager.is_resident(*requested_once));
     EXPECT_FALSE(pager.is_resident(*wanted[0]));
 }
 
@@ -219,12 +219,12 @@ TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaits) {
     GatedEngine& disk = *made;
     Pager pager(options_with(64), std::move(made));
     const auto updated = with_role(pager, 1);
-    const auto awaited = filled_segment(pager, 1, 2);
+    const auto outstanding = filled_segment(pager, 1, 2);
     for (int step = 0; step < 2; ++step) {
         pager.touch(updated);
         pager.end_step();
     }
-    ASSERT_EQ(pager.evict(awaited), 0u);
+    ASSERT_EQ(pager.evict(outstanding), 0u);
     std::atomic<int> applied{0};
     const std::shared_ptr<Segment> members[] = {updated};
     pager.set_pending_work(
@@ -243,7 +243,7 @@ TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaits) {
     EXPECT_EQ(applied, 0);
 
     disk.shut();
-    std::thread program([&] { const PinGuard guard = pin(pager, awaited, Access::read); });
+    std::thread program([&] { const PinGuard guard = pin(pager, outstanding, Access::read); });
     EXPECT_TRUE(comes_true([&] { return applied == 1; }));
     disk.open();
     program.join();

@@ -11,11 +11,11 @@
 
 namespace torch_offload {
 
-/// Hints in the order in which they were given, which is taken for the order of uses. A hint waits until its segment is
-/// read, and holds until the segment is used, or one that was hinted at later: what was passed over is not awaited. Of
-/// several at one segment the last counts.
-/// Threads: none; the pager's lock covers it. Owners are handed out, since the end of the last one takes that lock.
-class Hints {
+/// Requests in the order in which they were given, which is taken for the order of uses. A request waits until its
+/// segment is read, and holds until the segment is used, or one that was requested later: what was passed over is not
+/// outstanding. Of several at one segment the last counts. Threads: none; the pager's lock covers it. Owners are handed
+/// out, since the end of the last one takes that lock.
+class PrefetchQueue {
 public:
     using Owners = std::vector<std::shared_ptr<Segment>>;
 
@@ -23,25 +23,25 @@ public:
     void add(const std::shared_ptr<Segment>& segment, std::uint64_t now, Owners& ended);
     struct Next {
         std::shared_ptr<Segment> segment;  // or nullptr
-        std::size_t bytes_before = 0;      // of those that are awaited before it
+        std::size_t bytes_before = 0;      // of those that are outstanding before it
     };
     /// The oldest that waits and still holds.
     Next next(Owners& passed);
     /// It does not wait any longer. Pre: next() has just returned it.
     void read(const std::shared_ptr<Segment>& segment);
-    /// Ends those given at `time` or before; `ended` gets their segments, most of which are not awaited any more.
+    /// Ends those given at `time` or before; `ended` gets their segments, most of which are not outstanding any more.
     void end(std::uint64_t time, Owners& ended);
 
 private:
-    struct Hint {
+    struct Request {
         std::weak_ptr<Segment> segment;
         std::size_t size_bytes;
         std::uint64_t time;
     };
     std::size_t bytes_before(std::uint64_t time) const noexcept;
 
-    std::deque<Hint> waiting_;
-    std::deque<Hint> holding_;
+    std::deque<Request> waiting_;
+    std::deque<Request> holding_;
 };
 
 }  // namespace torch_offload

@@ -1,4 +1,4 @@
-#include "pager/hints.h"
+#include "pager/prefetch_queue.h"
 
 #include <utility>
 
@@ -6,7 +6,8 @@ namespace torch_offload {
 namespace {
 
 constexpr std::size_t kMostHints = 512;
-constexpr std::uint32_t kUsesOfHabit = 8;  // an expert is used a few times for each hint, a weight once in every step
+constexpr std::uint32_t kUsesOfHabit =
+    8;  // an expert is used a few times for each request, a weight once in every step
 
 /// Compares without becoming an owner.
 bool is_same(const std::weak_ptr<Segment>& one, const std::shared_ptr<Segment>& other) noexcept {
@@ -15,10 +16,10 @@ bool is_same(const std::weak_ptr<Segment>& one, const std::shared_ptr<Segment>& 
 
 }  // namespace
 
-void Hints::add(const std::shared_ptr<Segment>& segment, std::uint64_t now, Owners& ended) {
-    segment->awaited_since.store(now, std::memory_order_relaxed);
-    segment->announced_uses.store(kUsesOfHabit, std::memory_order_relaxed);
-    const auto is_earlier = [&](const Hint& hint) { return is_same(hint.segment, segment); };
+void PrefetchQueue::add(const std::shared_ptr<Segment>& segment, std::uint64_t now, Owners& ended) {
+    segment->outstanding_since.store(now, std::memory_order_relaxed);
+    segment->requested_uses.store(kUsesOfHabit, std::memory_order_relaxed);
+    const auto is_earlier = [&](const Request& hint) { return is_same(hint.segment, segment); };
     std::erase_if(waiting_, is_earlier);
     std::erase_if(holding_, is_earlier);
     if (waiting_.size() == kMostHints) waiting_.pop_front();
@@ -27,9 +28,9 @@ void Hints::add(const std::shared_ptr<Segment>& segment, std::uint64_t now, Owne
     holding_.push_back(waiting_.back());
 }
 
-Hints::Next Hints::next(Owners& passed) {
+PrefetchQueue::Next PrefetchQueue::next(Owners& passed) {
     while (!waiting_.empty()) {
-        const Hint& first = waiting_.front();
+        const Request& first = waiting_.front();
         std::shared_ptr<Segment> segment = first.segment.lock();
         if (segment && segment->last_use.load(std::memory_order_relaxed) == first.time) {
             return {std::move(segment), bytes_before(first.time)};
@@ -40,24 +41,24 @@ Hints::Next Hints::next(Owners& passed) {
     return {};
 }
 
-void Hints::read(const std::shared_ptr<Segment>& segment) {
+void PrefetchQueue::read(const std::shared_ptr<Segment>& segment) {
     if (!waiting_.empty() && is_same(waiting_.front().segment, segment)) waiting_.pop_front();
 }
 
-void Hints::end(std::uint64_t time, Owners& ended) {
+void PrefetchQueue::end(std::uint64_t time, Owners& ended) {
     while (!holding_.empty() && holding_.front().time <= time) {
-        const Hint hint = std::move(holding_.front());
+        const Request hint = std::move(holding_.front());
         holding_.pop_front();
         std::shared_ptr<Segment> segment = hint.segment.lock();
         if (!segment) continue;
-        segment->awaited_since.store(0, std::memory_order_relaxed);
+        segment->outstanding_since.store(0, std::memory_order_relaxed);
         ended.push_back(std::move(segment));
     }
 }
 
-std::size_t Hints::bytes_before(std::uint64_t time) const noexcept {
+std::size_t PrefetchQueue::bytes_before(std::uint64_t time) const noexcept {
     std::size_t sum_bytes = 0;
-    for (const Hint& hint : holding_) {
+    for (const Request& hint : holding_) {
         if (hint.time >= time) break;
         sum_bytes += hint.size_bytes;
     }
