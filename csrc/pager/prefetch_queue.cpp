@@ -5,7 +5,7 @@
 namespace torch_offload {
 namespace {
 
-constexpr std::size_t kMostHints = 512;
+constexpr std::size_t kMaxRequests = 512;
 constexpr std::uint32_t kUsesOfHabit =
     8;  // an expert is used a few times for each request, a weight once in every step
 
@@ -22,8 +22,8 @@ void PrefetchQueue::add(const std::shared_ptr<Segment>& segment, std::uint64_t n
     const auto is_earlier = [&](const Request& hint) { return is_same(hint.segment, segment); };
     std::erase_if(waiting_, is_earlier);
     std::erase_if(holding_, is_earlier);
-    if (waiting_.size() == kMostHints) waiting_.pop_front();
-    if (holding_.size() == kMostHints) end(holding_.front().time, ended);
+    if (waiting_.size() == kMaxRequests) waiting_.pop_front();
+    if (holding_.size() == kMaxRequests) end(holding_.front().time, ended);
     waiting_.push_back({segment, segment->size_bytes(), now});
     holding_.push_back(waiting_.back());
 }

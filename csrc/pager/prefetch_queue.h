@@ -1,4 +1,4 @@
-// What callers said is used soon. Layer pager: includes base, page_table.
+// The segments that callers of prefetch() requested. Layer pager: includes base, page_table.
 #pragma once
 
 #include <cstddef>
@@ -11,10 +11,10 @@
 
 namespace torch_offload {
 
-/// Requests in the order in which they were given, which is taken for the order of uses. A request waits until its
-/// segment is read, and holds until the segment is used, or one that was requested later: what was passed over is not
-/// outstanding. Of several at one segment the last counts. Threads: none; the pager's lock covers it. Owners are handed
-/// out, since the end of the last one takes that lock.
+/// Requests of callers of prefetch(), in their order, which is taken for the order of uses. A request waits until its
+/// segment is read, and stays outstanding until the segment is used, or one that was requested later. Of several for
+/// one segment the last counts.
+/// Threads: none; the pager's lock covers it. Owners are handed out, since the end of the last one takes that lock.
 class PrefetchQueue {
 public:
     using Owners = std::vector<std::shared_ptr<Segment>>;
