@@ -200,7 +200,7 @@ def bytes_by_classes(subject: Subject) -> list[dict[str, float]]:
     """For single matrices at `SORTED_BITS`: what columns sorted into some classes take of what they take in one."""
     shares: list[dict[str, float]] = []
     for weight, moment in subject.compared:
-        (term,) = gptq.quantise(weight, moment, bits=SORTED_BITS)
+        (term,) = gptq.quantize(weight, moment, bits=SORTED_BITS)
         alone, *sorted_ = (
             operators.extents(operators.encode(term.values, most_classes=classes))[0].coded_bytes
             for classes in (1, *SORTED_CLASSES)
@@ -215,7 +215,7 @@ def rate_at_equal_error(weight: torch.Tensor, moment: torch.Tensor) -> float:
     target = math.log(lost(weight, dense, moment))
     points: list[tuple[float, float]] = []
     for share in COMPARED_SHARES:
-        terms = gptq.quantise(weight, moment, bits=share * qmoe_bytes * 8 / weight.numel())
+        terms = gptq.quantize(weight, moment, bits=share * qmoe_bytes * 8 / weight.numel())
         total = torch.stack([term.dense() for term in terms]).sum(0)
         points.append((baselines.coded_bytes(terms) / qmoe_bytes, math.log(lost(weight, total, moment))))
         if len(points) > 1 and points[-1][1] <= target <= points[-2][1]:

@@ -2,7 +2,7 @@
 
     python examples/demo_model.py .cache/smollm2-135m
 
-converts the package's quantised file once into a folder of fp32 safetensors; a finished folder is reused.
+converts the package's quantized file once into a folder of fp32 safetensors; a finished folder is reused.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ def packaged_gguf() -> Path:
 
 
 def convert_model(folder: Path) -> None:
-    """Write the dequantised model and its tokenizer to `folder`, which appears only when it is complete."""
+    """Write the dequantized model and its tokenizer to `folder`, which appears only when it is complete."""
     if folder.exists():
         return
     unfinished = folder.with_name(folder.name + ".unfinished")

@@ -98,7 +98,7 @@ def _batches(rows: Rows, model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def qmoe_rounded(weight: Tensor, moment: Tensor) -> Rounded:
-    rounded = gptq.qmoe_quantise(weight, moment)
+    rounded = gptq.qmoe_quantize(weight, moment)
     return rounded.dense(), rounded.coded_bytes
 
 

@@ -124,8 +124,8 @@ def compress(
         out: A folder for the model, which ``from_pretrained`` opens. Finished blocks are kept there meanwhile, and the
             same call goes on with them, in a new process or with the model loaded anew, if it was ended.
         sequence: Tokens of a row that texts are cut into.
-        damping: See ``gptq.quantise``.
-        sweeps: See ``gptq.quantise``.
+        damping: See ``gptq.quantize``.
+        sweeps: See ``gptq.quantize``.
         coder: ``"smallest"`` codes to the fewest bytes; ``"tun12"`` to some more, which are multiplied by faster, for
             experts that are mostly in memory.
 
@@ -390,7 +390,7 @@ class _Compressor:
         rounded: list[Rounding] = []
         for part in _parts(experts, matrix):
             limits = [[bytes_in(count) for count in sectors[expert]] for expert in part]
-            rounded += gptq.quantise_all(
+            rounded += gptq.quantize_all(
                 _stacked(experts, part, matrix),
                 moments.means(matrix, part),
                 limits_bytes=limits,

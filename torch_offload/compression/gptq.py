@@ -75,7 +75,7 @@ def split(bits: float, planes: int) -> list[float]:
     return shares
 
 
-def quantise(
+def quantize(
     weight: Tensor,
     hessian: Tensor | None,
     *,
@@ -102,13 +102,13 @@ def quantise(
     shares = split(bits, planes_for(bits) if planes is None else planes)
     limits_bytes = [[int(share * weight.numel() / 8) for share in shares]]
     hessians = None if hessian is None else hessian[None]
-    (rounding,) = quantise_all(
+    (rounding,) = quantize_all(
         weight[None], hessians, limits_bytes=limits_bytes, damping=damping, sweeps=sweeps, coder=coder
     )
     return rounding.terms
 
 
-def quantise_all(
+def quantize_all(
     weights: Tensor,
     hessians: Tensor | None,
     *,
@@ -123,12 +123,12 @@ def quantise_all(
         weights: [matrices, rows, columns].
         hessians: [matrices, columns, columns] or None.
         limits_bytes: For each matrix, for each plane, what its coded matrix may take; as many planes for all.
-        damping: See :func:`quantise`.
-        sweeps: See :func:`quantise`.
-        coder: See :func:`quantise`.
+        damping: See :func:`quantize`.
+        sweeps: See :func:`quantize`.
+        coder: See :func:`quantize`.
 
     Raises:
-        ConfigError: As :func:`quantise`.
+        ConfigError: As :func:`quantize`.
     """
     check_finite(weights)
     problem = Problem.make(weights, hessians, damping=damping)
@@ -200,7 +200,7 @@ def search(problem: Problem, bits: Tensor, *, sweeps: int) -> tuple[Setting, Ten
     Args:
         problem: The matrices; a few hundred rows of each are enough.
         bits: Entropy per weight, [matrices].
-        sweeps: As in :func:`quantise`.
+        sweeps: As in :func:`quantize`.
     """
     least = torch.full_like(bits, torch.inf)
     found = Setting(torch.zeros_like(bits), torch.zeros_like(bits))
@@ -333,7 +333,7 @@ class QmoeMatrix:
         ]
 
 
-def qmoe_quantise(weight: Tensor, hessian: Tensor | None, *, damping: float = _QMOE_DAMPING) -> QmoeMatrix:
+def qmoe_quantize(weight: Tensor, hessian: Tensor | None, *, damping: float = _QMOE_DAMPING) -> QmoeMatrix:
     """Round a matrix as QMoE does, to be compared with: what is beyond half a row's extreme becomes that extreme.
 
     Args:

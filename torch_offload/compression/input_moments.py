@@ -18,7 +18,7 @@ class ExpertMoments(nn.Module):
 
     Each token counts the same: x is brought to a length of one. A few tokens of a model have activations hundreds of
     times larger than others' ("massive activations", Sun et al., arXiv 2402.17762), and would decide alone; what an
-    error costs behind the next normalisation is its part of a token's length, not its size.
+    error costs behind the next normalization is its part of a token's length, not its size.
 
     Memory: two square matrices in float32 for each expert.
     """

@@ -19,7 +19,7 @@ def model_from(path: Path, *, dtype: str, uses_checkpointing: bool) -> nn.Module
         uses_checkpointing: Whether layers run again in the backward pass.
 
     Raises:
-        ConfigError: If there is no such configuration, it is of a quantised model, or transformers is missing. The
+        ConfigError: If there is no such configuration, it is of a quantized model, or transformers is missing. The
             message says which.
     """
     if dtype not in DTYPES:
@@ -39,7 +39,7 @@ def model_from(path: Path, *, dtype: str, uses_checkpointing: bool) -> nn.Module
             said = getattr(part, "quantization_config", None)
             if said is not None:
                 method = said.get("quant_method") if isinstance(said, dict) else said
-                raise ConfigError(f"{file} is of a quantised model ({method}); only plain ones can be planned")
+                raise ConfigError(f"{file} is of a quantized model ({method}); only plain ones can be planned")
         configuration.use_cache = False
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

@@ -83,7 +83,7 @@ class FusedExperts:
         parameter: Tensor | None = self.module._parameters.get(name)
         if parameter is None:
             raise ConfigError(
-                f"{self.name} ({type(self.module).__name__}) has no parameter {name}; a quantised or adapted model "
+                f"{self.name} ({type(self.module).__name__}) has no parameter {name}; a quantized or adapted model "
                 "has to be made plain first"
             )
         return parameter

@@ -9,14 +9,14 @@ from plotly.subplots import make_subplots
 from torch_offload.reporting.figures import Figures
 from torch_offload.reporting.timeline import Interval, Sample, Timeline, intervals
 
-COMPUTE_COLOUR = "#4c9f70"
-READ_COLOUR = "#3572b0"
-WRITE_COLOUR = "#d9822b"
-TO_DEVICE_COLOUR = "#17a2b8"
-TO_HOST_COLOUR = "#b5406f"
-BUDGET_COLOUR = "#222222"
-STALL_COLOURS = ("#c0392b", "#8e44ad", "#f0a35e", "#7f8c8d", "#e377c2", "#5d4037")
-PURPOSE_COLOURS = {
+COMPUTE_COLOR = "#4c9f70"
+READ_COLOR = "#3572b0"
+WRITE_COLOR = "#d9822b"
+TO_DEVICE_COLOR = "#17a2b8"
+TO_HOST_COLOR = "#b5406f"
+BUDGET_COLOR = "#222222"
+STALL_COLORS = ("#c0392b", "#8e44ad", "#f0a35e", "#7f8c8d", "#e377c2", "#5d4037")
+PURPOSE_COLORS = {
     "pages": "#3572b0",
     "free_pages": "#a8c6e5",
     "temporaries": "#4c9f70",
@@ -33,12 +33,12 @@ def charts_of(report: Figures) -> list[Chart]:
     charts = []
     if report.timeline is not None:
         charts += list(_charts_over_time(report, report.timeline))
-    ssd = (("read", READ_COLOUR, report.read_bytes), ("written", WRITE_COLOUR, report.written_bytes))
+    ssd = (("read", READ_COLOR, report.read_bytes), ("written", WRITE_COLOR, report.written_bytes))
     charts.append(_chart("Bytes by kind", "What was read from the SSD and written to it.", _kinds_figure(ssd)))
     if report.device is not None:
         link = (
-            ("to the device", TO_DEVICE_COLOUR, report.device.to_device_bytes),
-            ("to the host", TO_HOST_COLOUR, report.device.to_host_bytes),
+            ("to the device", TO_DEVICE_COLOR, report.device.to_device_bytes),
+            ("to the host", TO_HOST_COLOR, report.device.to_host_bytes),
         )
         explanation = "What went between the device's memory and the host's."
         charts.append(_chart("Bytes between device and host by kind", explanation, _kinds_figure(link)))
@@ -83,10 +83,10 @@ def _chart(title: str, explanation: str, figure: go.Figure) -> Chart:
 
 
 def _causes(spans: Sequence[Interval]) -> list[tuple[str, str]]:
-    """Return the causes that made anything wait, with a colour that depends on the place among all causes."""
+    """Return the causes that made anything wait, with a color that depends on the place among all causes."""
     known = list(spans[-1].stall_seconds)
     return [
-        (cause, STALL_COLOURS[index % len(STALL_COLOURS)])
+        (cause, STALL_COLORS[index % len(STALL_COLORS)])
         for index, cause in enumerate(known)
         if any(span.stall_seconds.get(cause, 0) > 0 for span in spans)
     ]
@@ -103,17 +103,17 @@ def _stairs(samples: Sequence[Sample]) -> tuple[list[Interval], list[float]]:
 def _step_figure(samples: Sequence[Sample]) -> go.Figure:
     spans, starts = _stairs(samples)
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08, row_heights=[0.5, 0.5])
-    shares = [("compute", COMPUTE_COLOUR, [100 * (1 - span.stall_share) for span in spans])]
-    for cause, colour in _causes(spans):
-        shares.append((f"stall: {cause}", colour, [_share_percent(span, cause) for span in spans]))
-    for name, colour, percents in shares:
-        figure.add_trace(_area(starts, percents, name=name, colour=colour), row=1, col=1)
-    for name, colour, rates in (
-        ("SSD read", READ_COLOUR, [span.ssd_read_bytes / span.seconds / 1e9 for span in spans]),
-        ("SSD write", WRITE_COLOUR, [span.ssd_written_bytes / span.seconds / 1e9 for span in spans]),
+    shares = [("compute", COMPUTE_COLOR, [100 * (1 - span.stall_share) for span in spans])]
+    for cause, color in _causes(spans):
+        shares.append((f"stall: {cause}", color, [_share_percent(span, cause) for span in spans]))
+    for name, color, percents in shares:
+        figure.add_trace(_area(starts, percents, name=name, color=color), row=1, col=1)
+    for name, color, rates in (
+        ("SSD read", READ_COLOR, [span.ssd_read_bytes / span.seconds / 1e9 for span in spans]),
+        ("SSD write", WRITE_COLOR, [span.ssd_written_bytes / span.seconds / 1e9 for span in spans]),
         *(_link_rates(spans) if samples[-1].device_bytes else ()),
     ):
-        line = {"shape": "hv", "color": colour, "width": 2}
+        line = {"shape": "hv", "color": color, "width": 2}
         figure.add_trace(go.Scatter(x=starts, y=rates, name=name, mode="lines", line=line), row=2, col=1)
     for sample in samples:
         if sample.is_step_end:
@@ -125,8 +125,8 @@ def _step_figure(samples: Sequence[Sample]) -> go.Figure:
 
 
 def _link_rates(spans: Sequence[Interval]) -> Iterator[tuple[str, str, list[float]]]:
-    yield "to device", TO_DEVICE_COLOUR, [span.to_device_bytes / span.seconds / 1e9 for span in spans]
-    yield "to host", TO_HOST_COLOUR, [span.to_host_bytes / span.seconds / 1e9 for span in spans]
+    yield "to device", TO_DEVICE_COLOR, [span.to_device_bytes / span.seconds / 1e9 for span in spans]
+    yield "to host", TO_HOST_COLOR, [span.to_host_bytes / span.seconds / 1e9 for span in spans]
 
 
 def _share_percent(span: Interval, cause: str) -> float:
@@ -135,9 +135,9 @@ def _share_percent(span: Interval, cause: str) -> float:
     return 100 * span.stall_share * span.stall_seconds.get(cause, 0) / stalled if stalled > 0 else 0.0
 
 
-def _area(x: Sequence[float], y: Sequence[float], *, name: str, colour: str) -> go.Scatter:
-    line = {"shape": "hv", "width": 0, "color": colour}
-    return go.Scatter(x=x, y=y, name=name, mode="lines", line=line, stackgroup="one", fillcolor=colour)
+def _area(x: Sequence[float], y: Sequence[float], *, name: str, color: str) -> go.Scatter:
+    line = {"shape": "hv", "width": 0, "color": color}
+    return go.Scatter(x=x, y=y, name=name, mode="lines", line=line, stackgroup="one", fillcolor=color)
 
 
 def _steps_figure(steps: Sequence[Interval]) -> go.Figure:
@@ -146,10 +146,10 @@ def _steps_figure(steps: Sequence[Interval]) -> go.Figure:
     figure = go.Figure()
     per_step = [max(1, span.steps) for span in shown]
     compute = [span.compute_seconds / count for span, count in zip(shown, per_step, strict=True)]
-    figure.add_bar(x=numbers, y=compute, name="compute", marker_color=COMPUTE_COLOUR)
-    for cause, colour in _causes(shown):
+    figure.add_bar(x=numbers, y=compute, name="compute", marker_color=COMPUTE_COLOR)
+    for cause, color in _causes(shown):
         seconds = [span.stall_seconds.get(cause, 0) / count for span, count in zip(shown, per_step, strict=True)]
-        figure.add_bar(x=numbers, y=seconds, name=f"stall: {cause}", marker_color=colour)
+        figure.add_bar(x=numbers, y=seconds, name=f"stall: {cause}", marker_color=color)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="seconds")
     return figure.update_layout(barmode="stack", height=340, bargap=0.1)
@@ -159,7 +159,7 @@ def _memory_figure(timeline: Timeline, budget_bytes: int) -> go.Figure:
     samples = _all_samples(timeline)
     figure = _budget_figure(samples, [sample.host_bytes for sample in samples], budget_bytes)
     stored = [sample.stored_bytes / 2**30 for sample in samples]
-    dashes = {"color": WRITE_COLOUR, "width": 2, "dash": "dash"}
+    dashes = {"color": WRITE_COLOR, "width": 2, "dash": "dash"}
     seconds = [sample.seconds for sample in samples]
     return figure.add_trace(go.Scatter(x=seconds, y=stored, name="stored on SSD", mode="lines", line=dashes))
 
@@ -180,10 +180,10 @@ def _budget_figure(samples: Sequence[Sample], used_bytes: Sequence[dict[str, int
     figure = go.Figure()
     for purpose in used_bytes[-1]:
         sizes = [used.get(purpose, 0) / 2**30 for used in used_bytes]
-        colour = PURPOSE_COLOURS.get(purpose, "#cccccc")
-        figure.add_trace(_area(seconds, sizes, name=purpose.replace("_", " "), colour=colour))
+        color = PURPOSE_COLORS.get(purpose, "#cccccc")
+        figure.add_trace(_area(seconds, sizes, name=purpose.replace("_", " "), color=color))
     budget = budget_bytes / 2**30
-    line = {"color": BUDGET_COLOUR, "width": 2}
+    line = {"color": BUDGET_COLOR, "width": 2}
     ends = [seconds[0], seconds[-1]]
     figure.add_trace(go.Scatter(x=ends, y=[budget, budget], name="budget", mode="lines", line=line))
     figure.update_xaxes(title_text="seconds")
@@ -192,11 +192,11 @@ def _budget_figure(samples: Sequence[Sample], used_bytes: Sequence[dict[str, int
 
 
 def _kinds_figure(parts: Sequence[tuple[str, str, dict[str, int]]]) -> go.Figure:
-    """Return bars by kind of page for each (name, colour, bytes by kind)."""
+    """Return bars by kind of page for each (name, color, bytes by kind)."""
     figure = go.Figure()
-    for name, colour, sizes in parts:
+    for name, color, sizes in parts:
         figure.add_bar(
-            x=list(parts[0][2]), y=[sizes.get(kind, 0) / 1e9 for kind in parts[0][2]], name=name, marker_color=colour
+            x=list(parts[0][2]), y=[sizes.get(kind, 0) / 1e9 for kind in parts[0][2]], name=name, marker_color=color
         )
     figure.update_yaxes(title_text="GB")
     return figure.update_layout(barmode="group", height=320)

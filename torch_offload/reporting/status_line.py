@@ -133,7 +133,7 @@ def _keep_last_row_free(lines: int) -> str:
 
 
 def rendered(parts: Sequence[str], *, width: int) -> str:
-    """Return one line of at most `width` columns, coloured by escape sequences."""
+    """Return one line of at most `width` columns, colored by escape sequences."""
     from rich.console import Console
     from rich.text import Text
 

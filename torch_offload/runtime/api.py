@@ -36,7 +36,7 @@ def wrap(
 
     The module is changed in place and returned; its class, names and ``state_dict`` stay the same, and so do all
     numbers. Modules wrapped while another one is share its engine and its budget. What cannot be paged (meta,
-    quantised, sparse, shared or non-CPU tensors) stays as it is; one warning names it.
+    quantized, sparse, shared or non-CPU tensors) stays as it is; one warning names it.
 
     Args:
         module: Any module; parameters that are added or made trainable later are paged as well.

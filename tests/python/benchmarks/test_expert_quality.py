@@ -29,7 +29,7 @@ def matrix() -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_rate_at_equal_error_is_found(matrix, monkeypatch):
     """Of a baseline that is this project's own rounding with twice its bytes, half of the bytes are enough."""
     weight, moment = matrix
-    terms = gptq.quantise(weight, moment, bits=0.9)
+    terms = gptq.quantize(weight, moment, bits=0.9)
     dense, size_bytes = terms[0].dense(), baselines.coded_bytes(terms)
     monkeypatch.setattr(baselines, "qmoe_rounded", lambda *_: (dense, 2 * size_bytes))
     assert expert_quality.rate_at_equal_error(weight, moment) == pytest.approx(0.5, abs=0.03)

@@ -183,14 +183,14 @@ def test_a_plan_says_whether_it_fits(monkeypatch, capsys, configured):
     assert made["missing_bytes"]["ram"] == made["needed_bytes"]["ram"] - (64 << 10)
 
 
-def test_a_quantised_model_is_not_planned(monkeypatch, capsys, configured):
+def test_a_quantized_model_is_not_planned(monkeypatch, capsys, configured):
     """Its weights are not what its configuration says."""
     config = configured / "config.json"
     said = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "torch_offload", "experts": {}}}
     config.write_text(json.dumps(said))
     assert run_main(monkeypatch, "plan", str(configured), "--ram", "8MiB", "--ssd", str(configured), *PLANNED) == 2
     said = capsys.readouterr().err
-    assert "is of a quantised model (torch_offload)" in said
+    assert "is of a quantized model (torch_offload)" in said
     assert "knows" not in said
 
 

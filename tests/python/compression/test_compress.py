@@ -115,7 +115,7 @@ def test_it_loses_less_than_the_baselines():
         for matrix in (UP, DOWN):
             for expert in range(experts.shapes.count):
                 weight = experts.weight(expert, matrix).detach()
-                rounded = gptq.qmoe_quantise(weight, moments[experts.name].means(matrix, [expert])[0])
+                rounded = gptq.qmoe_quantize(weight, moments[experts.name].means(matrix, [expert])[0])
                 coded_bytes += rounded.coded_bytes
                 weights += weight.numel()
                 weight.copy_(rounded.dense())

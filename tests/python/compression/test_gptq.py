@@ -49,7 +49,7 @@ def bits_of(terms: list[ternary.TernaryMatrix], *, coder: str = "smallest") -> f
 def test_it_loses_less_than_rounding_to_nearest(bits):
     """Method: correlated inputs, the zeros of the nearest chosen for the same bits of the same coder."""
     exact, hessian = weight(), second_moment()
-    terms = gptq.quantise(exact, hessian, bits=bits)
+    terms = gptq.quantize(exact, hessian, bits=bits)
     nearest = [
         term
         for term in (ternary.nearest(exact, zeros=1 - share / 50) for share in range(1, 50))
@@ -63,9 +63,9 @@ def test_it_loses_less_than_rounding_to_nearest(bits):
 def test_it_loses_less_than_qmoe_at_fewer_bits(seed):
     """Method: QMoE's own rounding and coder, and half the bits that they take."""
     exact, hessian = weight(384, seed=seed), second_moment()
-    baseline = gptq.qmoe_quantise(exact, hessian)
+    baseline = gptq.qmoe_quantize(exact, hessian)
     taken = baseline.coded_bytes * 8 / exact.numel()
-    terms = gptq.quantise(exact, hessian, bits=0.5 * taken)
+    terms = gptq.quantize(exact, hessian, bits=0.5 * taken)
     assert bits_of(terms) <= 0.5 * taken
     assert error(exact, dense(terms), hessian) < 0.8 * error(exact, baseline.dense(), hessian)
 
@@ -73,23 +73,23 @@ def test_it_loses_less_than_qmoe_at_fewer_bits(seed):
 @pytest.mark.parametrize("bits", [0.4, 0.8, 1.3, 2.0, 3.0])
 def test_the_bits_given_are_used_and_no_more(bits):
     """Method: what the coder really writes, at most what was given and nearly all of it."""
-    terms = gptq.quantise(weight(256), second_moment(), bits=bits)
+    terms = gptq.quantize(weight(256), second_moment(), bits=bits)
     assert len(terms) == gptq.planes_for(bits)
     assert 0.96 * bits < bits_of(terms) <= bits
 
 
 def test_more_bits_lose_less():
     exact, hessian = weight(), second_moment()
-    errors = [error(exact, dense(gptq.quantise(exact, hessian, bits=bits)), hessian) for bits in (0.5, 0.9, 1.4, 2, 3)]
+    errors = [error(exact, dense(gptq.quantize(exact, hessian, bits=bits)), hessian) for bits in (0.5, 0.9, 1.4, 2, 3)]
     assert all(later < 0.75 * earlier for earlier, later in itertools.pairwise(errors)), errors
 
 
 def test_sweeps_and_feedback_help():
     """Method: the same rate without sweeps, and without knowing the inputs."""
     exact, hessian = weight(), second_moment()
-    with_all = error(exact, dense(gptq.quantise(exact, hessian, bits=0.8)), hessian)
-    without_sweeps = error(exact, dense(gptq.quantise(exact, hessian, bits=0.8, sweeps=0)), hessian)
-    without_inputs = error(exact, dense(gptq.quantise(exact, None, bits=0.8)), hessian)
+    with_all = error(exact, dense(gptq.quantize(exact, hessian, bits=0.8)), hessian)
+    without_sweeps = error(exact, dense(gptq.quantize(exact, hessian, bits=0.8, sweeps=0)), hessian)
+    without_inputs = error(exact, dense(gptq.quantize(exact, None, bits=0.8)), hessian)
     assert with_all < 0.97 * without_sweeps
     assert without_sweeps < 0.9 * without_inputs
 
@@ -99,10 +99,10 @@ def test_matrices_are_rounded_together_as_alone():
     weights = torch.stack([weight(seed=seed) for seed in range(3)])
     hessians = torch.stack([second_moment(seed=seed) for seed in range(3)])
     limits = [[1500], [2500], [4000]]
-    together = gptq.quantise_all(weights, hessians, limits_bytes=limits)
+    together = gptq.quantize_all(weights, hessians, limits_bytes=limits)
     for position, rounding in enumerate(together):
         alone = slice(position, position + 1)
-        (single,) = gptq.quantise_all(weights[alone], hessians[alone], limits_bytes=limits[alone])
+        (single,) = gptq.quantize_all(weights[alone], hessians[alone], limits_bytes=limits[alone])
         assert single.error == pytest.approx(rounding.error, rel=0.05)
         found = error(weights[position], dense(rounding.terms), hessians[position])
         assert found == pytest.approx(rounding.error, rel=0.01)
@@ -110,7 +110,7 @@ def test_matrices_are_rounded_together_as_alone():
 
 
 def test_the_same_call_gives_the_same_values():
-    first, second = (gptq.quantise(weight(), second_moment(), bits=1.6) for _ in range(2))
+    first, second = (gptq.quantize(weight(), second_moment(), bits=1.6) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one.values, other.values)
         assert torch.equal(one.row_scale, other.row_scale)
@@ -124,19 +124,19 @@ def test_zeros_stay_zeros():
     exact[:, 7] = 0
     hessian = second_moment()
     hessian[9] = hessian[:, 9] = 0
-    (term,) = gptq.quantise(exact, hessian, bits=0.8)
+    (term,) = gptq.quantize(exact, hessian, bits=0.8)
     assert not term.dense()[5].any()
     assert term.dense().isfinite().all()
     assert error(exact, term.dense(), hessian) < 0.4
-    (nothing,) = gptq.quantise(torch.zeros(ROWS, COLUMNS), hessian, bits=0.8)
+    (nothing,) = gptq.quantize(torch.zeros(ROWS, COLUMNS), hessian, bits=0.8)
     assert not nothing.dense().any()
-    assert gptq.quantise(exact, torch.zeros(COLUMNS, COLUMNS), bits=0.8)[0].dense().isfinite().all()
+    assert gptq.quantize(exact, torch.zeros(COLUMNS, COLUMNS), bits=0.8)[0].dense().isfinite().all()
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 300), (300, 1), (33, 130)])
 def test_any_shape(rows, columns):
     bits = 16.0 if columns == 1 else 8.0
-    terms = gptq.quantise(weight(rows, columns), second_moment(columns), bits=bits, planes=1)
+    terms = gptq.quantize(weight(rows, columns), second_moment(columns), bits=bits, planes=1)
     assert terms[0].values.shape == (rows, columns)
     assert error(weight(rows, columns), dense(terms), second_moment(columns)) < 0.5
 
@@ -146,9 +146,9 @@ def test_a_hessian_without_a_factor_is_left_out(caplog):
     hessians = torch.stack([second_moment(), -second_moment()])
     exact = torch.stack([weight(), weight()])
     with caplog.at_level(logging.WARNING):
-        used, left_out = gptq.quantise_all(exact, hessians, limits_bytes=[[2500], [2500]])
+        used, left_out = gptq.quantize_all(exact, hessians, limits_bytes=[[2500], [2500]])
     assert "1 of 2 Hessians" in caplog.text
-    plain = gptq.quantise(weight(), None, bits=2500 * 8 / weight().numel())
+    plain = gptq.quantize(weight(), None, bits=2500 * 8 / weight().numel())
     assert torch.equal(left_out.terms[0].values, plain[0].values)
     assert not torch.equal(used.terms[0].values, plain[0].values)
 
@@ -156,18 +156,18 @@ def test_a_hessian_without_a_factor_is_left_out(caplog):
 def test_what_cannot_be_is_refused():
     wrong = weight()
     wrong[3, 4] = float("nan")
-    for refuse in (lambda: gptq.quantise(wrong, None, bits=0.8), lambda: gptq.qmoe_quantise(wrong, None)):
+    for refuse in (lambda: gptq.quantize(wrong, None, bits=0.8), lambda: gptq.qmoe_quantize(wrong, None)):
         with pytest.raises(ConfigError, match=r"1 of \d+ weights are not finite"):
             refuse()
     with pytest.raises(ConfigError, match=r"16 x 16 takes \d+ bytes at least"):
-        gptq.quantise(weight(16, 16), None, bits=0.8)
+        gptq.quantize(weight(16, 16), None, bits=0.8)
 
 
 def test_qmoe_is_what_it_says():
     """Method: its terms add up to it; a row without negative values has no -1; the extremes reach half-way to 0."""
     exact = weight()
     exact[2] = exact[2].abs()
-    baseline = gptq.qmoe_quantise(exact, None)
+    baseline = gptq.qmoe_quantize(exact, None)
     assert not (baseline.values[2] < 0).any()
     torch.testing.assert_close(dense(baseline.terms()), baseline.dense(), rtol=0.02, atol=0.02)
     torch.testing.assert_close(baseline.most, exact.amax(1), rtol=0.01, atol=0)

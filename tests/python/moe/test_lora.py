@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import hotswap
 from safetensors.torch import load_file
 from support.coded_models import ROUNDED, coded, logits_of
-from support.moe_models import EXPERTS, dequantise, inputs_of, tiny_moe
+from support.moe_models import EXPERTS, dequantize, inputs_of, tiny_moe
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
@@ -49,9 +49,9 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 def dense_twin(model: PeftModel) -> nn.Module:
-    """The dequantised model, adapters added to its weights: differentiable in them."""
+    """The dequantized model, adapters added to its weights: differentiable in them."""
     twin = tiny_moe("mixtral")
-    dequantise(twin, ROUNDED)
+    dequantize(twin, ROUNDED)
     for block, base in zip(twin.model.layers, model.base_model.model.model.layers, strict=True):
         for name, layer in (("gate_up_proj", base.mlp.experts.coded.up), ("down_proj", base.mlp.experts.coded.down)):
             weight = getattr(block.mlp.experts, name).detach()

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.coded_models import ROUNDED, coded, logits_of
-from support.moe_models import CONFIGS, EXPERTS, dequantise, inputs_of, tiny_moe
+from support.moe_models import CONFIGS, EXPERTS, dequantize, inputs_of, tiny_moe
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -42,13 +42,13 @@ def blobs_of(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_coded_models_compute_what_their_dequantised_twins_do(name):
+def test_coded_models_compute_what_their_dequantized_twins_do(name):
     """Method: logits of the same model with the values of its codes as ordinary weights, to float32's precision; and
     those of the model as it was are far from them, so the comparison can tell."""
     plain = tiny_moe(name)
     model = coded(name)
     twin = copy.deepcopy(plain)
-    dequantise(twin, ROUNDED)
+    dequantize(twin, ROUNDED)
     assert len(coded_modules(model)) >= 2
     assert sum(parameter.numel() for parameter in model.parameters()) < sum(p.numel() for p in plain.parameters())
     expected, found = logits_of(twin), logits_of(model)
@@ -153,10 +153,10 @@ def test_experts_without_tokens_and_choices_of_none():
 
 
 def test_gradients_reach_what_is_before_and_the_router():
-    """Method: those of the dequantised twin to float32's precision, for every parameter that is left."""
+    """Method: those of the dequantized twin to float32's precision, for every parameter that is left."""
     model = coded("mixtral")
     twin = tiny_moe("mixtral")
-    dequantise(twin, ROUNDED)
+    dequantize(twin, ROUNDED)
     for each in (model, twin):
         ids = inputs_of(each)["input_ids"]
         each(input_ids=ids, labels=ids).loss.backward()

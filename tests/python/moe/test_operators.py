@@ -1,4 +1,4 @@
-"""Coded matrices as tensors: what is coded comes back, products are those of the dequantised weight."""
+"""Coded matrices as tensors: what is coded comes back, products are those of the dequantized weight."""
 
 import time
 
@@ -27,7 +27,7 @@ def ternary(rows: int, columns: int, *, zeros: float = 0.8, seed: int = 0) -> Te
 
 
 class Weight:
-    """A coded weight and its dequantised twin."""
+    """A coded weight and its dequantized twin."""
 
     def __init__(self, rows: int, columns: int, *, coder: str = "smallest", seed: int = 0) -> None:
         self.values = ternary(rows, columns, seed=seed)
@@ -101,7 +101,7 @@ def test_sorted_columns_change_nothing_but_the_bytes(coder):
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_product_is_that_of_the_dequantised_weight(rows, columns, tokens, coder, seed):
+def test_product_is_that_of_the_dequantized_weight(rows, columns, tokens, coder, seed):
     """Method: sums of integers are exact, so with scales of 1 and small whole x no bit may differ, forth and back."""
     values = ternary(rows, columns, seed=seed)
     page = coded.encode(values, coder=coder)

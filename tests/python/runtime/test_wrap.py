@@ -468,7 +468,7 @@ def test_only_modules_can_be_wrapped():
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_tensors_that_cannot_be_paged_are_named_in_one_warning(config):
-    """meta, sparse, quantised, a subclass and shared memory stay as they are; the rest is paged."""
+    """meta, sparse, quantized, a subclass and shared memory stay as they are; the rest is paged."""
 
     class Packed(nn.Parameter):
         pass
@@ -477,14 +477,14 @@ def test_tensors_that_cannot_be_paged_are_named_in_one_warning(config):
     module.on_meta = nn.Parameter(torch.empty(9, device="meta"))
     module.sparse = nn.Parameter(torch.eye(4).to_sparse())
     module.packed = Packed(torch.ones(4))
-    module.register_buffer("quantised", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
+    module.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
     module.register_buffer("shared", torch.ones(4).share_memory_())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch_offload.wrap(module, config=config)
     messages = [str(warning.message) for warning in caught if "torch_offload" in str(warning.message)]
     assert len(messages) == 1
-    assert all(name in messages[0] for name in ("on_meta", "sparse", "packed", "quantised", "shared"))
+    assert all(name in messages[0] for name in ("on_meta", "sparse", "packed", "quantized", "shared"))
     assert caught[0].filename == __file__
     assert _C.is_managed(module[0].weight)
     assert not any(_C.is_managed(tensor) for tensor in (module.packed, module.shared))

@@ -4,7 +4,7 @@ from support.training import Case
 
 # model, optimizer, precision, checkpointing, clipping, micro-batches, output head, tuning, loop.
 # Every two values of two columns meet in some row, but for one pair: fused SGD in bf16 leaves parts of its first
-# momentum uninitialised in plain torch, so that two plain runs already differ. LoRA under autocast comes with
+# momentum uninitialized in plain torch, so that two plain runs already differ. LoRA under autocast comes with
 # checkpointing only: the bf16 copies of the frozen weights that backward needs would be half of the state.
 TABLE = """
     llama   fused    bf16     stored       noclip one        untied full plain

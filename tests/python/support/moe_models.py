@@ -120,7 +120,7 @@ def inputs_of(model: nn.Module, *, rows: int = 2, tokens: int = 12, seed: int = 
     return {"input_ids": ids, "decoder_input_ids": ids} if model.config.is_encoder_decoder else {"input_ids": ids}
 
 
-def dequantise(model: nn.Module, rounded: Callable[[Tensor], list[TernaryMatrix]]) -> None:
+def dequantize(model: nn.Module, rounded: Callable[[Tensor], list[TernaryMatrix]]) -> None:
     """Put into a model's experts what coding makes of them, as ordinary weights."""
     with torch.no_grad():
         for experts in experts_of(model):

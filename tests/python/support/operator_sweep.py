@@ -87,7 +87,7 @@ Engine = PlainEngine | PagingEngine
 
 
 def fill_freed_memory() -> None:
-    """Make uninitialised memory differ from run to run, so that an operator that shows it is seen to be unstable."""
+    """Make uninitialized memory differ from run to run, so that an operator that shows it is seen to be unstable."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(MALLOPT_PERTURB, next(FILLS))
