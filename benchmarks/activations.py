@@ -30,7 +30,7 @@ from harness.worker_process import WorkerProcess, worker_command
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parent / ".cache" / "smollm2-135m"
-LEAST_MULTIPLE = 8
+MIN_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def measure(plan: Plan, ssd: str) -> dict[str, Any]:
     """Find the longest kept row, train on one eight times as long."""
     kept = find_longest_kept(plan, ssd)
     progress(f"kept activations fit {kept} tokens")
-    context = LEAST_MULTIPLE * max(kept, plan.search_tokens)
+    context = MIN_MULTIPLE * max(kept, plan.search_tokens)
     if context > plan.most_tokens:
-        sys.exit(f"{LEAST_MULTIPLE} times {kept} tokens are more than the model's {plan.most_tokens}")
+        sys.exit(f"{MIN_MULTIPLE} times {kept} tokens are more than the model's {plan.most_tokens}")
     workers: dict[str, WorkerProcess] = {}
     try:
         for name, extra in VARIANTS.items():

@@ -61,9 +61,9 @@ from torch_offload.moe.modules import DOWN, UP
 OUR_BITS = (0.4, 0.6, 0.8, 1.0, 1.5, 2.0)
 SMOKE_BITS = (0.8, 2.0)
 NEAREST_ZEROS = (0.87, 0.55)  # some 0.8 and 1.5 bits
-LEAST_VALUE = 0.5  # nat that zeroing experts must cost
+MIN_VALUE = 0.5  # nat that zeroing experts must cost
 SORTED_BITS = 0.8
-MOST_ADAPTED_BITS = 16 / 20  # a twentieth of bf16
+MAX_ADAPTED_BITS = 16 / 20  # a twentieth of bf16
 COMPARED_EXPERTS = 3  # of the first and of the last layer
 SORTED_CLASSES = (2, 4, 8, 16)
 COMPARED_SHARES = (0.35, 0.45, 0.55, 0.65, 0.8)  # of QMoE's bits
@@ -322,13 +322,13 @@ def bars_of(results: list[dict[str, Any]], *, judges_values: bool) -> list[dict[
         bits = max(below_adapters(result)["bits"] for result in of_model)
         bars += [
             at_most(f"{name}: adapters' part of the parameters", share, 0.01),
-            at_most(f"{name}: bits per weight below adapters", bits, MOST_ADAPTED_BITS),
+            at_most(f"{name}: bits per weight below adapters", bits, MAX_ADAPTED_BITS),
         ]
         if judges_values:
             bars += [
                 at_least(f"{name}: seeds", len(of_model), 3),
                 at_least(f"{name}: held-out tokens", min(result["held_out_tokens"] for result in of_model), 100_000),
-                at_least(f"{name}: nats that zeroing experts costs", summary["value_of_experts"]["min"], LEAST_VALUE),
+                at_least(f"{name}: nats that zeroing experts costs", summary["value_of_experts"]["min"], MIN_VALUE),
                 at_most(
                     f"{name}: bits over QMoE's at its output error",
                     summary["rate_at_qmoes_error"]["median"],

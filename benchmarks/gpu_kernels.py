@@ -20,7 +20,7 @@ from torch import Tensor
 
 import torch_offload
 
-LEAST_SHARE = 0.80  # of the rate of a copy
+MIN_SHARE = 0.80  # of the rate of a copy
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def measure(plan: Plan) -> dict[str, Any]:
         kernels[name] = measure_kernel(make, plan)
         progress(f"{name}: {kernels[name]['share_of_copy']['median']:.2f} of a copy")
     bars = [
-        at_least(f"{name}: share of the rate of a copy", row["share_of_copy"]["median"], LEAST_SHARE)
+        at_least(f"{name}: share of the rate of a copy", row["share_of_copy"]["median"], MIN_SHARE)
         for name, row in kernels.items()
     ]
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

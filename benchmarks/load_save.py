@@ -30,8 +30,8 @@ sys.path.insert(0, str(HERE.parent / "tests" / "python"))
 from support.memory_limits import UNLIMITED, LimitedRun, run_limited  # noqa: E402
 
 SLACK = 1.02
-LEAST_SHARE = 0.8
-MOST_OTHER_SHARE = 0.10
+MIN_SHARE = 0.8
+MAX_OTHER_SHARE = 0.10
 PLAIN_CHECK = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -63,7 +63,7 @@ class Plan:
 FULL = Plan(hidden=1024, layers=12, rounds=5, most_rounds=12, probe_bytes=256 << 20)
 SMOKE = Plan(hidden=256, layers=12, rounds=1, most_rounds=1, probe_bytes=16 << 20)
 SMALLEST = (64, 1)
-SMALLEST_BUDGET_BYTES = 8 << 20
+MIN_BUDGET_BYTES = 8 << 20
 MODEL_OVER_BUDGET = 3
 
 
@@ -86,7 +86,7 @@ def checked(run: LimitedRun) -> LimitedRun:
 def measure_base_bytes(root: Path) -> int:
     """The first run also pays for files that nobody had read yet."""
     smallest = make_model(root / "smallest", *SMALLEST)
-    runs = [checked(load_and_save(smallest, root / "output", SMALLEST_BUDGET_BYTES)) for _ in range(2)]
+    runs = [checked(load_and_save(smallest, root / "output", MIN_BUDGET_BYTES)) for _ in range(2)]
     return min(run.peak_bytes for run in runs)
 
 
@@ -110,7 +110,7 @@ def measure(plan: Plan, root: Path) -> dict[str, Any]:
         disk = probe.bandwidth()
         run = checked(load_and_save(folder, output, budget_bytes, limit_bytes))
         row = json.loads(run.output) | {"disk": disk, "group_peak_bytes": run.peak_bytes}
-        row["quiet"] = all(row[phase]["other_share"] <= MOST_OTHER_SHARE for phase in ("load", "save"))
+        row["quiet"] = all(row[phase]["other_share"] <= MAX_OTHER_SHARE for phase in ("load", "save"))
         row["load_share"] = share_of_disk(row["load"], disk, read_bytes=size_bytes, written_bytes=0)
         row["save_share"] = share_of_disk(row["save"], disk, read_bytes=0, written_bytes=size_bytes)
         sys.stderr.write(f"load {row['load_share']:.2f}, save {row['save_share']:.2f}, quiet={row['quiet']}\n")
@@ -155,7 +155,7 @@ def bars_of(result: dict[str, Any], *, is_timed: bool) -> list[dict[str, Any]]:
     if is_timed:
         for phase in ("load", "save"):
             share = result[f"{phase}_share"]["median"]
-            bars.append(bar(f"{phase} rate over the disk's", share, LEAST_SHARE, at_least=True))
+            bars.append(bar(f"{phase} rate over the disk's", share, MIN_SHARE, at_least=True))
     return bars
 
 

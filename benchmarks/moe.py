@@ -24,7 +24,7 @@ from harness.reporting import at_least, at_most, emit, machine, progress, spread
 from harness.rounds import take_turns
 from harness.worker_process import WorkerProcess, worker_command
 
-LEAST_MULTIPLE = 10
+MIN_MULTIPLE = 10
 PAGED = ("paged", "slow_disk")
 
 
@@ -72,7 +72,7 @@ def measure(plan: Plan, ssd: str) -> dict[str, Any]:
     workers = {"resident": start("resident", plan, ssd)}
     try:
         description = workers["resident"].description
-        budget_bytes = description["expert_bytes"] // LEAST_MULTIPLE
+        budget_bytes = description["expert_bytes"] // MIN_MULTIPLE
         for name in (*PAGED, "bf16"):
             workers[name] = start(name, plan, ssd, budget_bytes=budget_bytes)
             progress(f"{name} is ready")
@@ -144,7 +144,7 @@ def bars_of(result: dict[str, Any], *, judges_time: bool) -> list[dict[str, Any]
         final = result["final"][name]
         bars.append(at_most(f"{name}: peak over budget", final["peak_bytes"] / final["budget_bytes"], 1))
         multiple = result["description"]["expert_bytes"] / final["peak_bytes"]
-        bars.append(at_least(f"{name}: expert bytes over its peak", multiple, LEAST_MULTIPLE))
+        bars.append(at_least(f"{name}: expert bytes over its peak", multiple, MIN_MULTIPLE))
         read_bytes = min(row["steps"][name]["read_bytes"] for row in result["rounds"])
         bars.append(at_least(f"{name}: bytes read per step over the budget", read_bytes / final["budget_bytes"], 1))
     if judges_time:

@@ -47,7 +47,7 @@ from models.workloads import TINY, Workload
 import torch_offload
 
 SWAP_SHARE = 0.40
-LEAST_FREE_BYTES = 24 << 30
+MIN_FREE_BYTES = 24 << 30
 BARS = {"fp32": {"ours_at_peer": 4.0, "ours_at_half": 2.5}, "bf16": {"ours_at_peer": 3.0, "ours_at_half": 1.5}}
 SWAP_BAR = 6.0
 PEERS = ("deepspeed", "swap")
@@ -283,8 +283,8 @@ def main() -> None:
         workload = Workload("256 tokens", batch=1, sequence=256, checkpointing=0)
         plan = Plan(workload, options.dtype, peers, options.rounds, max(options.rounds, options.most_rounds))
         free_bytes = shutil.disk_usage(options.ssd).free
-        if free_bytes < LEAST_FREE_BYTES:
-            raise SystemExit(f"{LEAST_FREE_BYTES} bytes are needed in {options.ssd}, {free_bytes} are free")
+        if free_bytes < MIN_FREE_BYTES:
+            raise SystemExit(f"{MIN_FREE_BYTES} bytes are needed in {options.ssd}, {free_bytes} are free")
     remove_leftovers(options.ssd)
     try:
         with scratch_directory(options.ssd) as scratch:

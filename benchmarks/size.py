@@ -29,9 +29,9 @@ from torch_offload.config import parse_size
 BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 14}
 SPARE_SHARE = 1.08  # of the state on SSD: pages that are being replaced, the file's growth
 SPARE_BYTES = 2 << 30
-MOST_GROWTH = 1.05  # of the peak memory, from the smallest model to the largest
-MOST_METADATA_SHARE = 0.001  # of the bytes of state that a larger model adds
-MOST_DEVIATION = 0.15  # of a step time from the line through all of them
+MAX_GROWTH = 1.05  # of the peak memory, from the smallest model to the largest
+MAX_METADATA_SHARE = 0.001  # of the bytes of state that a larger model adds
+MAX_DEVIATION = 0.15  # of a step time from the line through all of them
 LARGE_PARAMETERS = 2.9e9
 
 
@@ -147,12 +147,12 @@ def bars_of(
     small, last = runs[0], runs[-1]
     if len(runs) > 1:
         growth = last["peak_resident_bytes"] / small["peak_resident_bytes"]
-        bars.append(at_most("peak resident memory, largest over smallest", growth, MOST_GROWTH))
+        bars.append(at_most("peak resident memory, largest over smallest", growth, MAX_GROWTH))
         added = last["bytes_beyond_base_and_budget"] - small["bytes_beyond_base_and_budget"]
         share = added / (last["state_bytes"] - small["state_bytes"])
-        bars.append(at_most("metadata added per byte of state added", share, MOST_METADATA_SHARE))
+        bars.append(at_most("metadata added per byte of state added", share, MAX_METADATA_SHARE))
     if len(runs) > 2:  # any two points lie on a line
-        bars.append(at_most("step time off the line over parameters", deviation_from_line(runs), MOST_DEVIATION))
+        bars.append(at_most("step time off the line over parameters", deviation_from_line(runs), MAX_DEVIATION))
     if large:
         bars.append(at_least("parameters of the large run", large["parameters"], LARGE_PARAMETERS))
         limit = large["peak_resident_bytes"] / plan.large_limit_bytes

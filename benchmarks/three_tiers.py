@@ -31,8 +31,8 @@ from harness.worker_process import WorkerProcess, worker_command
 CARD_OPERATIONS = 165e12
 OPERATIONS_PER_LINK_BYTE = CARD_OPERATIONS / 25e9
 OPERATIONS_PER_SSD_BYTE = CARD_OPERATIONS / 7e9
-LEAST_SHARE_OF_LIMIT = 0.90
-MOST_PREDICTION_ERROR = 0.10
+MIN_SHARE_OF_LIMIT = 0.90
+MAX_PREDICTION_ERROR = 0.10
 COMPUTE, TO_DEVICE, TO_HOST, SSD = "compute", "to device", "to host", "ssd"
 
 
@@ -173,8 +173,8 @@ def bars_of(result: dict[str, Any], *, is_timed: bool) -> list[dict[str, Any]]:
         return bars
     error = abs(result["predicted_over_measured"] - 1)
     return [
-        at_least(f"share of the limit, {label}", result["share_of_limit"]["median"], LEAST_SHARE_OF_LIMIT),
-        at_most(f"error of the prediction, {label}", error, MOST_PREDICTION_ERROR),
+        at_least(f"share of the limit, {label}", result["share_of_limit"]["median"], MIN_SHARE_OF_LIMIT),
+        at_most(f"error of the prediction, {label}", error, MAX_PREDICTION_ERROR),
         at_least(f"is bound by what it is called after, {label}", result["bound_by"] == result["point"]["binding"], 1),
         *bars,
     ]

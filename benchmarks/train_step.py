@@ -25,12 +25,12 @@ from harness.worker_process import WorkerProcess, worker_command
 from models.workloads import LARGE, SMOKE, USUAL, Plan, VariantPlan, Workload, with_each_activations
 from optimum import optimum
 
-MOST_RESIDENT_RATIO = 1.02
-MOST_QUARTER_RATIO = 1.10
-LEAST_SHARE_OF_LIMIT = 0.85
-MOST_OVER_OPTIMUM = 1.05
-MOST_CLIPPING_RATIO = 1.03
-MOST_ACTIVATIONS_RATIO = 1.02  # of activations that may leave memory, over those that stay
+MAX_RESIDENT_RATIO = 1.02
+MAX_QUARTER_RATIO = 1.10
+MIN_SHARE_OF_LIMIT = 0.85
+MAX_OVER_OPTIMUM = 1.05
+MAX_CLIPPING_RATIO = 1.03
+MAX_ACTIVATIONS_RATIO = 1.02  # of activations that may leave memory, over those that stay
 TOKENS_BOUND_BY_DISK = 128
 
 
@@ -160,28 +160,28 @@ def timed_bars(result: dict[str, Any]) -> list[dict[str, Any]]:
     bars = []
     if "resident" in variants:
         ratio = variants["resident"]["ratio_to_plain"]["median"]
-        bars.append(at_most(f"resident step over plain step, {label}", ratio, MOST_RESIDENT_RATIO))
+        bars.append(at_most(f"resident step over plain step, {label}", ratio, MAX_RESIDENT_RATIO))
     if "quarter" in variants and tokens > TOKENS_BOUND_BY_DISK:
         ratio = variants["quarter"]["ratio_to_plain"]["median"]
-        bars.append(at_most(f"quarter step over plain step, {label}", ratio, MOST_QUARTER_RATIO))
+        bars.append(at_most(f"quarter step over plain step, {label}", ratio, MAX_QUARTER_RATIO))
     if "quarter" in variants and tokens <= TOKENS_BOUND_BY_DISK:
         share = variants["quarter"]["limit"]["share"]["median"]
-        bars.append(at_least(f"quarter share of what binds it, {label}", share, LEAST_SHARE_OF_LIMIT))
+        bars.append(at_least(f"quarter share of what binds it, {label}", share, MIN_SHARE_OF_LIMIT))
         by_phase = variants["quarter"]["limit"]["share_by_phase"]["median"]
-        bars.append(at_least(f"quarter share of what binds its phases, {label}", by_phase, LEAST_SHARE_OF_LIMIT))
+        bars.append(at_least(f"quarter share of what binds its phases, {label}", by_phase, MIN_SHARE_OF_LIMIT))
     if "quarter" in variants:
         excess = over_optimum(variants["quarter"])
-        bars.append(at_most(f"quarter SSD bytes over the optimum, {label}", excess, MOST_OVER_OPTIMUM))
+        bars.append(at_most(f"quarter SSD bytes over the optimum, {label}", excess, MAX_OVER_OPTIMUM))
     for name, base in ((name, name.replace("_page", "_keep")) for name in variants if name.endswith("_page")):
         if base in variants:
             ratio = ratios(used, name, base)["median"]
-            bars.append(at_most(f"{name} step over {base} step, {label}", ratio, MOST_ACTIVATIONS_RATIO))
+            bars.append(at_most(f"{name} step over {base} step, {label}", ratio, MAX_ACTIVATIONS_RATIO))
             to_plain = ratios(used, name, "plain")["median"]
-            most = MOST_RESIDENT_RATIO if name.startswith("resident") else MOST_QUARTER_RATIO
+            most = MAX_RESIDENT_RATIO if name.startswith("resident") else MAX_QUARTER_RATIO
             bars.append(at_most(f"{name} step over plain step, {label}", to_plain, most))
     if "quarter_clipped" in variants:
         ratio = ratios(used, "quarter_clipped", "quarter")["median"]
-        bars.append(at_most(f"clipped step over unclipped step, {label}", ratio, MOST_CLIPPING_RATIO))
+        bars.append(at_most(f"clipped step over unclipped step, {label}", ratio, MAX_CLIPPING_RATIO))
     return bars
 
 

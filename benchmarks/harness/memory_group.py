@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 MARK = "torch-offload-benchmark"
-LEAST_SPARE_BYTES = 1 << 30  # stays free on the disk of a swap file
+MIN_SPARE_BYTES = 1 << 30  # stays free on the disk of a swap file
 
 
 class LimitsUnavailable(RuntimeError):
@@ -67,7 +67,7 @@ class SwapFile:
 
     def __enter__(self) -> "SwapFile":
         free_bytes = shutil.disk_usage(self.path.parent).free
-        if free_bytes < self.size_bytes + LEAST_SPARE_BYTES:
+        if free_bytes < self.size_bytes + MIN_SPARE_BYTES:
             raise LimitsUnavailable(f"a swap file of {self.size_bytes} bytes does not fit: {free_bytes} bytes are free")
         atexit.register(self.remove)
         try:

@@ -8,8 +8,8 @@ import statistics
 import sys
 from typing import Any
 
-MOST_OTHER_SHARE = 0.10  # of the machine's CPU seconds, taken by others while something was measured
-FEWEST_QUIET_ROUNDS = 5
+MAX_OTHER_SHARE = 0.10  # of the machine's CPU seconds, taken by others while something was measured
+MIN_QUIET_ROUNDS = 5
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -19,13 +19,13 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def is_quiet(measured: dict[str, Any]) -> bool:
     """Whether others left the machine alone; takes what `CpuSeconds.since` returns."""
-    return bool(measured["other_share"] <= MOST_OTHER_SHARE)
+    return bool(measured["other_share"] <= MAX_OTHER_SHARE)
 
 
 def usable(rounds: list[dict[str, Any]], *, wanted: int) -> tuple[list[dict[str, Any]], bool]:
     """Return the rounds that count, and whether too few were quiet so that all of them have to."""
     quiet = [row for row in rounds if row["quiet"]]
-    is_enough = len(quiet) >= min(FEWEST_QUIET_ROUNDS, wanted)
+    is_enough = len(quiet) >= min(MIN_QUIET_ROUNDS, wanted)
     return (quiet if is_enough else rounds), not is_enough
 
 

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_STEPS = 2  # not measured: memory is filled and the order of uses learned
 MEASURED_STEPS = 2
-LEAST_STALL_SHARE = 0.05  # of a step; where less is waited, nothing is to be gained
-MOST_DRIFT = 0.25  # of the seconds of a step, until the choice is made anew
+MIN_STALL_SHARE = 0.05  # of a step; where less is waited, nothing is to be gained
+MAX_DRIFT = 0.25  # of the seconds of a step, until the choice is made anew
 STEPS_OF_DRIFT = 3  # in a row; as many tell how long a step takes after a choice
 
 Counters = Callable[[], Mapping[str, Any]]
@@ -186,7 +186,7 @@ class ActivationPlan:
             return
         seconds, stalled = now.seconds - start.seconds, now.stalled - start.stalled
         moved = now.activation_bytes - start.activation_bytes + now.other_bytes - start.other_bytes
-        if moved == 0 or stalled < LEAST_STALL_SHARE * seconds:
+        if moved == 0 or stalled < MIN_STALL_SHARE * seconds:
             self._settle([], f"a step waits {stalled / seconds:.0%} of its time: traffic hides behind computing")
             return
         rate = moved / seconds
@@ -227,7 +227,7 @@ class ActivationPlan:
             self._reference.append(seconds)
             return
         usual = statistics.median(self._reference)
-        self._drifted = self._drifted + 1 if abs(seconds / usual - 1) > MOST_DRIFT else 0
+        self._drifted = self._drifted + 1 if abs(seconds / usual - 1) > MAX_DRIFT else 0
         if self._drifted == STEPS_OF_DRIFT:
             logger.info("activations: steps take %.3g s instead of %.3g; the next ones are measured", seconds, usual)
             self._begin()

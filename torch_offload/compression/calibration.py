@@ -14,9 +14,9 @@ from torch_offload.errors import ConfigError
 
 DEFAULT_SEQUENCE = 512
 
-LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-_LEAST_ROW = 2
+_MIN_ROW = 2
 _FEW_TOKENS = 4096
 _PIECE = 1 << 20  # characters
 
@@ -64,7 +64,7 @@ def batches_of(
             batches.append(dict(sample))
     for begin in range(0, len(stream), sequence):
         row = stream[begin : begin + sequence]
-        if len(row) >= _LEAST_ROW:
+        if len(row) >= _MIN_ROW:
             batches.append(_called_with(torch.tensor([row]), model))
     if not batches:
         raise ConfigError("calibration has no tokens; give some texts of the kind that the model is meant for")
@@ -75,7 +75,7 @@ def warn_of_few_tokens(batches: Sequence[Mapping[str, Tensor]]) -> None:
     """Say it if batches show too little of what experts are given."""
     tokens = sum(batch["input_ids"].numel() for batch in batches if "input_ids" in batch)
     if 0 < tokens < _FEW_TOKENS:
-        LOG.warning("calibration has only %d tokens; some hundred thousand show what experts are given", tokens)
+        logger.warning("calibration has only %d tokens; some hundred thousand show what experts are given", tokens)
 
 
 def _called_with(ids: Tensor, model: nn.Module) -> dict[str, Tensor]:

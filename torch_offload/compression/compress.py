@@ -35,9 +35,9 @@ from torch_offload.moe.ternary import SCALE_DTYPE, check_finite
 from torch_offload.runtime.loading import loading
 from torch_offload.runtime.process import PROCESS
 
-LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-_MOST_AT_ONCE_ELEMENTS = 1 << 25
+_MAX_AT_ONCE_ELEMENTS = 1 << 25
 """Of matrices that are rounded together, and of the second moments of their inputs."""
 
 _BUDGET_BYTES_PER_ELEMENT = 256
@@ -380,7 +380,7 @@ class _Compressor:
             tokens=[int(count) for count in moments.tokens.tolist()],
             errors=[(first.error, last.error) for first, last in zip(up, down, strict=True)],
         )
-        LOG.info("%s: %.3f bits per weight", experts.name, result.coded_bytes * 8 / result.weights)
+        logger.info("%s: %.3f bits per weight", experts.name, result.coded_bytes * 8 / result.weights)
         return coded, result
 
     def _matrices(
@@ -435,7 +435,7 @@ def _parts(experts: ExpertsModule, matrix: int) -> list[list[int]]:
 def _at_once_elements() -> int:
     session = PROCESS.session
     ram = None if session is None else session.config.ram
-    return _MOST_AT_ONCE_ELEMENTS if ram is None else min(_MOST_AT_ONCE_ELEMENTS, ram // _BUDGET_BYTES_PER_ELEMENT)
+    return _MAX_AT_ONCE_ELEMENTS if ram is None else min(_MAX_AT_ONCE_ELEMENTS, ram // _BUDGET_BYTES_PER_ELEMENT)
 
 
 def _stacked(experts: ExpertsModule, part: Sequence[int], matrix: int) -> Tensor:

@@ -18,10 +18,10 @@ from torch_offload.errors import ConfigError
 from torch_offload.moe.operators import encode, extents
 from torch_offload.moe.ternary import SCALE_DTYPE, TernaryMatrix, check_finite, coded
 
-MOST_BITS_OF_A_PLANE = 1.4
+MAX_BITS_OF_A_PLANE = 1.4
 """Bits per weight above which one plane is worse than two."""
 
-LEAST_BITS_OF_A_PLANE = 0.2
+MIN_BITS_OF_A_PLANE = 0.2
 """Bits per weight below which a further plane is not worth its headers."""
 
 _SEARCHED_ROWS = 192
@@ -62,16 +62,16 @@ class Rounding:
 
 def planes_for(bits: float) -> int:
     """Return how many planes a rate takes."""
-    return max(1, -int(-bits // MOST_BITS_OF_A_PLANE))
+    return max(1, -int(-bits // MAX_BITS_OF_A_PLANE))
 
 
 def split(bits: float, planes: int) -> list[float]:
     """Return the bits per weight of each plane: the first ones have as many as are of use to one."""
     shares: list[float] = []
     for later in reversed(range(planes)):
-        least_later = later * min(LEAST_BITS_OF_A_PLANE, bits / planes)
+        least_later = later * min(MIN_BITS_OF_A_PLANE, bits / planes)
         share = bits - sum(shares) - least_later
-        shares.append(min(share, max(MOST_BITS_OF_A_PLANE, bits / planes)))
+        shares.append(min(share, max(MAX_BITS_OF_A_PLANE, bits / planes)))
     return shares
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_offload.compression.gptq import LEAST_BITS_OF_A_PLANE, MOST_BITS_OF_A_PLANE
+from torch_offload.compression.gptq import MAX_BITS_OF_A_PLANE, MIN_BITS_OF_A_PLANE
 from torch_offload.config import SECTOR_BYTES
 from torch_offload.errors import ConfigError
 
@@ -26,7 +26,7 @@ class PageLimits:
     @classmethod
     def of(cls, weights: int) -> "PageLimits":
         """Limits of a matrix with so many weights."""
-        least, most = (bits * weights / 8 + FILL_BYTES for bits in (LEAST_BITS_OF_A_PLANE, 1.03 * MOST_BITS_OF_A_PLANE))
+        least, most = (bits * weights / 8 + FILL_BYTES for bits in (MIN_BITS_OF_A_PLANE, 1.03 * MAX_BITS_OF_A_PLANE))
         return cls(max(1, int(least // SECTOR_BYTES)), -int(-most // SECTOR_BYTES))
 
     def split(self, sectors: int, planes: int) -> list[int]:

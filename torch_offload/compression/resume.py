@@ -17,7 +17,7 @@ from torch_offload.errors import ConfigError
 from torch_offload.moe.modules import CodedExperts, CodedPlane, ExpertShapes, blob_name
 from torch_offload.moe.ternary import SCALE_DTYPE
 
-LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FOLDER = "unfinished"
 """Name of the folder in the output folder."""
@@ -65,7 +65,7 @@ class FinishedBlocks:
         path = self._folder / entry["file"]
         content = path.read_bytes() if path.exists() else b""
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            LOG.warning("%s is damaged; %s and what follows are coded again", path, block)
+            logger.warning("%s is damaged; %s and what follows are coded again", path, block)
             self._state["blocks"] = self._state["blocks"][: self._state["blocks"].index(entry)]
             return None
         tensors = safetensors.torch.load(content)

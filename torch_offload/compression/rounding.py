@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_offload import _C as _C  # the operators are defined in it
 from torch_offload.moe.ternary import SCALE_DTYPE, TernaryMatrix
 
-LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Problem:
         factor, status = _factor_of_inverse(damped)
         unusable = (status != 0) | ~factor.isfinite().all((1, 2))
         if unusable.any():
-            LOG.warning("%d of %d Hessians cannot be factored; errors are weighed alike", unusable.sum(), len(rest))
+            logger.warning("%d of %d Hessians cannot be factored; errors are weighed alike", unusable.sum(), len(rest))
             identity = torch.eye(columns)
             damped = torch.where(unusable[:, None, None], identity, damped)
             factor = torch.where(unusable[:, None, None], identity, factor)

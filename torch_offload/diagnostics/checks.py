@@ -19,7 +19,7 @@ from torch_offload.system import resources
 OLDEST_KERNEL = (5, 7)
 GOOD_KERNEL = (6, 1)
 MAPPINGS_PER_PAGE = 2
-SMALLEST_PAGE_BYTES = 2 * DEFAULT_PAGE_ELEMENTS
+MIN_PAGE_BYTES = 2 * DEFAULT_PAGE_ELEMENTS
 LITTLE_MEMORY_BYTES = 1 << 30
 TESTED_WITH = {
     "transformers": "5.23.0",
@@ -218,7 +218,7 @@ def mappings_finding(*, ram: int, root: Path = _SYSTEM_ROOT) -> Finding:
     word = _first_word(root / "proc/sys/vm/max_map_count")
     if word is None or not word.isdigit():
         return Finding(name="mappings", state=State.ok, what="the system does not say how many it allows")
-    needed = MAPPINGS_PER_PAGE * ram // SMALLEST_PAGE_BYTES
+    needed = MAPPINGS_PER_PAGE * ram // MIN_PAGE_BYTES
     what = f"vm.max_map_count is {word}; the budget may take {needed}"
     if int(word) >= needed:
         return Finding(name="mappings", state=State.ok, what=what)

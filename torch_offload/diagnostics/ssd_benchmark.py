@@ -19,7 +19,7 @@ DEPTHS = (1, 2, 4, 8, 16, 32)
 PATTERNS = ("read", "write", "mix")
 ROUNDS = 3  # of which the median counts: disks vary from second to second
 GOOD_ENOUGH = 0.95
-LARGEST_SHARE_OF_DISK = 0.5
+MAX_SHARE_OF_DISK = 0.5
 BLOCKS_PER_DEPTH = 2
 
 
@@ -190,7 +190,7 @@ def _fitted(request: Request) -> tuple[int, list[int], list[str]]:
     if block_bytes <= 0 or block_bytes % SECTOR_BYTES != 0:
         raise ConfigError(f"block: must be a positive multiple of {SECTOR_BYTES} bytes, got {block_bytes}")
     free_bytes = resources.free_disk_bytes(request.directory)
-    file_bytes = min(request.file_bytes, int(free_bytes * LARGEST_SHARE_OF_DISK)) // block_bytes * block_bytes
+    file_bytes = min(request.file_bytes, int(free_bytes * MAX_SHARE_OF_DISK)) // block_bytes * block_bytes
     needed_bytes = BLOCKS_PER_DEPTH * DEPTHS[0] * block_bytes
     if request.file_bytes < needed_bytes:
         raise ConfigError(f"size: must be at least {needed_bytes} bytes for transfers of {block_bytes}")

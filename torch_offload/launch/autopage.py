@@ -27,7 +27,7 @@ from torch_offload.system.environment import Launch
 
 logger = logging.getLogger(__name__)
 
-MOST_PROCESSES = 64
+MAX_PROCESSES = 64
 
 
 class Ambient:
@@ -117,7 +117,7 @@ def claim_budget(name: str, *, sharing: int) -> socket.socket | None:
     Returns:
         The note: an unconnected socket, whose name the system keeps exactly as long as the process.
     """
-    for number in range(MOST_PROCESSES):
+    for number in range(MAX_PROCESSES):
         note = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             note.bind(f"\0torch-offload-{name}-{number}")

@@ -26,7 +26,7 @@ from torch_offload.moe.layouts import CODED, experts_of
 from torch_offload.moe.modules import blob_name, scale_widths
 from torch_offload.moe.operators import CodedExtent, decode, extents
 
-MOST_VALUES = 1 << 30
+MAX_VALUES = 1 << 30
 """Of one matrix: each takes a byte while it is looked at. Experts have less than half as many."""
 
 _BF16_BYTES = 2
@@ -364,9 +364,9 @@ def _problem_of(blob: Tensor, size_bytes: int, wanted: list[tuple[int, int]] | N
 
 def _decoded(blob: Tensor, number: int, matrix: CodedExtent) -> Tensor:
     """Decode a matrix, unless it is one of those that take few bytes but would fill any memory."""
-    if matrix.rows * matrix.columns > MOST_VALUES:
+    if matrix.rows * matrix.columns > MAX_VALUES:
         raise OffloadError(
-            f"matrix {number} is said to have {matrix.rows} x {matrix.columns} values, at most {MOST_VALUES} are read"
+            f"matrix {number} is said to have {matrix.rows} x {matrix.columns} values, at most {MAX_VALUES} are read"
         )
     return decode(blob, number)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 PHASES = ("forward", "backward")
-LARGEST_REAL_ELEMENTS = 1 << 24
+MAX_REAL_ELEMENTS = 1 << 24
 
 
 class What(Enum):
@@ -285,7 +285,7 @@ def _is_about_integers(func: Any, given: list[Tensor], args: Any, kwargs: dict[s
     """Whether a call can be made in earnest: nothing fake goes in, and little that is not a fraction comes out."""
     if any(_is_fake(tensor) or tensor.dtype.is_floating_point for tensor in given):
         return False
-    if any(tensor.numel() > LARGEST_REAL_ELEMENTS for tensor in given):
+    if any(tensor.numel() > MAX_REAL_ELEMENTS for tensor in given):
         return False
     if given:
         return not kwargs.get("dtype", torch.int64).is_floating_point

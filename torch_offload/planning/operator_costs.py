@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 REPETITIONS = 3
 LONG_SECONDS = 0.3  # a call that takes longer is timed once
-LARGEST_SHARE_OF_FREE_MEMORY = 0.5
+MAX_SHARE_OF_FREE_MEMORY = 0.5
 PATTERN_ELEMENTS = 1 << 20
 
 
@@ -48,7 +48,7 @@ class OperatorCosts:
         """
         self._probe = probe
         self._limit_seconds = limit_seconds
-        self._largest_bytes = int(resources.free_memory_bytes() * LARGEST_SHARE_OF_FREE_MEMORY)
+        self._largest_bytes = int(resources.free_memory_bytes() * MAX_SHARE_OF_FREE_MEMORY)
 
     def of(self, calls: Mapping[str, Counter[Call]]) -> dict[str, Cost]:
         """Return the cost of each phase."""

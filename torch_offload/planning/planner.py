@@ -16,7 +16,7 @@ from torch_offload.planning.step_time import COMPUTE, Phase, Rates, rates_of, to
 from torch_offload.planning.tier_traffic import Budgets, Traffic, traffic_of
 from torch_offload.runtime import preflight
 
-LEAST_PAGES_BELOW_DEVICE = 16  # that the links of a device hold at once
+MIN_PAGES_BELOW_DEVICE = 16  # that the links of a device hold at once
 WIDEST_ELEMENT_BYTES = 4
 
 
@@ -173,7 +173,7 @@ def _needed_bytes(question: Question, traffic: Traffic) -> dict[str, int]:
         least = preflight.least_bytes(config, size_bytes=largest.size_bytes, element_bytes=largest.element_bytes)
         needed[question.budgets.compute_tier] = max(needed[question.budgets.compute_tier], least)
     if question.budgets.device is not None:
-        least = LEAST_PAGES_BELOW_DEVICE * config.page_elements * WIDEST_ELEMENT_BYTES
+        least = MIN_PAGES_BELOW_DEVICE * config.page_elements * WIDEST_ELEMENT_BYTES
         needed["ram"] = max(needed["ram"], least)
     return needed | {"ssd": traffic.peak_bytes["ssd"]}
 

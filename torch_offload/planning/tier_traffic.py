@@ -8,12 +8,12 @@ from torch_offload.planning.page_uses import StepUses
 STEPS = 5  # the last but one is counted: the first ones fill the memory, after the last comes nothing
 COUNTED = -2
 SPARE_SHARE = 32  # of a budget, which the engine keeps free of reads ahead
-MOST_SPARE_BYTES = 16 << 20
+MAX_SPARE_BYTES = 16 << 20
 RESERVE_SHARE = 16  # of a budget, which it keeps free for small allocations
-MOST_RESERVE_BYTES = 4 << 20
+MAX_RESERVE_BYTES = 4 << 20
 READS_SHARE = 48  # of a budget, in pages that are on their way
-FEWEST_READS = 2
-MOST_READS = 8
+MIN_READS = 2
+MAX_READS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,9 @@ def traffic_of(uses: StepUses, budgets: Budgets) -> Traffic:
 
 def _kept_free(budget_bytes: int, page_bytes: int) -> int:
     """Return the bytes of a budget in which the engine keeps no pages: free ones, and reads on their way."""
-    spare_bytes = min(budget_bytes // SPARE_SHARE, MOST_SPARE_BYTES)
-    reserve_bytes = min(budget_bytes // RESERVE_SHARE, MOST_RESERVE_BYTES)
-    reads = min(max(budget_bytes // READS_SHARE // max(page_bytes, 1), FEWEST_READS), MOST_READS)
+    spare_bytes = min(budget_bytes // SPARE_SHARE, MAX_SPARE_BYTES)
+    reserve_bytes = min(budget_bytes // RESERVE_SHARE, MAX_RESERVE_BYTES)
+    reads = min(max(budget_bytes // READS_SHARE // max(page_bytes, 1), MIN_READS), MAX_READS)
     return spare_bytes + reserve_bytes + reads * page_bytes
 
 

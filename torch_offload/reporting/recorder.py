@@ -20,7 +20,7 @@ from torch_offload.reporting.timeline import Sample, Timeline
 
 RECENT_SAMPLES = 2048
 STEP_SAMPLES = 2048
-SHORTEST_PERIOD_SECONDS = 0.1
+MIN_PERIOD_SECONDS = 0.1
 SAMPLES_PER_STEP = 40
 
 
@@ -141,9 +141,9 @@ class Recorder:
         with self._lock:
             ends = self._step_ends[-2:]
         if len(ends) < 2:
-            return SHORTEST_PERIOD_SECONDS
+            return MIN_PERIOD_SECONDS
         step_seconds = (ends[1].seconds - ends[0].seconds) / max(1, ends[1].steps - ends[0].steps)
-        return max(SHORTEST_PERIOD_SECONDS, step_seconds / SAMPLES_PER_STEP)
+        return max(MIN_PERIOD_SECONDS, step_seconds / SAMPLES_PER_STEP)
 
 
 class TokenHook:

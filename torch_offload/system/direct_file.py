@@ -11,8 +11,8 @@ from types import TracebackType
 import torch
 
 SECTOR_BYTES = 4096
-MOST_BLOCK_BYTES = 4 << 20
-LEAST_BLOCK_BYTES = 16 << 10
+MAX_BLOCK_BYTES = 4 << 20
+MIN_BLOCK_BYTES = 16 << 10
 DEPTH = 4
 BLOCK_SHARE = 64
 """A block takes one part in so many of the budget; there are `DEPTH` of them."""
@@ -58,7 +58,7 @@ class DirectFile:
             os.close(self._file)
             raise
         room_bytes = budget_bytes // BLOCK_SHARE // SECTOR_BYTES * SECTOR_BYTES
-        self._block_bytes = min(max(room_bytes, LEAST_BLOCK_BYTES), MOST_BLOCK_BYTES)
+        self._block_bytes = min(max(room_bytes, MIN_BLOCK_BYTES), MAX_BLOCK_BYTES)
         self._blocks: list[Block] = []
         self._filled_bytes = 0
         self._offset = 0

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 CONSTANT_BYTES = 64 << 20
 # Of a matrix, so that one that is read fits into the constant.
-MOST_VALUES = 1 << 22
+MAX_VALUES = 1 << 22
 
 
 def require(holds: bool, claim: str) -> None:
@@ -85,7 +85,7 @@ def write_seeds(folder: DamagedFolder, seeds: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    inspection.MOST_VALUES = MOST_VALUES
+    inspection.MAX_VALUES = MAX_VALUES
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch, "whole")
         write_folder(whole)

@@ -255,7 +255,7 @@ def test_a_model_on_the_meta_device_is_never_there():
 
 WIDTH = 256
 LAYER_BYTES = WIDTH * WIDTH * 4
-LEAST_BYTES = 2 * LAYER_BYTES + 4 * PAGE * 4  # what wrap insists on: a layer, its gradient, four pages
+MIN_BYTES = 2 * LAYER_BYTES + 4 * PAGE * 4  # what wrap insists on: a layer, its gradient, four pages
 
 
 def three_layers(config: Config, **options: Any) -> torch_offload.Plan:
@@ -264,22 +264,22 @@ def three_layers(config: Config, **options: Any) -> torch_offload.Plan:
 
 
 def test_a_budget_below_one_operator_lacks_the_difference():
-    plan = three_layers(Config(ram=LEAST_BYTES - 1000))
+    plan = three_layers(Config(ram=MIN_BYTES - 1000))
     assert (plan.fits, plan.missing_bytes) == (False, {"ram": 1000})
-    assert plan.remedy == f"give a ram of at least {LEAST_BYTES} bytes (576 KiB)"
+    assert plan.remedy == f"give a ram of at least {MIN_BYTES} bytes (576 KiB)"
     assert str(plan).startswith("does not fit: ram lacks 1000 bytes; give a ram of at least")
-    assert three_layers(Config(ram=LEAST_BYTES)).fits
+    assert three_layers(Config(ram=MIN_BYTES)).fits
 
 
 def test_a_device_below_one_operator_lacks_the_difference():
-    config = Config(ram="4MiB", gpu=LEAST_BYTES - 1000, emulation={"gpu": True})
+    config = Config(ram="4MiB", gpu=MIN_BYTES - 1000, emulation={"gpu": True})
     assert three_layers(config).missing_bytes == {"device": 1000}
     small = config.replace(gpu="4MiB", ram=16 * PAGE * 4 - 1)
     assert three_layers(small).missing_bytes == {"ram": 1}
 
 
 def test_a_disk_that_cannot_hold_the_state_lacks_the_difference():
-    config = Config(ram=LEAST_BYTES)
+    config = Config(ram=MIN_BYTES)
     needed_bytes = three_layers(config).needed_bytes["ssd"]
     assert 2 * LAYER_BYTES < needed_bytes <= 12 * LAYER_BYTES
     plan = three_layers(config, ssd_bytes=needed_bytes - 1)
@@ -319,7 +319,7 @@ def test_what_fits_in_memory_moves_nothing():
 def test_updates_on_the_host_spare_the_device_the_states():
     """Gradients go down once, weights come up after their update; states never cross."""
     recording = record(Layers(*[WIDTH] * 4), {"value": torch.randn(1, WIDTH)})
-    budgets = Budgets(device=LEAST_BYTES, ram=16 << 20)
+    budgets = Budgets(device=MIN_BYTES, ram=16 << 20)
     above, below = (traffic_of(StepUses(recording, step_shape(tier)), budgets) for tier in ("device", "host"))
     assert total_by_kind(phase.read for phase in above.link)["state"] > 0
     to_device = total_by_kind(phase.read for phase in below.link)
@@ -349,7 +349,7 @@ def test_an_emulated_link_has_the_rate_it_is_set_to():
 
 
 def test_a_plan_adds_up():
-    plan = three_layers(Config(ram=LEAST_BYTES), endurance_bytes="1TB", steps_per_day=1000)
+    plan = three_layers(Config(ram=MIN_BYTES), endurance_bytes="1TB", steps_per_day=1000)
     assert plan.predicted_seconds == pytest.approx(sum(phase.seconds for phase in plan.phases))
     assert plan.lower_bound_seconds == max(plan.resource_seconds.values()) <= plan.predicted_seconds
     written_bytes = sum(plan.ssd_written.values())

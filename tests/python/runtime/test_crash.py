@@ -14,7 +14,7 @@ from support.models import VOCABULARY, state_bytes, tiny_model
 
 KILLS = 16
 LONGEST_SECONDS = 3.0
-FEWEST_WITH_OPEN_FILE = KILLS // 2
+MIN_WITH_OPEN_FILE = KILLS // 2
 
 
 def train_without_end(scratch: str) -> None:
@@ -51,4 +51,4 @@ def test_kill_at_a_random_moment_leaves_no_file(scratch):
         process.kill()
         process.join()
         assert list(scratch.iterdir()) == []
-    assert with_open_file >= FEWEST_WITH_OPEN_FILE
+    assert with_open_file >= MIN_WITH_OPEN_FILE

@@ -16,7 +16,7 @@ from support.models import state_bytes, tiny_model
 BUDGET_SHARE = 0.30
 SLACK = 1.02
 SMALLEST = (16, 1)  # hidden, layers
-SMALLEST_BUDGET_BYTES = 8 << 20
+MIN_BUDGET_BYTES = 8 << 20
 SIZES = [(256, 8), (512, 8)]
 
 
@@ -28,7 +28,7 @@ def train(scratch: Path, size: tuple[int, int], budget_bytes: int, limit_bytes: 
 
 def measure_base_bytes(scratch: Path) -> int:
     """Peak of the script with next to no model. The first run also pays for files that nobody had read yet."""
-    runs = [train(scratch, SMALLEST, SMALLEST_BUDGET_BYTES) for _ in range(2)]
+    runs = [train(scratch, SMALLEST, MIN_BUDGET_BYTES) for _ in range(2)]
     assert all(run.status == 0 for run in runs), runs[0].errors
     return min(run.peak_bytes for run in runs)
 
