@@ -60,7 +60,7 @@ class Ambient:
                 return
             self._session = self._open()
             self._session.on_tensor(module, name, tensor, kind)
-        if self._call_hook is None and self._session.arrivals.has_waiting():
+        if self._call_hook is None and self._session.pending.has_waiting():
             self._call_hook = register_module_forward_pre_hook(self._before_call)
 
     def _open(self) -> Session:
@@ -74,7 +74,7 @@ class Ambient:
         running = PROCESS.session
         if running is None or PROCESS.joinable(running.config) is None:
             running = PROCESS.open_session(preflight.resolve(config))
-        running.arrivals.open()
+        running.pending.open()
         _add_figures_to_trackers(running)
         return running
 
@@ -83,14 +83,14 @@ class Ambient:
         if torch.compiler.is_compiling():
             return
         session = self._session
-        if session is None or session is not PROCESS.session or not session.arrivals.has_waiting():
+        if session is None or session is not PROCESS.session or not session.pending.has_waiting():
             if self._call_hook is not None:
                 self._call_hook.remove()
                 self._call_hook = None
             return
         if module in self._passed or session.is_placed(module):
             return
-        if any(session.arrivals.is_waiting(part) for part in module.modules()):
+        if any(session.pending.is_waiting(part) for part in module.modules()):
             session.add(module)
         else:
             self._passed.add(module)

@@ -69,12 +69,12 @@ def loading(
     if PROCESS.joinable(request) is None:
         request = preflight.resolve(request)
     session = PROCESS.open_session(request)
-    session.arrivals.open()
+    session.pending.open()
     try:
         with environment.variables(environment.LOADING_IN_SEQUENCE):
             yield Loading(session)
     finally:
-        session.arrivals.close()
+        session.pending.close()
         PROCESS.close_if_unused()
 
 

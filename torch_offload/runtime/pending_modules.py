@@ -13,7 +13,7 @@ from torch_offload.runtime.eligibility import why_not_pageable
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
 
 
-class Arrivals:
+class PendingModules:
     """Pages what is registered while it is open, and knows the modules that hold such tensors until they are wrapped.
 
     Threads: the one that builds modules.

@@ -28,7 +28,7 @@ from torch_offload.reporting.report import Report
 from torch_offload.reporting.timeline import Timeline
 from torch_offload.runtime import raw_access, transformers_saving
 from torch_offload.runtime.optimizer_hooks import OptimizerSteps
-from torch_offload.runtime.pending_modules import Arrivals
+from torch_offload.runtime.pending_modules import PendingModules
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
 from torch_offload.runtime.tracked_module import WrappedModule
 from torch_offload.runtime.unpickling import Unpickled
@@ -85,7 +85,7 @@ class Session:
         self._steps = OptimizerSteps(self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of)
         self._activations = PagedActivations(self.engine) if config.pages_activations else None
         self.activation_plan = self._plan_activations()
-        self.arrivals = Arrivals(self.engine, config, provisional)
+        self.pending = PendingModules(self.engine, config, provisional)
         self._until_closed = ExitStack()
         try:
             self._install()
@@ -211,7 +211,7 @@ class Session:
 
     def is_idle(self) -> bool:
         """Whether nothing is being loaded and neither a wrapped module nor one to be wrapped is alive."""
-        return not self._wrapped and self.arrivals.is_idle()
+        return not self._wrapped and self.pending.is_idle()
 
     def statistics(self) -> dict[str, Any]:
         """Return the figures of the engine."""
@@ -246,7 +246,7 @@ class Session:
 
     def _place(self, wrapped: WrappedModule, part: nn.Module, path: str) -> None:
         self._places[part] = (wrapped, path)
-        self.arrivals.leave(part)
+        self.pending.leave(part)
 
     def _forget(self, module: nn.Module) -> None:
         wrapped = self._wrapped.pop(module)
@@ -269,9 +269,9 @@ class Session:
         """Page a tensor that is about to be registered, if its module is wrapped or modules are being loaded."""
         place = self._places.get(module)
         if place is None:
-            if self.arrivals.is_open:
+            if self.pending.is_open:
                 self._prepare_saving()
-                self.arrivals.take(module, name, tensor, kind)
+                self.pending.take(module, name, tensor, kind)
         elif kind == "parameter":
             wrapped, path = place
             wrapped.adopt_parameter(f"{path}.{name}" if path else name, tensor)
@@ -293,7 +293,7 @@ class Session:
     def _after_copy(self, original: Callable[..., Any], parameter: nn.Parameter, *args: Any) -> Any:
         """Page a copy of a paged parameter while modules are loaded: a reference model, say."""
         copied = original(parameter, *args)
-        if self.arrivals.is_open and _C.is_managed(parameter) and isinstance(copied, nn.Parameter):
+        if self.pending.is_open and _C.is_managed(parameter) and isinstance(copied, nn.Parameter):
             label = f"copy of {self._label_of(parameter)}"
             self.engine.manage(copied, kind="parameter", label=label, of_module=True)
         return copied
