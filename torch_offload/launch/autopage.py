@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_PROCESSES = 64
 
 
-class Ambient:
+class Autopage:
     """What watches registrations and calls. There is one per process, for as long as the process lives.
 
     Threads: those that build and call modules, one at a time.
@@ -99,7 +99,7 @@ class Ambient:
 def begin(launch: Launch) -> None:
     """Page from now on, in this process. A second call changes nothing."""
     if PROCESS.autopage is None:
-        PROCESS.autopage = Ambient(launch)
+        PROCESS.autopage = Autopage(launch)
 
 
 def begin_in_child() -> None:

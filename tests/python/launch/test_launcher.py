@@ -218,7 +218,7 @@ def test_processes_that_train_together_share_the_budget(scratch, monkeypatch):
     """As torchrun says it: each takes its part."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     config = Config(ram="8MiB", ssd=scratch, min_paged_bytes=0)
-    watching = autopage.Ambient(environment.Launch("a test", config))
+    watching = autopage.Autopage(environment.Launch("a test", config))
     try:
         module = nn.Linear(128, 128)
         assert watching._session.config.ram == 2 << 20
