@@ -74,7 +74,7 @@ def _moved_by_kind(counted: Mapping[str, Any]) -> dict[str, int]:
     return {kind: read[kind] + written[kind] for kind in read}
 
 
-class ActivationPlan:
+class ActivationPolicy:
     """Follows the layers of wrapped modules and switches them between paging and recomputing at the end of a step.
 
     Threads: the one that trains.
@@ -233,11 +233,11 @@ class ActivationPlan:
             self._begin()
 
 
-class _Before(ModuleHook[ActivationPlan]):
-    def run(self, owner: ActivationPlan, module: nn.Module) -> None:
+class _Before(ModuleHook[ActivationPolicy]):
+    def run(self, owner: ActivationPolicy, module: nn.Module) -> None:
         owner.before(module)
 
 
-class _After(ModuleHook[ActivationPlan]):
-    def run(self, owner: ActivationPlan, module: nn.Module) -> None:
+class _After(ModuleHook[ActivationPolicy]):
+    def run(self, owner: ActivationPolicy, module: nn.Module) -> None:
         owner.after(module)

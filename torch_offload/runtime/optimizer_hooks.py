@@ -19,7 +19,7 @@ from torch_offload import _C
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 from torch_offload.runtime.eligibility import why_not_pageable
-from torch_offload.runtime.unpickling import Unpickled
+from torch_offload.runtime.unpickling import UnpickledTensors
 
 STEPS_BETWEEN_SEARCHES = 64
 
@@ -40,7 +40,7 @@ class Known:
         return not self.is_settled or signature != self.signature or self.steps % STEPS_BETWEEN_SEARCHES == 0
 
 
-class OptimizerSteps:
+class OptimizerHooks:
     """Hooks on the steps of every optimizer of the process.
 
     Threads: the one that trains.
@@ -49,7 +49,7 @@ class OptimizerSteps:
     def __init__(
         self,
         engine: _C.Engine,
-        unpickled: Unpickled,
+        unpickled: UnpickledTensors,
         *,
         refresh: Callable[[], None],
         label_of: Callable[[torch.Tensor], str],

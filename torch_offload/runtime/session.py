@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_offload import _C
 from torch_offload.activations.paging import PagedActivations
-from torch_offload.activations.policy import ActivationPlan
+from torch_offload.activations.policy import ActivationPolicy
 from torch_offload.config import Config
 from torch_offload.errors import OffloadError
 from torch_offload.hooks import replaced_functions
@@ -27,11 +27,11 @@ from torch_offload.hooks.registrations import Listener, Listening, Registrations
 from torch_offload.reporting.report import Report
 from torch_offload.reporting.timeline import Timeline
 from torch_offload.runtime import raw_access, transformers_saving
-from torch_offload.runtime.optimizer_hooks import OptimizerSteps
+from torch_offload.runtime.optimizer_hooks import OptimizerHooks
 from torch_offload.runtime.pending_modules import PendingModules
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
 from torch_offload.runtime.tracked_module import WrappedModule
-from torch_offload.runtime.unpickling import Unpickled
+from torch_offload.runtime.unpickling import UnpickledTensors
 from torch_offload.system import gpu
 
 logger = logging.getLogger(__name__)
@@ -81,10 +81,10 @@ class Session:
         self._patches = Patches()
         self._hooks: list[RemovableHandle | Listening] = []
         self._saves_experts = False
-        self._unpickled = Unpickled(self.engine, budget_bytes=config.compute_bytes)
-        self._steps = OptimizerSteps(self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of)
+        self._unpickled = UnpickledTensors(self.engine, budget_bytes=config.compute_bytes)
+        self._steps = OptimizerHooks(self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of)
         self._activations = PagedActivations(self.engine) if config.pages_activations else None
-        self.activation_plan = self._plan_activations()
+        self.activation_policy = self._activation_policy_of()
         self.pending = PendingModules(self.engine, config, provisional)
         self._until_closed = ExitStack()
         try:
@@ -109,14 +109,14 @@ class Session:
         else:
             self._until_closed.callback(gpu.raise_wall(self.config.reserved_bytes, torch.device(self.engine.place)))
 
-    def _plan_activations(self) -> ActivationPlan | None:
+    def _activation_policy_of(self) -> ActivationPolicy | None:
         if self.config.activations not in ("auto", "recompute"):
             return None
-        return ActivationPlan(self.engine.statistics, recompute_all=self.config.activations == "recompute")
+        return ActivationPolicy(self.engine.statistics, recompute_all=self.config.activations == "recompute")
 
     def _end_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        if self.activation_plan is not None:
-            self.activation_plan.end_step()
+        if self.activation_policy is not None:
+            self.activation_policy.end_step()
 
     # --- modules ---------------------------------------------------------------------------------------------------
     def is_wrapped(self, module: nn.Module) -> bool:
@@ -141,8 +141,8 @@ class Session:
         self._prepare_saving()
         try:
             wrapped.scan()
-            if self.activation_plan is not None:
-                self.activation_plan.follow(module)
+            if self.activation_policy is not None:
+                self.activation_policy.follow(module)
         except BaseException:
             self._forget(module)
             for _, tensor in wrapped.tensors():
@@ -220,7 +220,7 @@ class Session:
     def report(self, timeline: Timeline | None = None) -> Report:
         """Return the figures of the engine so far, with what was recorded of it."""
         statistics = self.engine.statistics()
-        choice = None if self.activation_plan is None else self.activation_plan.choice
+        choice = None if self.activation_policy is None else self.activation_policy.choice
         return Report.from_statistics(
             statistics, timeline=timeline, activations=choice, activities=self.engine.activity_log()
         )
@@ -251,8 +251,8 @@ class Session:
     def _forget(self, module: nn.Module) -> None:
         wrapped = self._wrapped.pop(module)
         wrapped.remove_hooks()
-        if self.activation_plan is not None:
-            self.activation_plan.release(module)
+        if self.activation_policy is not None:
+            self.activation_policy.release(module)
         for part in [part for part, (owner, _) in self._places.items() if owner is wrapped]:
             del self._places[part]
 

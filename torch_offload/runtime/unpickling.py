@@ -20,7 +20,7 @@ ORDINARY_SHARE = 4
 """Temporaries may take one part in so many of the budget before loaded tensors are paged."""
 
 
-class Unpickled:
+class UnpickledTensors:
     """Pages unpickled tensors beyond a share of the budget, and knows them by identity as long as they live.
 
     Threads: any that unpickle.

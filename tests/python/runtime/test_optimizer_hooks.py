@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_offload
 from torch_offload import _C
-from torch_offload.runtime.optimizer_hooks import STEPS_BETWEEN_SEARCHES, OptimizerSteps
+from torch_offload.runtime.optimizer_hooks import STEPS_BETWEEN_SEARCHES, OptimizerHooks
 from torch_offload.runtime.process import PROCESS
 
 
@@ -31,9 +31,9 @@ def train(module, optimizer, steps: int = 1) -> None:
 def searches(monkeypatch) -> list[torch.optim.Optimizer]:
     """The optimizers that were searched, in order."""
     found = []
-    real = OptimizerSteps._adopt_gradients
+    real = OptimizerHooks._adopt_gradients
     monkeypatch.setattr(
-        OptimizerSteps,
+        OptimizerHooks,
         "_adopt_gradients",
         lambda self, optimizer: (found.append(optimizer), real(self, optimizer))[1],
     )
