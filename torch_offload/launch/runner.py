@@ -1,6 +1,6 @@
 """Runs a script or a module in this process as Python itself would, with everything it trains paged.
 
-Child processes that the script starts page as well. What watches the engine (the live line, the report at the end)
+Child processes that the script starts page as well. What watches the engine (the status line, the report at the end)
 follows from the settings, wherever an engine opens.
 """
 

@@ -107,7 +107,7 @@ class Session:
         if self.engine.place == "cpu":
             self.engine.install_allocator()
         else:
-            self._until_closed.callback(gpu.raise_wall(self.config.reserved_bytes, torch.device(self.engine.place)))
+            self._until_closed.callback(gpu.cap_memory(self.config.reserved_bytes, torch.device(self.engine.place)))
 
     def _activation_policy_of(self) -> ActivationPolicy | None:
         if self.config.activations not in ("auto", "recompute"):

@@ -21,7 +21,7 @@ def current() -> int:
     return torch.cuda.current_device()
 
 
-def raise_wall(size_bytes: int, device: torch.device) -> Callable[[], None]:
+def cap_memory(size_bytes: int, device: torch.device) -> Callable[[], None]:
     """Have torch's allocator take no more than `size_bytes` of a GPU's memory: beyond it raises its own error.
 
     Returns:
