@@ -102,12 +102,12 @@ def doctor(*, given: dict[str, Any], file: Path | None, as_json: AsJson = False)
 
     with _plain_errors():
         config = config_from(given, file)
-        diagnosis = doctors.examine(ram=config.ram, ssd=config.scratch_directory)
+        doctor_report = doctors.run_checks(ram=config.ram, ssd=config.scratch_directory)
     if as_json:
-        _print_json(diagnosis.to_dict())
+        _print_json(doctor_report.to_dict())
     else:
-        _console().print(diagnosis)
-    raise typer.Exit(0 if diagnosis.can_train else 1)
+        _console().print(doctor_report)
+    raise typer.Exit(0 if doctor_report.can_train else 1)
 
 
 @app.command("bench-ssd")

@@ -1,4 +1,4 @@
-"""What an examination of a machine says: one finding per line, with a remedy where one is needed."""
+"""What an examination of a machine says: one result per line, with a remedy where one is needed."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class State(str, Enum):
-    """How good a finding is. Training cannot run where there is a problem."""
+    """How good a result is. Training cannot run where there is a problem."""
 
     ok = "ok"
     warning = "warning"
@@ -18,7 +18,7 @@ class State(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CheckResult:
     """One line.
 
     Attributes:
@@ -35,21 +35,21 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """All findings about a machine."""
+class DoctorReport:
+    """All results about a machine."""
 
-    findings: list[Finding]
+    results: list[CheckResult]
 
     @property
     def can_train(self) -> bool:
         """Whether there is no problem."""
-        return all(finding.state is not State.problem for finding in self.findings)
+        return all(result.state is not State.problem for result in self.results)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as what JSON knows."""
         return {
             "can_train": self.can_train,
-            "findings": [asdict(finding) | {"state": finding.state.value} for finding in self.findings],
+            "results": [asdict(result) | {"state": result.state.value} for result in self.results],
         }
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
@@ -60,19 +60,19 @@ class Diagnosis:
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, style="bold")
         table.add_column(overflow="fold")
-        for finding in self.findings:
-            table.add_row(_MARKS[finding.state], finding.name, finding.what)
-            if finding.remedy:
-                table.add_row("", "", f"[cyan]→ {_escaped(finding.remedy)}[/cyan]")
+        for result in self.results:
+            table.add_row(_MARKS[result.state], result.name, result.what)
+            if result.remedy:
+                table.add_row("", "", f"[cyan]→ {_escaped(result.remedy)}[/cyan]")
         yield table
         yield f"\n{self.summary()}"
 
     def summary(self) -> str:
         """Say in one line how it stands."""
-        problems = list(_names(self.findings, State.problem))
+        problems = list(_names(self.results, State.problem))
         if problems:
             return f"Training cannot run here: see {', '.join(problems)}."
-        warnings = ", ".join(_names(self.findings, State.warning))
+        warnings = ", ".join(_names(self.results, State.warning))
         return f"Training runs here; could be better: {warnings}." if warnings else "Training runs here."
 
 
@@ -83,8 +83,8 @@ _MARKS = {
 }
 
 
-def _names(findings: list[Finding], state: State) -> Iterator[str]:
-    return (finding.name for finding in findings if finding.state is state)
+def _names(results: list[CheckResult], state: State) -> Iterator[str]:
+    return (result.name for result in results if result.state is state)
 
 
 def _escaped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What the system says about itself, as findings. Every function takes the root of the file system it reads."""
+"""What the system says about itself, as results. Every function takes the root of the file system it reads."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ import torch
 from torch_offload import _C
 from torch_offload._compat import REBUILD_COMMAND, parse_version, supported_range
 from torch_offload.config import DEFAULT_PAGE_ELEMENTS, format_size
-from torch_offload.diagnostics.check_result import Finding, State
+from torch_offload.diagnostics.check_result import CheckResult, State
 from torch_offload.errors import ConfigError
 from torch_offload.system import resources
 
@@ -33,12 +33,12 @@ TESTED_WITH = {
 _SYSTEM_ROOT = Path("/")
 
 
-def torch_finding() -> Finding:
+def torch_finding() -> CheckResult:
     """Whether the extension was built for this torch. One it was not built for is refused at import already."""
     found, built = torch.__version__, _C.built_against_torch
     if found == built:
-        return Finding(name="torch", state=State.ok, what=f"{found}, the one that the extension was built against")
-    return Finding(
+        return CheckResult(name="torch", state=State.ok, what=f"{found}, the one that the extension was built against")
+    return CheckResult(
         name="torch",
         state=State.warning,
         what=f"{found}; the extension was built against {built} (supported: {supported_range()})",
@@ -54,7 +54,7 @@ def cuda_finding(
     *,
     architectures: tuple[str, ...] = _C.cuda_architectures,
     capability_of: Callable[[], tuple[int, int] | None] = _capability,
-) -> Finding:
+) -> CheckResult:
     """Whether the kernels for CUDA are there and run on the GPU, by its compute capability; None: there is no GPU."""
     name = "CUDA kernels"
     capability = capability_of()
@@ -62,18 +62,18 @@ def cuda_finding(
     if architectures:
         built = "built for " + ", ".join("sm_" + version.replace(".", "") for version in architectures)
     if capability is None:
-        return Finding(name=name, state=State.ok, what=f"{built}; no GPU found")
+        return CheckResult(name=name, state=State.ok, what=f"{built}; no GPU found")
     if not architectures:
-        return Finding(
+        return CheckResult(
             name=name,
             state=State.warning,
             what=f"{built}, and there is a GPU (sm_{capability[0]}{capability[1]})",
             remedy=f"install the CUDA toolkit and build again: FORCE_CUDA=1 {REBUILD_COMMAND} (in the source tree)",
         )
     if runs_on(capability, architectures):
-        return Finding(name=name, state=State.ok, what=f"{built}; this GPU is sm_{capability[0]}{capability[1]}")
+        return CheckResult(name=name, state=State.ok, what=f"{built}; this GPU is sm_{capability[0]}{capability[1]}")
     wanted = f"{capability[0]}.{capability[1]}"
-    return Finding(
+    return CheckResult(
         name=name,
         state=State.problem,
         what=f"{built}, not for this GPU, sm_{capability[0]}{capability[1]}",
@@ -92,43 +92,43 @@ def runs_on(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool
     return False
 
 
-def kernel_finding(*, release: str | None = None) -> Finding:
+def kernel_finding(*, release: str | None = None) -> CheckResult:
     """Whether the kernel can move memory as pages need it."""
     release = (platform.release() if release is None else release).split("-")[0]
     version = parse_version(release)
     if version < OLDEST_KERNEL:
-        return Finding(
+        return CheckResult(
             name="kernel",
             state=State.problem,
             what=f"Linux {release} cannot move memory between addresses (MREMAP_DONTUNMAP)",
             remedy="use Linux 5.7 or newer; 6.1 or newer is best",
         )
     if version < GOOD_KERNEL:
-        return Finding(
+        return CheckResult(
             name="kernel",
             state=State.warning,
             what=f"Linux {release} works; io_uring is cheaper from 6.1 on",
             remedy="use Linux 6.1 or newer",
         )
-    return Finding(name="kernel", state=State.ok, what=f"Linux {release}")
+    return CheckResult(name="kernel", state=State.ok, what=f"Linux {release}")
 
 
 def io_engine_finding(
     *, refusal_of: Callable[[str], str | None] = _C.io_engine_refusal, root: Path = _SYSTEM_ROOT
-) -> Finding:
+) -> CheckResult:
     """Which of the three ways to read and write works, each tried with a transfer."""
     fixed = refusal_of("uring_fixed")
     if fixed is None:
-        return Finding(name="I/O engine", state=State.ok, what="io_uring with fixed buffers")
+        return CheckResult(name="I/O engine", state=State.ok, what="io_uring with fixed buffers")
     plain = refusal_of("uring")
     if plain is None:
-        return Finding(
+        return CheckResult(
             name="I/O engine",
             state=State.warning,
             what=f"io_uring without fixed buffers, a little more work per transfer ({fixed})",
             remedy=_memlock_remedy(),
         )
-    return Finding(
+    return CheckResult(
         name="I/O engine",
         state=State.warning,
         what=f"threads with preadv and pwritev, which take more processor time: no io_uring ({plain})",
@@ -150,15 +150,15 @@ def _io_uring_remedy(root: Path) -> str:
     return "raise the limit on locked memory (ulimit -l), or use Linux 5.11 or newer"
 
 
-def memlock_finding(*, needed_bytes: int, root: Path = _SYSTEM_ROOT) -> Finding:
+def memlock_finding(*, needed_bytes: int, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Whether the buffers of the whole budget may be registered with io_uring."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit_bytes == resource.RLIM_INFINITY or _may_lock_anything(root):
-        return Finding(name="locked memory", state=State.ok, what="no limit")
+        return CheckResult(name="locked memory", state=State.ok, what="no limit")
     text = f"at most {format_size(limit_bytes)}"
     if limit_bytes >= needed_bytes:
-        return Finding(name="locked memory", state=State.ok, what=text)
-    return Finding(
+        return CheckResult(name="locked memory", state=State.ok, what=text)
+    return CheckResult(
         name="locked memory",
         state=State.warning,
         what=f"{text}: pages beyond it are read and written through plain io_uring or threads",
@@ -176,36 +176,38 @@ def _may_lock_anything(root: Path) -> bool:
     return capabilities is not None and bool(int(capabilities, 16) >> 14 & 1)
 
 
-def memory_finding(*, ram: int | None, root: Path = _SYSTEM_ROOT) -> Finding:
+def memory_finding(*, ram: int | None, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Whether the budget fits into what is free under the memory cgroup."""
     try:
         free_bytes = resources.free_memory_bytes(root=root)
     except ConfigError as error:
         state = State.problem if ram is None else State.warning
-        return Finding(name="memory", state=state, what=str(error), remedy="give a budget with --ram")
+        return CheckResult(name="memory", state=state, what=str(error), remedy="give a budget with --ram")
     free = f"{format_size(free_bytes)} free"
     if ram is None:
         ram = resources.default_ram_bytes(root=root)
         what = f"{free} under the memory limits of system and cgroup; the budget without --ram is {format_size(ram)}"
         if free_bytes >= LITTLE_MEMORY_BYTES:
-            return Finding(name="memory", state=State.ok, what=what)
-        return Finding(name="memory", state=State.warning, what=what, remedy="free memory, or raise the cgroup's limit")
+            return CheckResult(name="memory", state=State.ok, what=what)
+        return CheckResult(
+            name="memory", state=State.warning, what=what, remedy="free memory, or raise the cgroup's limit"
+        )
     if ram > free_bytes:
-        return Finding(
+        return CheckResult(
             name="memory",
             state=State.problem,
             what=f"a budget of {format_size(ram)}, {free}: the system would end the process",
             remedy=f"give --ram at most {resources.default_ram_bytes(root=root) >> 20}MiB, or raise the cgroup's limit",
         )
-    return Finding(name="memory", state=State.ok, what=f"a budget of {format_size(ram)}, {free}")
+    return CheckResult(name="memory", state=State.ok, what=f"a budget of {format_size(ram)}, {free}")
 
 
-def address_finding() -> Finding:
+def address_finding() -> CheckResult:
     """Whether the process may reserve addresses, of which every model takes as many as it has bytes."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit_bytes == resource.RLIM_INFINITY:
-        return Finding(name="addresses", state=State.ok, what="no limit")
-    return Finding(
+        return CheckResult(name="addresses", state=State.ok, what="no limit")
+    return CheckResult(
         name="addresses",
         state=State.problem,
         what=f"at most {format_size(limit_bytes)}; pages need addresses, not memory, for all of the model",
@@ -213,26 +215,26 @@ def address_finding() -> Finding:
     )
 
 
-def mappings_finding(*, ram: int, root: Path = _SYSTEM_ROOT) -> Finding:
+def mappings_finding(*, ram: int, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Whether the kernel allows as many mappings as the budget has pages."""
     word = _first_word(root / "proc/sys/vm/max_map_count")
     if word is None or not word.isdigit():
-        return Finding(name="mappings", state=State.ok, what="the system does not say how many it allows")
+        return CheckResult(name="mappings", state=State.ok, what="the system does not say how many it allows")
     needed = MAPPINGS_PER_PAGE * ram // MIN_PAGE_BYTES
     what = f"vm.max_map_count is {word}; the budget may take {needed}"
     if int(word) >= needed:
-        return Finding(name="mappings", state=State.ok, what=what)
+        return CheckResult(name="mappings", state=State.ok, what=what)
     remedy = f"as root: sysctl -w vm.max_map_count={2 * needed}"
-    return Finding(name="mappings", state=State.warning, what=what, remedy=remedy)
+    return CheckResult(name="mappings", state=State.warning, what=what, remedy=remedy)
 
 
-def huge_page_finding(*, root: Path = _SYSTEM_ROOT) -> Finding:
+def huge_page_finding(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Whether pages may lie in huge pages, which are cheaper to move."""
     words = " ".join(_lines(root / "sys/kernel/mm/transparent_hugepage/enabled")).split()
     chosen = next((word.strip("[]") for word in words if word.startswith("[")), None)
     if chosen in ("always", "madvise"):
-        return Finding(name="huge pages", state=State.ok, what=chosen)
-    return Finding(
+        return CheckResult(name="huge pages", state=State.ok, what=chosen)
+    return CheckResult(
         name="huge pages",
         state=State.warning,
         what="never: moving memory costs more" if chosen == "never" else "not known here",
@@ -240,7 +242,7 @@ def huge_page_finding(*, root: Path = _SYSTEM_ROOT) -> Finding:
     )
 
 
-def processor_finding(*, root: Path = _SYSTEM_ROOT) -> Finding:
+def processor_finding(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Which vector instructions checksums and torch's kernels can use."""
     flags: set[str] = set()
     for line in _lines(root / "proc/cpuinfo"):
@@ -252,8 +254,8 @@ def processor_finding(*, root: Path = _SYSTEM_ROOT) -> Finding:
     count = len(os.sched_getaffinity(0))
     cores = f"{count} core" if count == 1 else f"{count} cores"
     if best is not None:
-        return Finding(name="processor", state=State.ok, what=f"{cores}, {best}")
-    return Finding(
+        return CheckResult(name="processor", state=State.ok, what=f"{cores}, {best}")
+    return CheckResult(
         name="processor",
         state=State.warning,
         what=f"{cores} without AVX2: checksums and training are slower",
@@ -261,19 +263,19 @@ def processor_finding(*, root: Path = _SYSTEM_ROOT) -> Finding:
     )
 
 
-def package_findings() -> list[Finding]:
+def package_findings() -> list[CheckResult]:
     """Which versions of the packages around torch are there, and whether the tests run with them."""
     return [_package_finding(name, tested) for name, tested in TESTED_WITH.items()]
 
 
-def _package_finding(name: str, tested: str) -> Finding:
+def _package_finding(name: str, tested: str) -> CheckResult:
     try:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return Finding(name=name, state=State.ok, what="not installed")
+        return CheckResult(name=name, state=State.ok, what="not installed")
     if found.split(".")[:2] == tested.split(".")[:2]:
-        return Finding(name=name, state=State.ok, what=found)
-    return Finding(
+        return CheckResult(name=name, state=State.ok, what=found)
+    return CheckResult(
         name=name,
         state=State.warning,
         what=f"{found}, not tested; the tests run with {tested}",

@@ -8,7 +8,7 @@ from torch import nn
 from torch_offload import _C
 from torch_offload.config import SECTOR_BYTES, Config, format_size
 from torch_offload.diagnostics import checks
-from torch_offload.diagnostics.check_result import Diagnosis, Finding, State
+from torch_offload.diagnostics.check_result import CheckResult, DoctorReport, State
 from torch_offload.errors import ConfigError, OffloadError
 from torch_offload.runtime.api import report, unwrap, wrap
 from torch_offload.runtime.process import PROCESS
@@ -23,7 +23,7 @@ PROBE_FILE_BYTES = 4 << 20
 PROBE_SECONDS = 0.05
 
 
-def examine(*, ram: int | None = None, ssd: Path | None = None) -> Diagnosis:
+def run_checks(*, ram: int | None = None, ssd: Path | None = None) -> DoctorReport:
     """Look at everything that paging needs.
 
     Args:
@@ -31,7 +31,7 @@ def examine(*, ram: int | None = None, ssd: Path | None = None) -> Diagnosis:
         ssd: The directory that a run will use; None: the one that would be chosen.
     """
     planned_ram = _planned_ram(ram)
-    findings = [
+    results = [
         checks.torch_finding(),
         checks.cuda_finding(),
         checks.kernel_finding(),
@@ -44,10 +44,10 @@ def examine(*, ram: int | None = None, ssd: Path | None = None) -> Diagnosis:
         checks.huge_page_finding(),
     ]
     directory, directory_findings = _directory_findings(ssd, ram=planned_ram)
-    findings += directory_findings
+    results += directory_findings
     if directory is not None:
-        findings.append(training_finding(directory))
-    return Diagnosis([*findings, *checks.package_findings()])
+        results.append(training_finding(directory))
+    return DoctorReport([*results, *checks.package_findings()])
 
 
 def _planned_ram(ram: int | None) -> int:
@@ -59,22 +59,22 @@ def _planned_ram(ram: int | None) -> int:
         return 0  # memory_finding says so
 
 
-def _directory_findings(ssd: Path | None, *, ram: int) -> tuple[Path | None, list[Finding]]:
+def _directory_findings(ssd: Path | None, *, ram: int) -> tuple[Path | None, list[CheckResult]]:
     """Return the directory that can be used, None where none can, and what there is to say about it."""
     name = "directory"
     try:
         directory = resources.default_scratch_directory(needed_bytes=ram) if ssd is None else ssd
     except ConfigError as error:
         return None, [
-            Finding(name=name, state=State.problem, what=str(error), remedy="give a directory on a disk with --ssd")
+            CheckResult(name=name, state=State.problem, what=str(error), remedy="give a directory on a disk with --ssd")
         ]
     refusal = resources.scratch_refusal(directory)
     if refusal is not None:
         what, _, remedy = refusal.partition("; ")
         remedy = f"{remedy or 'name a directory on a disk'} (--ssd){_example(ram)}"
-        return None, [Finding(name=name, state=State.problem, what=what, remedy=remedy)]
+        return None, [CheckResult(name=name, state=State.problem, what=what, remedy=remedy)]
     found = [_room_finding(directory, ram=ram), transfer_finding(directory)]
-    usable = all(finding.state is not State.problem for finding in found)
+    usable = all(result.state is not State.problem for result in found)
     return (directory if usable else None), found
 
 
@@ -85,17 +85,17 @@ def _example(ram: int) -> str:
         return ""
 
 
-def _room_finding(directory: Path, *, ram: int) -> Finding:
+def _room_finding(directory: Path, *, ram: int) -> CheckResult:
     free_bytes = resources.free_disk_bytes(directory)
     what = (
         f"{directory} ({resources.filesystem_of(directory) or 'unknown file system'}), {format_size(free_bytes)} free"
     )
     if free_bytes < SECTOR_BYTES:
         remedy = "free space there, or give a directory on a larger disk (--ssd)"
-        return Finding(name="directory", state=State.problem, what=what, remedy=remedy)
+        return CheckResult(name="directory", state=State.problem, what=what, remedy=remedy)
     if free_bytes >= ram:
-        return Finding(name="directory", state=State.ok, what=what)
-    return Finding(
+        return CheckResult(name="directory", state=State.ok, what=what)
+    return CheckResult(
         name="directory",
         state=State.warning,
         what=f"{what}: less than the budget of memory ({format_size(ram)}), so that little more than it can be held",
@@ -104,7 +104,7 @@ def _room_finding(directory: Path, *, ram: int) -> Finding:
     )
 
 
-def transfer_finding(directory: Path) -> Finding:
+def transfer_finding(directory: Path) -> CheckResult:
     """Whether bytes written to the directory come back the same, and whether they pass by the page cache."""
     name = "direct I/O"
     try:
@@ -118,12 +118,12 @@ def transfer_finding(directory: Path) -> Finding:
         probe.measure(pattern="mix", depth=4, seconds=PROBE_SECONDS)
     except (OffloadError, OSError) as error:
         what, _, remedy = str(error).partition("; ")
-        return Finding(
+        return CheckResult(
             name=name, state=State.problem, what=what, remedy=remedy or "give a directory on another disk (--ssd)"
         )
     if probe.is_direct:
-        return Finding(name=name, state=State.ok, what=f"works in {directory}; test transfers came back the same")
-    return Finding(
+        return CheckResult(name=name, state=State.ok, what=f"works in {directory}; test transfers came back the same")
+    return CheckResult(
         name=name,
         state=State.warning,
         what=f"{directory} has none: pages pass through the page cache, which takes memory beside the budget",
@@ -131,22 +131,22 @@ def transfer_finding(directory: Path) -> Finding:
     )
 
 
-def training_finding(directory: Path) -> Finding:
+def training_finding(directory: Path) -> CheckResult:
     """Train a small model in memory and paged and compare every bit."""
     name = "trial run"
     if PROCESS.session is not None:
-        return Finding(name=name, state=State.ok, what="left out: a model of this process is paged already")
+        return CheckResult(name=name, state=State.ok, what="left out: a model of this process is paged already")
     try:
         plain, paged = _train(None), _train(Config(ram=TRIAL_RAM_BYTES, ssd=directory, page_elements=SECTOR_BYTES))
         moved_bytes = report().ssd_read_bytes
     except (OffloadError, OSError, RuntimeError) as error:
         PROCESS.close_session()
         what, _, remedy = str(error).partition("; ")
-        return Finding(name=name, state=State.problem, what=what, remedy=remedy or "see the message")
+        return CheckResult(name=name, state=State.problem, what=what, remedy=remedy or "see the message")
     if all(torch.equal(one, other) for one, other in zip(plain, paged, strict=True)):
         what = f"{TRIAL_STEPS} paged steps, {format_size(moved_bytes)} read back, equal to those in memory bit for bit"
-        return Finding(name=name, state=State.ok, what=what)
-    return Finding(
+        return CheckResult(name=name, state=State.ok, what=what)
+    return CheckResult(
         name=name,
         state=State.problem,
         what="a paged run gave other numbers than one in memory",

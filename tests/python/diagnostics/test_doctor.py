@@ -23,7 +23,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def findings_of(answer):
-    return {finding["name"]: finding for finding in json.loads(answer.stdout)["findings"]}
+    return {result["name"]: result for result in json.loads(answer.stdout)["results"]}
 
 
 def system(tmp_path, **files):
@@ -124,9 +124,9 @@ def test_processor(tmp_path):
     ],
 )
 def test_cuda_kernels(architectures, found, state, text):
-    finding = checks.cuda_finding(architectures=architectures, capability_of=lambda: found)
-    assert (finding.state, text in finding.what) == (state, True), finding
-    assert bool(finding.remedy) == (state is not State.ok)
+    result = checks.cuda_finding(architectures=architectures, capability_of=lambda: found)
+    assert (result.state, text in result.what) == (state, True), result
+    assert bool(result.remedy) == (state is not State.ok)
 
 
 def test_the_versions_called_tested_are_those_the_tests_run_with():
@@ -137,7 +137,7 @@ def test_the_versions_called_tested_are_those_the_tests_run_with():
 
 def test_other_versions_are_named(monkeypatch):
     monkeypatch.setattr(checks.metadata, "version", lambda name: "4.0.1")
-    assert {finding.state for finding in checks.package_findings()} == {State.warning}
+    assert {result.state for result in checks.package_findings()} == {State.warning}
 
 
 # --- the trial run ---------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_doctor_here(scratch):
     found = findings_of(answer)
     assert json.loads(answer.stdout)["can_train"] is True
     assert "bit for bit" in found["trial run"]["what"]
-    assert all(finding["remedy"] for finding in found.values() if finding["state"] != "ok")
+    assert all(result["remedy"] for result in found.values() if result["state"] != "ok")
     shown = command_line("doctor", "--ssd", str(scratch), "--ram", "64MiB")
     assert "Training runs here" in shown.stdout
     assert "\x1b" not in shown.stdout
