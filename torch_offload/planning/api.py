@@ -15,7 +15,7 @@ from torch_offload.planning.fake_trace import record
 from torch_offload.planning.operator_costs import OperatorCosts
 from torch_offload.planning.page_uses import optimizer_named
 from torch_offload.planning.plan import Plan
-from torch_offload.planning.planner import Question, plan_with
+from torch_offload.planning.planner import PlanInputs, build_plan
 from torch_offload.runtime import preflight, settings
 from torch_offload.system import resources
 
@@ -74,7 +74,7 @@ def plan(
     decided, directory = _resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd))
     machine = probe or probe_machine(directory)
     recording = record(model, batch)
-    question = Question(
+    inputs = PlanInputs(
         config=decided,
         recording=recording,
         optimizer=known,
@@ -87,7 +87,7 @@ def plan(
         endurance_bytes=parse_size(endurance_bytes),
         steps_per_day=steps_per_day,
     )
-    return plan_with(question, "host" if preflight.optimizer_device(decided, model.parameters()) == "cpu" else "device")
+    return build_plan(inputs, "host" if preflight.optimizer_device(decided, model.parameters()) == "cpu" else "device")
 
 
 def _resolved(config: Config) -> tuple[Config, Path]:

@@ -21,7 +21,7 @@ WIDEST_ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanInputs:
     """All that a plan is made from."""
 
     config: Config
@@ -43,34 +43,34 @@ class Question:
         )
 
 
-def plan_with(question: Question, update_tier: UpdateTier) -> Plan:
-    config = question.config
+def build_plan(inputs: PlanInputs, update_tier: UpdateTier) -> Plan:
+    config = inputs.config
     shape = StepShape(
         page_elements=config.page_elements,
         min_paged_bytes=config.min_paged_bytes,
-        optimizer=question.optimizer,
-        micro_batches=question.micro_batches,
+        optimizer=inputs.optimizer,
+        micro_batches=inputs.micro_batches,
         pages_activations=config.pages_activations,
         update_tier=update_tier,
     )
-    uses = StepUses(question.recording, shape)
-    traffic = traffic_of(uses, question.budgets)
-    rates = rates_of(config, question.probe)
-    phases = _phases(question, uses, traffic, update_tier)
-    return _summary(question, traffic, phases, rates, update_tier)
+    uses = StepUses(inputs.recording, shape)
+    traffic = traffic_of(uses, inputs.budgets)
+    rates = rates_of(config, inputs.probe)
+    phases = _phases(inputs, uses, traffic, update_tier)
+    return _summary(inputs, traffic, phases, rates, update_tier)
 
 
-def _phases(question: Question, uses: StepUses, traffic: Traffic, update_tier: UpdateTier) -> list[Phase]:
+def _phases(inputs: PlanInputs, uses: StepUses, traffic: Traffic, update_tier: UpdateTier) -> list[Phase]:
     """Return every forward and backward of a step; the first forward has the updates."""
-    updates = _update_seconds(question, uses)
-    clipping = _clipping_seconds(question) / question.micro_batches
-    is_beside = update_tier == "host" and _has_real_device(question.config)
+    updates = _update_seconds(inputs, uses)
+    clipping = _clipping_seconds(inputs) / inputs.micro_batches
+    is_beside = update_tier == "host" and _has_real_device(inputs.config)
     phases = []
     for number, moved in enumerate(traffic.ssd):
         name = PHASES[number % len(PHASES)]
         update_seconds = updates if number == 0 else 0.0
         beside = update_seconds if is_beside else 0.0
-        compute_seconds = question.costs[name].seconds + update_seconds - beside
+        compute_seconds = inputs.costs[name].seconds + update_seconds - beside
         link = traffic.link[number] if traffic.link else Moved({}, {})
         phases.append(
             Phase(
@@ -91,28 +91,28 @@ def _has_real_device(config: Config) -> bool:
     return config.uses_cuda
 
 
-def _update_seconds(question: Question, uses: StepUses) -> float:
+def _update_seconds(inputs: PlanInputs, uses: StepUses) -> float:
     """Return the seconds of all updates of a step, by the host's processor."""
-    if question.optimizer is None:
+    if inputs.optimizer is None:
         return 0.0
-    has_masters = any(p.is_trained and p.dtype is torch.bfloat16 for p in question.recording.parameters)
-    stock = question.probe.update["adamw_torch_fused"]
-    own = question.probe.update["torch_offload.AdamW"]
-    rate = own if question.optimizer == "torch_offload.AdamW" and has_masters else stock
+    has_masters = any(p.is_trained and p.dtype is torch.bfloat16 for p in inputs.recording.parameters)
+    stock = inputs.probe.update["adamw_torch_fused"]
+    own = inputs.probe.update["torch_offload.AdamW"]
+    rate = own if inputs.optimizer == "torch_offload.AdamW" and has_masters else stock
     return uses.updated_elements / rate
 
 
-def _clipping_seconds(question: Question) -> float:
+def _clipping_seconds(inputs: PlanInputs) -> float:
     """Return the seconds of all norms: each gradient is read once more."""
-    if not question.is_clipped:
+    if not inputs.is_clipped:
         return 0.0
-    gradients = sum(p.size_bytes for p in question.recording.parameters if p.is_trained)
-    return gradients / question.probe.copy_rate
+    gradients = sum(p.size_bytes for p in inputs.recording.parameters if p.is_trained)
+    return gradients / inputs.probe.copy_rate
 
 
-def _summary(question: Question, traffic: Traffic, phases: list[Phase], rates: Rates, update_tier: UpdateTier) -> Plan:
-    needed_bytes = _needed_bytes(question, traffic)
-    budget_bytes = _budget_bytes(question)
+def _summary(inputs: PlanInputs, traffic: Traffic, phases: list[Phase], rates: Rates, update_tier: UpdateTier) -> Plan:
+    needed_bytes = _needed_bytes(inputs, traffic)
+    budget_bytes = _budget_bytes(inputs)
     missing_bytes = {
         tier: need - budget_bytes[tier] for tier, need in needed_bytes.items() if need > budget_bytes[tier]
     }
@@ -125,13 +125,13 @@ def _summary(question: Question, traffic: Traffic, phases: list[Phase], rates: R
     return Plan(
         fits=not missing_bytes,
         missing_bytes=missing_bytes,
-        remedy=_remedy(question, needed_bytes, missing_bytes),
+        remedy=_remedy(inputs, needed_bytes, missing_bytes),
         budget_bytes=budget_bytes,
         needed_bytes=needed_bytes,
         peak_bytes=traffic.peak_bytes,
         placement=traffic.placement,
-        parameters=sum(parameter.elements for parameter in question.recording.parameters),
-        state_bytes=_state_bytes(question),
+        parameters=sum(parameter.elements for parameter in inputs.recording.parameters),
+        state_bytes=_state_bytes(inputs),
         ssd_read=total_by_kind(phase.ssd_read for phase in phases),
         ssd_written=total_by_kind(phase.ssd_written for phase in phases),
         to_device=total_by_kind(phase.to_device for phase in phases),
@@ -142,43 +142,43 @@ def _summary(question: Question, traffic: Traffic, phases: list[Phase], rates: R
         bottleneck=_bottleneck(planned),
         lower_bound_seconds=max(resources.values()),
         predicted_seconds=predicted,
-        timed_share=_timed_share(question.costs),
-        tokens_per_step=question.tokens,
-        break_even_tokens=_break_even(question, resources),
-        endurance_bytes=question.endurance_bytes,
-        steps_per_day=question.steps_per_day or SECONDS_PER_DAY / predicted,
+        timed_share=_timed_share(inputs.costs),
+        tokens_per_step=inputs.tokens,
+        break_even_tokens=_break_even(inputs, resources),
+        endurance_bytes=inputs.endurance_bytes,
+        steps_per_day=inputs.steps_per_day or SECONDS_PER_DAY / predicted,
     )
 
 
-def _state_bytes(question: Question) -> int:
+def _state_bytes(inputs: PlanInputs) -> int:
     def of_one(parameter: Parameter) -> int:
-        states = state_element_bytes(question.optimizer, parameter.dtype) if parameter.is_trained else {}
+        states = state_element_bytes(inputs.optimizer, parameter.dtype) if parameter.is_trained else {}
         return parameter.elements * (parameter.element_bytes * (1 + parameter.is_trained) + sum(states.values()))
 
-    return sum(of_one(parameter) for parameter in question.recording.parameters)
+    return sum(of_one(parameter) for parameter in inputs.recording.parameters)
 
 
-def _budget_bytes(question: Question) -> dict[str, int]:
-    device = {} if question.budgets.device is None else {"device": question.budgets.device}
-    return device | {"ram": question.budgets.ram, "ssd": question.ssd_bytes}
+def _budget_bytes(inputs: PlanInputs) -> dict[str, int]:
+    device = {} if inputs.budgets.device is None else {"device": inputs.budgets.device}
+    return device | {"ram": inputs.budgets.ram, "ssd": inputs.ssd_bytes}
 
 
-def _needed_bytes(question: Question, traffic: Traffic) -> dict[str, int]:
+def _needed_bytes(inputs: PlanInputs, traffic: Traffic) -> dict[str, int]:
     """Return what each tier must hold: what is in use at once there, and what ``wrap`` insists on."""
-    config = question.config
+    config = inputs.config
     needed = dict(traffic.needed_bytes)
-    paged = [p.size_bytes for p in question.recording.parameters if p.size_bytes >= max(config.min_paged_bytes, 1)]
+    paged = [p.size_bytes for p in inputs.recording.parameters if p.size_bytes >= max(config.min_paged_bytes, 1)]
     if paged:
-        largest = max(question.recording.parameters, key=lambda parameter: parameter.size_bytes)
+        largest = max(inputs.recording.parameters, key=lambda parameter: parameter.size_bytes)
         least = preflight.least_bytes(config, size_bytes=largest.size_bytes, element_bytes=largest.element_bytes)
-        needed[question.budgets.compute_tier] = max(needed[question.budgets.compute_tier], least)
-    if question.budgets.device is not None:
+        needed[inputs.budgets.compute_tier] = max(needed[inputs.budgets.compute_tier], least)
+    if inputs.budgets.device is not None:
         least = MIN_PAGES_BELOW_DEVICE * config.page_elements * WIDEST_ELEMENT_BYTES
         needed["ram"] = max(needed["ram"], least)
     return needed | {"ssd": traffic.peak_bytes["ssd"]}
 
 
-def _remedy(question: Question, needed: Mapping[str, int], missing: Mapping[str, int]) -> str | None:
+def _remedy(inputs: PlanInputs, needed: Mapping[str, int], missing: Mapping[str, int]) -> str | None:
     """Return one thing to change about the tier that lacks most."""
     if not missing:
         return None
@@ -186,8 +186,8 @@ def _remedy(question: Question, needed: Mapping[str, int], missing: Mapping[str,
     if tier == "ssd":
         return f"give a directory on a disk with {needed[tier]} bytes free ({format_size(needed[tier])})"
     larger = f"give a {tier} of at least {needed[tier]} bytes ({format_size(needed[tier])})"
-    largest = max((p.size_bytes for p in question.recording.parameters), default=0)
-    if tier == question.budgets.compute_tier and needed[tier] > 4 * largest and question.config.activations == "keep":
+    largest = max((p.size_bytes for p in inputs.recording.parameters), default=0)
+    if tier == inputs.budgets.compute_tier and needed[tier] > 4 * largest and inputs.config.activations == "keep":
         return f"{larger}, or let activations leave memory (activations='page'), or checkpoint the layers"
     return larger
 
@@ -206,9 +206,9 @@ def _timed_share(costs: Mapping[str, Cost]) -> float:
     return sum(cost.timed_seconds for cost in costs.values()) / seconds if seconds else 1.0
 
 
-def _break_even(question: Question, resources: Mapping[str, float]) -> int:
+def _break_even(inputs: PlanInputs, resources: Mapping[str, float]) -> int:
     """Return the tokens at which the computation that grows with them fills the time of the slowest link."""
-    growing = question.micro_batches * sum(cost.seconds for cost in question.costs.values())
+    growing = inputs.micro_batches * sum(cost.seconds for cost in inputs.costs.values())
     fixed = resources[COMPUTE] - growing
     slowest = max(seconds for name, seconds in resources.items() if name != COMPUTE)
-    return round(question.tokens * max(0.0, slowest - fixed) / growing) if growing else 0
+    return round(inputs.tokens * max(0.0, slowest - fixed) / growing) if growing else 0
