@@ -21,7 +21,7 @@ from torch_offload.compression.gptq import Rounding
 from torch_offload.compression.input_moments import ExpertMoments, moments_of
 from torch_offload.compression.layerwise import BlockWalk, block_of
 from torch_offload.compression.rate_allocation import RateCurve, bytes_in, min_sectors, share_sectors
-from torch_offload.compression.resume import FOLDER, FinishedBlocks, fingerprint_of
+from torch_offload.compression.resume import FOLDER, ResumeState, fingerprint_of
 from torch_offload.compression.rounding import Problem
 from torch_offload.config import SECTOR_BYTES, Config
 from torch_offload.errors import ConfigError
@@ -141,12 +141,12 @@ def compress(
     found = experts_of(model)
     _check_none_is_coded(found, model)
     settings = {"bits": bits, "damping": damping, "sweeps": sweeps, "coder": coder, "version": 2}
-    budget = ByteBudget(found, bits=bits)
+    budget = RateBudget(found, bits=bits)
     folder = None if out is None else Path(out)
     source = getattr(getattr(model, "config", None), "name_or_path", "")
     if folder is not None and source:
         _check_is_another(folder, Path(source))
-    finished = FinishedBlocks(
+    finished = ResumeState(
         None if folder is None else folder / FOLDER,
         "" if folder is None else fingerprint_of(model, batches, settings),
     )
@@ -243,7 +243,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class ByteBudget:
+class RateBudget:
     """Bytes for all modules: each has its share, and what it leaves goes to those behind it."""
 
     def __init__(self, modules: Sequence[ExpertsModule], *, bits: float) -> None:
@@ -302,8 +302,8 @@ class _Compressor:
     def __init__(
         self,
         model: nn.Module,
-        budget: ByteBudget,
-        finished: FinishedBlocks,
+        budget: RateBudget,
+        finished: ResumeState,
         *,
         damping: float,
         sweeps: int,

@@ -25,7 +25,7 @@ FOLDER = "unfinished"
 _STATE = "state.json"
 
 
-class FinishedBlocks:
+class ResumeState:
     """A folder with a file for each block, and a list of them with what else is known. Without a path it keeps nothing.
 
     Whatever is in it counts only if the list names it and its checksum is right; both appear complete or not at all.

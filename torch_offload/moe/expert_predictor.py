@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 LIKELY = 0.5
-"""A forecast names the experts that were wanted in more than this share of like cases: reading one that is not wanted
+"""A predictor names the experts that were wanted in more than this share of like cases: reading one that is not wanted
 costs as much as waiting for one that is."""
 
 MEMORY = 64.0
 """Cases after which an earlier one counts for little."""
 
 
-class ExpertForecast:
+class NextExpertPredictor:
     """Counts how often experts of one layer followed those of another. Threads: one at a time."""
 
     def __init__(self, before_count: int, after_count: int) -> None:
@@ -20,7 +20,7 @@ class ExpertForecast:
 
         Args:
             before_count: Experts of the layer that chooses first.
-            after_count: Experts of the layer that is forecast.
+            after_count: Experts of the layer that is predictor.
         """
         self._cases = np.zeros(before_count)
         self._followed = np.zeros((before_count, after_count))

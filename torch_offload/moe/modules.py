@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torch_offload import _C
 from torch_offload.errors import ConfigError, OffloadError, PageCorruptError
-from torch_offload.moe.expert_predictor import ExpertForecast
+from torch_offload.moe.expert_predictor import NextExpertPredictor
 from torch_offload.moe.operators import coded_linear, decode
 from torch_offload.moe.ternary import SCALE_DTYPE, TernaryMatrix, coded
 from torch_offload.runtime.process import PROCESS
@@ -166,7 +166,7 @@ class CodedExperts(nn.Module):
         self.label = label
         self._before: tuple[CodedExperts, ...] = ()  # in tuples, so that they are no submodules
         self._following: tuple[CodedExperts, ...] = ()
-        self._forecast: ExpertForecast | None = None
+        self._predictor: NextExpertPredictor | None = None
         self._chosen: list[int] = []
         self.up = CodedProjection(self, UP)
         self.down = CodedProjection(self, DOWN)
@@ -183,7 +183,7 @@ class CodedExperts(nn.Module):
     def follow(self, before: "CodedExperts") -> None:
         """Be read ahead from now on by what `before` chooses, the experts of the layer before this one."""
         before._following = (self,)
-        before._forecast = ExpertForecast(before.shapes.count, self.shapes.count)
+        before._predictor = NextExpertPredictor(before.shapes.count, self.shapes.count)
         self._before = (before,)
 
     def announce(self, chosen: Sequence[int]) -> None:
@@ -191,11 +191,11 @@ class CodedExperts(nn.Module):
         self.prefetch(chosen)
         self._chosen = list(chosen)
         for before in self._before:
-            if before._forecast is not None and before._chosen:
-                before._forecast.learn(before._chosen, chosen)
+            if before._predictor is not None and before._chosen:
+                before._predictor.learn(before._chosen, chosen)
         for following in self._following:
-            if self._forecast is not None:
-                following.prefetch(self._forecast.likely(chosen))
+            if self._predictor is not None:
+                following.prefetch(self._predictor.likely(chosen))
 
     def open(self) -> tuple[Product, Product]:
         """Return the products by first and by last matrices, for the experts of one call."""

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, SwitchTransformersForConditionalG
 import torch_offload
 from torch_offload import ConfigError, moe
 from torch_offload.compression import calibration, gptq, resume
-from torch_offload.compression.compress import ByteBudget
+from torch_offload.compression.compress import RateBudget
 from torch_offload.compression.input_moments import ExpertMoments
 from torch_offload.compression.rate_allocation import RateCurve, min_sectors, share_sectors
 from torch_offload.moe import inspection, ternary
@@ -234,14 +234,14 @@ sys.path[:0] = {tests!r}
 import test_compress
 from torch_offload.compression import resume
 
-keep = resume.FinishedBlocks.keep
+keep = resume.ResumeState.keep
 
 def keep_and_die(self, *args):
     keep(self, *args)
     import os, signal
     os.kill(os.getpid(), signal.SIGKILL)
 
-resume.FinishedBlocks.keep = keep_and_die
+resume.ResumeState.keep = keep_and_die
 import torch_offload, torch
 torch.set_num_threads({threads})
 torch_offload.compress(test_compress.model_of(), bits=0.9, calibration=test_compress.tokens(), out={out!r})
@@ -272,7 +272,7 @@ def model_of_two_mixtures() -> nn.Module:
 
 def test_blocks_with_two_modules_of_experts_keep_to_the_target(tmp_path, monkeypatch):
     """Method: pages and scales of the model; the same where the first block was kept from a run that ended."""
-    keep = resume.FinishedBlocks.keep
+    keep = resume.ResumeState.keep
     whole, ended = model_of_two_mixtures(), model_of_two_mixtures()
     done = torch_offload.compress(whole, bits=0.9, calibration=tokens(), out=tmp_path / "whole")
     coded = [module for module in whole.modules() if isinstance(module, CodedExperts)]
@@ -280,7 +280,7 @@ def test_blocks_with_two_modules_of_experts_keep_to_the_target(tmp_path, monkeyp
     assert sum(buffer.nbytes for module in coded for buffer in module.buffers()) < done.coded_bytes
     assert 0.97 * done.target_bytes < done.coded_bytes <= done.target_bytes
     with monkeypatch.context() as patch:
-        patch.setattr(resume.FinishedBlocks, "keep", lambda *args: (keep(*args), interrupt()))
+        patch.setattr(resume.ResumeState, "keep", lambda *args: (keep(*args), interrupt()))
         with pytest.raises(KeyboardInterrupt):
             torch_offload.compress(ended, bits=0.9, calibration=tokens(), out=tmp_path / "ended")
     again = torch_offload.compress(model_of_two_mixtures(), bits=0.9, calibration=tokens(), out=tmp_path / "ended")
@@ -311,13 +311,13 @@ def test_no_module_is_left_with_less_than_its_least(rows):
         name: min_sectors([math.prod(pair) for pair in (shape.up, shape.down) for _ in range(shape.count)], 1)
         for name, shape in shapes.items()
     }
-    asked = ByteBudget(modules, bits=1.3)
+    asked = RateBudget(modules, bits=1.3)
     done = 0
     for name, shape in shapes.items():
         needed = 4096 * least[name] + asked.overhead_bytes(name, shape)
         for more in (-1, 0, 1, 3):
             try:
-                budget = ByteBudget(modules, bits=(needed + more) * 8 / (shape.count * shape.weights_each))
+                budget = RateBudget(modules, bits=(needed + more) * 8 / (shape.count * shape.weights_each))
             except ConfigError:
                 continue
             done += 1
@@ -339,9 +339,9 @@ def test_an_ended_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     assert killed.returncode == -9, killed.stderr
     assert len(list((ended / resume.FOLDER).glob("block-*"))) == 1
     coded = []
-    keep = resume.FinishedBlocks.keep
+    keep = resume.ResumeState.keep
     monkeypatch.setattr(
-        resume.FinishedBlocks,
+        resume.ResumeState,
         "keep",
         lambda self, block, *rest: (coded.append(block), keep(self, block, *rest)),
     )
@@ -353,14 +353,14 @@ def test_an_ended_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
 @pytest.fixture
 def begun(tmp_path, monkeypatch) -> Path:
     """A folder with the first of two layers."""
-    keep = resume.FinishedBlocks.keep
+    keep = resume.ResumeState.keep
 
     def keep_and_stop(self, *args):
         keep(self, *args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(resume.FinishedBlocks, "keep", keep_and_stop)
+        patch.setattr(resume.ResumeState, "keep", keep_and_stop)
         with pytest.raises(KeyboardInterrupt):
             torch_offload.compress(model_of(), bits=0.9, calibration=tokens(), out=tmp_path)
     return tmp_path

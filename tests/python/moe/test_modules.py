@@ -24,7 +24,7 @@ from transformers import (
 import torch_offload
 from torch_offload import CheckpointError, ConfigError, OffloadError, PageCorruptError, moe
 from torch_offload.moe import checkpoint, operators
-from torch_offload.moe.expert_predictor import ExpertForecast
+from torch_offload.moe.expert_predictor import NextExpertPredictor
 from torch_offload.moe.modules import UP, CodedExperts
 
 
@@ -217,15 +217,15 @@ def test_models_that_do_not_fit_generate_the_same(name, sizes, config):
 
 def test_a_forecast_names_what_usually_follows():
     """Method: expert i is followed by i + 1 and, half of the time or less, by others; nothing is known at first."""
-    forecast = ExpertForecast(4, 5)
-    assert forecast.likely([0, 1]) == []
+    predictor = NextExpertPredictor(4, 5)
+    assert predictor.likely([0, 1]) == []
     for case in range(40):
         for expert in range(4):
-            forecast.learn([expert], [expert + 1, case % 4])
-    assert [forecast.likely([expert]) for expert in range(4)] == [[1], [2], [3], [4]]
+            predictor.learn([expert], [expert + 1, case % 4])
+    assert [predictor.likely([expert]) for expert in range(4)] == [[1], [2], [3], [4]]
     for _ in range(200):
-        forecast.learn([0], [3])
-    assert forecast.likely([0]) == [3]
+        predictor.learn([0], [3])
+    assert predictor.likely([0]) == [3]
 
 
 def test_the_next_layer_is_read_ahead(config):
