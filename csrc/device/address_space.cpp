@@ -34,7 +34,7 @@ constexpr std::size_t kFirstArenaBytes = 16 * 1024 * kGiB;
 constexpr std::size_t kSmallestArenaBytes = 16 * kGiB;
 constexpr std::uint32_t kMaxRepeats = 1u << 16;
 
-// ---- SIGSEGV: everything below runs in signal handlers, so its state is global, constant-initialised and atomic.
+// ---- SIGSEGV: everything below runs in signal handlers, so its state is global, constant-initialized and atomic.
 
 /// A disposition that was in place before ours. Kept for ever: a handler may be reading it.
 struct PreviousHandler {

@@ -18,7 +18,7 @@ std::unique_ptr<Stream> CudaDevice::make_stream(LinkDirection direction) {
 }
 
 /// On a lost device nothing runs: what was used is free, and the next call says why.
-std::shared_ptr<const Event> CudaDevice::mark_use() noexcept {
+std::shared_ptr<const Event> CudaDevice::fence_use() noexcept {
     if (!options_.current_stream || context_.is_lost()) return nullptr;
     const CuStream stream = options_.current_stream();
     try {

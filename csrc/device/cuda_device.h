@@ -32,7 +32,7 @@ public:
     CudaDevice& operator=(const CudaDevice&) = delete;
 
     std::unique_ptr<Stream> make_stream(LinkDirection direction) override;
-    std::shared_ptr<const Event> mark_use() noexcept override;
+    std::shared_ptr<const Event> fence_use() noexcept override;
     /// Refuses while the stream is captured into a graph.
     void check_use() const override;
     /// A GPU cannot tell.

@@ -168,7 +168,7 @@ void EmulatedDevice::launch(const std::vector<std::span<std::byte>>& memory, std
     });
 }
 
-std::shared_ptr<const Event> EmulatedDevice::mark_use() noexcept {
+std::shared_ptr<const Event> EmulatedDevice::fence_use() noexcept {
     const std::lock_guard lock(mutex_);
     return kernels_ ? kernels_->record() : nullptr;
 }

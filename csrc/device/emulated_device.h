@@ -39,9 +39,9 @@ public:
 
     std::unique_ptr<Stream> make_stream(LinkDirection direction) override;
     /// Queues a kernel that uses `memory`, behind all that were launched before and beside the program. Without any,
-    /// mark_use() says that uses end when their users say so.
+    /// fence_use() says that uses end when their users say so.
     void launch(const std::vector<std::span<std::byte>>& memory, std::function<void()> kernel);
-    std::shared_ptr<const Event> mark_use() noexcept override;
+    std::shared_ptr<const Event> fence_use() noexcept override;
     void check_idle(std::span<const std::byte> memory) const override;
     void poison(std::span<std::byte> memory) noexcept override;
     std::string name() const override { return "emulated"; }

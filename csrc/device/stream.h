@@ -41,7 +41,7 @@ public:
     virtual std::unique_ptr<Stream> make_stream(LinkDirection direction) = 0;
     /// The point behind all that the calling thread has given the device to do: what uses memory that a guard of the
     /// thread's held. nullptr: it is done already, who uses memory has done so when he says so.
-    virtual std::shared_ptr<const Event> mark_use() noexcept { return nullptr; }
+    virtual std::shared_ptr<const Event> fence_use() noexcept { return nullptr; }
     /// Says that the calling thread is about to give the device something to do.
     /// Throws: InvalidArgument if the device would only note it down and do it later, as often as it is told to: the
     /// memory will not be there then. TierIoError if the device is lost.

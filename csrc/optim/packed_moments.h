@@ -12,7 +12,7 @@
 // are zeros. Packing what was unpacked changes nothing, unless the scale is below 1e-30. A block with a value that is
 // not finite becomes not-a-number as a whole.
 //
-// Source: dynamic tree quantisation by blocks, Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
+// Source: dynamic tree quantization by blocks, Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
 // arXiv 2110.02861. Theirs keeps scales apart and levels in the middle of their intervals instead of at the upper end.
 #pragma once
 

@@ -40,8 +40,8 @@ std::shared_ptr<const Event> InFlightUses::last_in_slot(const Page& page) const 
 
 // --- The pager's side ---------------------------------------------------------------------------------------------
 
-std::shared_ptr<const Event> Pager::Impl::mark_use() noexcept {
-    return options.device && is_of_device() ? options.device->mark_use() : nullptr;
+std::shared_ptr<const Event> Pager::Impl::fence_use() noexcept {
+    return options.device && is_of_device() ? options.device->fence_use() : nullptr;
 }
 
 void Pager::Impl::end_use(InFlightUse use) noexcept {

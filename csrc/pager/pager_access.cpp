@@ -46,7 +46,7 @@ void PageAccess::hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::si
 PinGuard::~PinGuard() {
     if (held_.empty()) return;
     Pager::Impl& pager = *held_.front().segment->pager().impl_;
-    pager.end_use({pager.mark_use(), std::move(held_), {}, {}});
+    pager.end_use({pager.fence_use(), std::move(held_), {}, {}});
 }
 
 void PageAccess::add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page, std::span<std::byte> bytes,
@@ -111,7 +111,7 @@ UpdateLatch::~UpdateLatch() {
     below_.reset();  // first: who finds the pages free here looks for them there
     if (segments_.empty()) return;
     Pager::Impl& pager = *segments_.front()->pager().impl_;
-    InFlightUse use{pager.mark_use(), {}, {}, {}};
+    InFlightUse use{pager.fence_use(), {}, {}, {}};
     for (std::size_t k = 0; k < pages_.size(); ++k) {
         if (places_[k] == Place::below) continue;
         use.pages.push_back({segments_[k], segments_[k]->index_of(*pages_[k]), 1});

@@ -61,7 +61,7 @@ struct Pager::Impl final : StoreClient {
     [[noreturn]] void raise_page_error(const Page& page);
 
     // Uses that outlive their guards (in_flight_uses.cpp)
-    std::shared_ptr<const Event> mark_use() noexcept;
+    std::shared_ptr<const Event> fence_use() noexcept;
     void end_use(InFlightUse use) noexcept;
     void close_use(const InFlightUse& use) noexcept;
     void close_passed_uses() noexcept;

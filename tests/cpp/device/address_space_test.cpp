@@ -288,7 +288,7 @@ public:
     std::size_t page_count() const { return states_.size(); }
     std::size_t page_bytes() const { return page_bytes_; }
     std::byte* page_begin(std::size_t page) const { return segment_.begin() + page * page_bytes_; }
-    int arrivals() const { return arrivals_; }
+    int moves_in() const { return moves_in_; }
 
 private:
     enum class State { at_slot, moving, at_segment };
@@ -301,7 +301,7 @@ private:
         const std::span<std::byte> address = segment_.bytes().subspan(page * page_bytes_, page_bytes_);
         if (to == State::at_segment) {
             space().move(slot, address.data(), Protection::read);
-            ++arrivals_;
+            ++moves_in_;
         } else {
             space().move(address, slot.data(), Protection::read_write);
         }
@@ -313,7 +313,7 @@ private:
     std::vector<std::atomic<State>> states_;
     Range slots_;
     Range segment_;
-    std::atomic<int> arrivals_{0};
+    std::atomic<int> moves_in_{0};
 };
 
 // Threads that fault on one page at once bring it in once. Method: two threads, released together, 200 rounds.
@@ -334,7 +334,7 @@ TEST(AddressSpaceThreads, TwoFaultsOnOnePageMoveItOnce) {
     std::thread other(reader, pages.page_begin(1) - 1, false);
     reader(pages.page_begin(0), true);
     other.join();
-    EXPECT_EQ(pages.arrivals(), kRounds);
+    EXPECT_EQ(pages.moves_in(), kRounds);
 }
 
 // No instant of a move shows a byte that is not the page's. Method: two readers on one page that is evicted 300 times.

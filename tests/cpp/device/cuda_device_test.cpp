@@ -118,7 +118,7 @@ TEST(CudaStream, ErrorIsSaidByWaitAndAfter) {
     EXPECT_THROW(link.to_host->copy(link.back, link.there), TierIoError);
     EXPECT_THROW(link.gpu.memory.fill_zero(link.there), TierIoError);
     EXPECT_THROW(link.gpu.device.check_use(), TierIoError);
-    EXPECT_EQ(link.gpu.device.mark_use(), nullptr) << "nothing runs";
+    EXPECT_EQ(link.gpu.device.fence_use(), nullptr) << "nothing runs";
 }
 
 // What a graph would replay over memory that has left is refused before it is captured. Method: the driver says that
@@ -168,7 +168,7 @@ TEST(CudaDevice, EventsAreReused) {
     Link link;
     for (int i = 0; i < 100; ++i) {
         link.to_device->copy(link.there, link.out);
-        link.gpu.device.mark_use()->wait();
+        link.gpu.device.fence_use()->wait();
     }
     link.to_device->record()->wait();
     EXPECT_LE(link.gpu.driver.call_count("cuEventCreate"), 8u);
@@ -179,7 +179,7 @@ TEST(CudaDevice, MarkPassesWithKernels) {
     FakeGpu gpu;
     gpu.driver.hold();
     gpu.driver.launch({}, [] {});
-    const auto mark = gpu.device.mark_use();
+    const auto mark = gpu.device.fence_use();
     EXPECT_FALSE(mark->has_passed());
     gpu.driver.let_go();
     mark->wait();
@@ -194,7 +194,7 @@ TEST(CudaDevice, MarkWithoutAnEventWaits) {
         std::atomic<bool> has_run{false};
         gpu.driver.fail(symbol, CuResult::out_of_memory);
         gpu.driver.launch({}, [&] { has_run = true; });
-        EXPECT_EQ(gpu.device.mark_use(), nullptr);
+        EXPECT_EQ(gpu.device.fence_use(), nullptr);
         EXPECT_TRUE(has_run) << symbol;
     }
 }

@@ -58,7 +58,7 @@ int compute_a_little(GpuTiers& tiers, std::uint64_t seed) {
         }
         if (random() % 4 == 0) tiers.top.prefetch(segments[random() % kSegments]);
     }
-    tiers.gpu.device.mark_use()->wait();
+    tiers.gpu.device.fence_use()->wait();
     return wrong;
 }
 

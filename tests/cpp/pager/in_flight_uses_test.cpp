@@ -61,7 +61,7 @@ TEST(InFlightUses, KernelsFindWhatTheyWereGiven) {
         Uses uses(seed, static_cast<std::int64_t>(seed % 4) * 200);
         Segments segments;
         ASSERT_NO_THROW(compute_a_little(uses, uses.tiers.top, seed, segments));
-        uses.device.mark_use()->wait();
+        uses.device.fence_use()->wait();
         EXPECT_EQ(uses.wrong, 0) << "seed " << seed;
         EXPECT_LE(uses.tiers.top.statistics().memory.peak_bytes, 8 * kPageBytes);
     }
@@ -87,7 +87,7 @@ TEST(InFlightUses, MissingMarkIsFound) {
     DeviceTiers tiers(unmarked, 8, 24);
     Segments segments;
     EXPECT_THROW(compute_a_little(uses, tiers.top, 1, segments), LogicError);
-    uses.device.mark_use()->wait();
+    uses.device.fence_use()->wait();
 }
 
 // Who finds all memory in use by kernels waits for them instead of running out. Method: each kernel uses all there is.
@@ -99,7 +99,7 @@ TEST(InFlightUses, FullMemoryWaitsForKernels) {
         const PinGuard guard = pin(uses.tiers.top, segments[step % 3], Access::read);
         uses.launch_reader(segments[step % 3], step % 3);
     }
-    uses.device.mark_use()->wait();
+    uses.device.fence_use()->wait();
     EXPECT_EQ(uses.wrong, 0);
 }
 
@@ -131,7 +131,7 @@ TEST(InFlightUses, SegmentOutlivesItsOwnersForItsKernel) {
     segment.reset();
     EXPECT_FALSE(seen.expired());
     gate.count_down();
-    uses.device.mark_use()->wait();
+    uses.device.fence_use()->wait();
     static_cast<void>(filled_segment(uses.tiers.top, 7, 1));
     EXPECT_TRUE(seen.expired());
     EXPECT_EQ(uses.wrong, 0);
