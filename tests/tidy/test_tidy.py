@@ -5,9 +5,10 @@ import pytest
 import python_rules
 import structure_rules
 import text_rules
+import word_rules
 from source_tree import Tree, functions, load_tree
 
-RULES = [*cpp_rules.RULES, *python_rules.RULES, *structure_rules.RULES, *text_rules.RULES]
+RULES = [*cpp_rules.RULES, *python_rules.RULES, *structure_rules.RULES, *text_rules.RULES, *word_rules.RULES]
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,9 @@ BAD = [
     (text_rules.make_targets, {"README.md": "run `make tset`", "Makefile": "test:\n"}, "make tset"),
     (text_rules.make_targets, {".ci/run": "section make tset", "Makefile": "test:\n"}, "make tset"),
     (text_rules.open_ends, {"csrc/base/a.h": "// TODO later"}, "csrc/base/a.h:1"),
+    (word_rules.retired_words, {"csrc/pager/a.h": "find_counterpart();"}, "a.h:1: counterpart; write backing segment"),
+    (word_rules.retired_words, {"torch_offload/a.py": "PURPOSE_COLOURS = 1"}, "write color"),
+    (word_rules.glossary_words, {"docs/concepts/glossary.md": "| **page latch** | A hold. |"}, "page latch does not"),
 ]
 
 

@@ -22,10 +22,10 @@ def current() -> int:
 
 
 def cap_memory(size_bytes: int, device: torch.device) -> Callable[[], None]:
-    """Have torch's allocator take no more than `size_bytes` of a GPU's memory: beyond it raises its own error.
+    """Cap the GPU memory of torch's allocator at `size_bytes`: beyond it torch raises its own error.
 
     Returns:
-        What takes the wall down again.
+        A function that lifts the cap.
 
     Raises:
         ConfigError: If the GPU has less.
@@ -33,7 +33,7 @@ def cap_memory(size_bytes: int, device: torch.device) -> Callable[[], None]:
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     if size_bytes > total_bytes:
         raise ConfigError(
-            f"device_unpaged: {format_size(size_bytes)} of torch's own allocations do not fit {device}, which has "
+            f"gpu_reserved: {format_size(size_bytes)} of torch's own allocations do not fit {device}, which has "
             f"{format_size(total_bytes)}"
         )
     torch.cuda.set_per_process_memory_fraction(size_bytes / total_bytes, device)

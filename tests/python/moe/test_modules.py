@@ -215,7 +215,7 @@ def test_models_that_do_not_fit_generate_the_same(name, sizes, config):
     assert report.prefetches > 0
 
 
-def test_a_forecast_names_what_usually_follows():
+def test_a_predictor_names_what_usually_follows():
     """Method: expert i is followed by i + 1 and, half of the time or less, by others; nothing is known at first."""
     predictor = NextExpertPredictor(4, 5)
     assert predictor.likely([0, 1]) == []

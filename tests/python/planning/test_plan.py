@@ -342,7 +342,7 @@ def test_seconds_are_those_of_the_slowest_resource_of_each_phase():
     assert phase.seconds(rates) == 3.0
 
 
-def test_an_emulated_link_has_the_rate_it_is_set_to():
+def test_the_link_of_an_emulation_has_the_rate_it_is_set_to():
     rates = rates_of(Config(gpu="1GiB", emulation={"gpu": True, "link_rate": "3GB", "ssd_rate": "10MB"}), MACHINE)
     assert (rates.to_device, rates.to_host, rates.ssd_read, rates.ssd_mixed) == (3e9, 3e9, 1e7, 1e7)
     assert rates_of(Config(), MACHINE).to_device == 5e9
