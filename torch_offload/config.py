@@ -117,7 +117,7 @@ class Config(BaseModel):
     ssd: tuple[Path, ...] = ()
     """Directory on a real disk for an unnamed scratch file, which nothing outlives; several directories on disks of
     their own share the pages evenly. Empty: the first usual directory for temporary files that is on a disk."""
-    activations: Activations = "keep"
+    activations: Activations = "page"
     """What happens to the tensors that autograd saves for the backward pass. ``page``: they leave memory when it is
     short, down to the SSD. ``ram``: the same, but no further than ``ram``. ``keep``: they stay where the module
     computes. ``recompute``: layers that transformers can checkpoint compute theirs again in backward. ``auto``: as
@@ -161,7 +161,7 @@ class Config(BaseModel):
             gpu: int | str | None = None,
             ram: int | str | None = None,
             ssd: Directories = (),
-            activations: Activations = "keep",
+            activations: Activations = "page",
             optimizer_device: OptimizerDevice = "auto",
             gpu_reserved: int | str | None = None,
             report: str | os.PathLike[str] | None = None,

@@ -67,6 +67,34 @@ def test_activations_larger_than_the_budget_train(paged):
     assert report.counters["saved_bytes"] >= 3 * 16 * 3 * ROWS * WIDTH * 4
 
 
+def test_activations_leave_memory_by_default(config):
+    """Method: a budget that they do not fit, and no setting but it; where they are kept the message names the mode."""
+    expected = plain_gradients()
+    small = config.replace(ram=BUDGET)
+    assert "activations" not in small.model_fields_set
+    network = torch_offload.wrap(deep_network(), config=small.replace(activations="keep"))
+    with pytest.raises(OutOfTierMemory, match="let activations leave memory"):
+        network(rows())
+    del network
+    network = torch_offload.wrap(deep_network(), config=small)
+    network(rows()).square().mean().backward()
+    assert gradients(network) == expected
+    assert torch_offload.report().written_bytes["activation"] > torch_offload.report().budget_bytes
+
+
+def test_activations_that_fit_stay_in_memory(config):
+    """Method: the same network with all the memory it wants: nothing is written, and gradients are equal."""
+    expected = plain_gradients()
+    network = torch_offload.wrap(deep_network(), config=config.replace(ram="256MiB"))
+    for _ in range(2):
+        network.zero_grad()
+        network(rows()).square().mean().backward()
+        assert gradients(network) == expected
+    report = torch_offload.report()
+    assert report.counters["saved_bytes"] > 0
+    assert (report.ssd_written_bytes, report.ssd_read_bytes) == (0, 0)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointed_layers_and_their_inputs(paged, use_reentrant):
     """Both kinds, half of the layers checkpointed."""
