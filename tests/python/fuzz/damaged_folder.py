@@ -12,7 +12,7 @@ from support.moe_models import tiny_moe
 
 from torch_offload.moe import checkpoint
 from torch_offload.moe.activate import code_experts
-from torch_offload.moe.checkpoint import PAGE_ALIGNMENT_BYTES
+from torch_offload.moe.checkpoint import BLOB_ALIGNMENT_BYTES
 from torch_offload.moe.ternary import in_planes
 
 FILES = ("config.json", "model.safetensors.index.json", "experts-*.safetensors", "model-*.safetensors")
@@ -137,7 +137,7 @@ def change_bytes(file: Path, whole: bytes, said: bytes) -> bytes:
 def forge_pages(file: Path, whole: bytes, said: bytes) -> bytes:
     """Change bytes of coded extents and make their checksums right. Which extent, where in it (two bytes), what."""
     changed = bytearray(whole)
-    extents = [at for at in range(0, len(whole), PAGE_ALIGNMENT_BYTES) if whole[at : at + len(_MAGIC)] == _MAGIC]
+    extents = [at for at in range(0, len(whole), BLOB_ALIGNMENT_BYTES) if whole[at : at + len(_MAGIC)] == _MAGIC]
     for begin in range(0, len(said) - 3 if extents else 0, 4):
         at = extents[said[begin] % len(extents)]
         size = int.from_bytes(whole[at + _EXTENT_SIZE_AT :][:8], "little")
