@@ -145,7 +145,7 @@ void CudaContext::check(CuResult result, const char* call) const {
     if (is_lost()) raise_lost(call);
     const std::string message = concat(name_, ": ", call, ": ", text_of(result));
     OFFLOAD_CHECK(result != CuResult::out_of_memory, OutOfTierMemory, message,
-                  "; the device's memory is used by somebody else: lower `device`, or what the framework and other "
+                  "; the device's memory is used by somebody else: lower `gpu`, or what the framework and other "
                   "processes take");
     throw LogicError(message);
 }

@@ -88,7 +88,7 @@ struct Pager::Impl final : StoreClient {
     void end_move(std::size_t left_bytes) noexcept;
     bool is_of_device() const noexcept { return options.tier == Tier::device; }
     const char* tier_name() const noexcept { return is_of_device() ? "device" : "host"; }
-    const char* budget_name() const noexcept { return is_of_device() ? "`device`" : "`ram`"; }
+    const char* budget_name() const noexcept { return is_of_device() ? "`gpu`" : "`ram`"; }
     [[noreturn]] void raise_out_of_memory(std::size_t wanted_bytes);
 
     // Access (pager_access.cpp)

@@ -191,11 +191,12 @@ void Pager::Impl::drop_or_write(Page& page, const std::shared_ptr<Segment>& segm
 void Pager::Impl::raise_out_of_memory(std::size_t wanted_bytes) {
     const std::lock_guard lock(mutex);
     const ArenaUsage usage = arena.usage();
-    throw OutOfTierMemory(concat(
-        tier_name(), " memory tier: ", wanted_bytes, " more bytes do not fit the budget of ", usage.limit_bytes,
-        " bytes: ", usage.frame_bytes, " in pages that have to stay, ", usage.range_bytes,
-        " in activations and temporaries, ", usage.small_bytes, " in small allocations and ", usage.reserve_bytes,
-        " kept for them, ", usage.available_bytes(), " available; raise ", budget_name(), ", lower the batch size, or let activations leave memory (activations='page')"));
+    throw OutOfTierMemory(concat(tier_name(), " memory tier: ", wanted_bytes, " more bytes do not fit the budget of ",
+                                 usage.limit_bytes, " bytes: ", usage.frame_bytes, " in pages that have to stay, ",
+                                 usage.range_bytes, " in activations and temporaries, ", usage.small_bytes,
+                                 " in small allocations and ", usage.reserve_bytes, " kept for them, ",
+                                 usage.available_bytes(), " available; raise ", budget_name(),
+                                 ", lower the batch size, or let activations leave memory (activations='page')"));
 }
 
 }  // namespace torch_offload

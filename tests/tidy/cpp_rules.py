@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from source_tree import HEADERS, Tree, blank, cpp_files, functions, includes
 
 BELOW_TORCH = ("base", "device", "storage", "codec", "pager")
-WITH_TORCH = ("autograd", "optim", "comm")
+WITH_TORCH = ("autograd", "optim")
 # What each layer may include of this project; siblings never include each other.
 MAY_INCLUDE = {
     "base": {"base"},

@@ -51,7 +51,7 @@ BAD = [
     (cpp_rules.layering, {"csrc/pager/a.cpp": '#include "arena.h"'}, 'write #include "layer/file.h"'),
     (cpp_rules.layering, {"csrc/extras/a.cpp": ""}, "csrc/extras/ is not a layer"),
     (cpp_rules.torch_headers, {"csrc/pager/a.cpp": "#include <ATen/ATen.h>"}, "csrc/pager/a.cpp:1"),
-    (cpp_rules.torch_headers, {"csrc/comm/a.cpp": "#include <torch/extension.h>"}, "csrc/comm/a.cpp:1"),
+    (cpp_rules.torch_headers, {"csrc/codec/a.cpp": "#include <torch/extension.h>"}, "csrc/codec/a.cpp:1"),
     (cpp_rules.torch_headers, {"tests/cpp/base/a_test.cpp": "\n#include <Python.h>"}, "a_test.cpp:2"),
     (cpp_rules.dangerous_things, {"csrc/pager/a.cpp": "int r = ::mprotect(p, n, 0);"}, "csrc/device/address_space"),
     (cpp_rules.dangerous_things, {"csrc/pager/a.cpp": "sigaction(SIGSEGV, &a, nullptr);"}, "csrc/pager/a.cpp:1"),

@@ -42,7 +42,7 @@ def _code(tree: Tree) -> Tree:
 
 def retired_words(tree: Tree) -> list[str]:
     """A word that was given up for another one is not used any more."""
-    pattern = re.compile("|".join(RETIRED), re.IGNORECASE)
+    pattern = re.compile(f"(?:{'|'.join(RETIRED)})(?!-caps)", re.IGNORECASE)  # setpriv has --ambient-caps
     return [
         f"{path}:{number}: {match[0]}; write {RETIRED[match[0].lower()]}"
         for path, text in [*_code(tree).items(), *select(tree, "docs/", "README.md", suffixes=(".md",)).items()]
@@ -59,7 +59,7 @@ def glossary_words(tree: Tree) -> list[str]:
     return [
         f"{GLOSSARY}: {word} does not occur in code"
         for word in words
-        if re.search(rf"\b{re.escape(re.sub(r'[-_ ]+', ' ', word.lower()))}", code) is None
+        if re.search(rf"\b{re.escape(re.sub(r'[-_ ]+', ' ', word.lower()))}(s|es)?\b", code) is None
     ]
 
 

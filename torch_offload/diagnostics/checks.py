@@ -33,7 +33,7 @@ TESTED_WITH = {
 _SYSTEM_ROOT = Path("/")
 
 
-def torch_finding() -> CheckResult:
+def torch_result() -> CheckResult:
     """Whether the extension was built for this torch. One it was not built for is refused at import already."""
     found, built = torch.__version__, _C.built_against_torch
     if found == built:
@@ -50,7 +50,7 @@ def _capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-def cuda_finding(
+def cuda_result(
     *,
     architectures: tuple[str, ...] = _C.cuda_architectures,
     capability_of: Callable[[], tuple[int, int] | None] = _capability,
@@ -92,7 +92,7 @@ def runs_on(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool
     return False
 
 
-def kernel_finding(*, release: str | None = None) -> CheckResult:
+def kernel_result(*, release: str | None = None) -> CheckResult:
     """Whether the kernel can move memory as pages need it."""
     release = (platform.release() if release is None else release).split("-")[0]
     version = parse_version(release)
@@ -113,7 +113,7 @@ def kernel_finding(*, release: str | None = None) -> CheckResult:
     return CheckResult(name="kernel", state=State.ok, what=f"Linux {release}")
 
 
-def io_engine_finding(
+def io_engine_result(
     *, refusal_of: Callable[[str], str | None] = _C.io_engine_refusal, root: Path = _SYSTEM_ROOT
 ) -> CheckResult:
     """Which of the three ways to read and write works, each tried with a transfer."""
@@ -150,7 +150,7 @@ def _io_uring_remedy(root: Path) -> str:
     return "raise the limit on locked memory (ulimit -l), or use Linux 5.11 or newer"
 
 
-def memlock_finding(*, needed_bytes: int, root: Path = _SYSTEM_ROOT) -> CheckResult:
+def memlock_result(*, needed_bytes: int, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Whether the buffers of the whole budget may be registered with io_uring."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit_bytes == resource.RLIM_INFINITY or _may_lock_anything(root):
@@ -176,7 +176,7 @@ def _may_lock_anything(root: Path) -> bool:
     return capabilities is not None and bool(int(capabilities, 16) >> 14 & 1)
 
 
-def memory_finding(*, ram: int | None, root: Path = _SYSTEM_ROOT) -> CheckResult:
+def memory_result(*, ram: int | None, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Whether the budget fits into what is free under the memory cgroup."""
     try:
         free_bytes = resources.free_memory_bytes(root=root)
@@ -202,7 +202,7 @@ def memory_finding(*, ram: int | None, root: Path = _SYSTEM_ROOT) -> CheckResult
     return CheckResult(name="memory", state=State.ok, what=f"a budget of {format_size(ram)}, {free}")
 
 
-def address_finding() -> CheckResult:
+def address_result() -> CheckResult:
     """Whether the process may reserve addresses, of which every model takes as many as it has bytes."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit_bytes == resource.RLIM_INFINITY:
@@ -215,7 +215,7 @@ def address_finding() -> CheckResult:
     )
 
 
-def mappings_finding(*, ram: int, root: Path = _SYSTEM_ROOT) -> CheckResult:
+def mappings_result(*, ram: int, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Whether the kernel allows as many mappings as the budget has pages."""
     word = _first_word(root / "proc/sys/vm/max_map_count")
     if word is None or not word.isdigit():
@@ -228,7 +228,7 @@ def mappings_finding(*, ram: int, root: Path = _SYSTEM_ROOT) -> CheckResult:
     return CheckResult(name="mappings", state=State.warning, what=what, remedy=remedy)
 
 
-def huge_page_finding(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
+def huge_page_result(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Whether pages may lie in huge pages, which are cheaper to move."""
     words = " ".join(_lines(root / "sys/kernel/mm/transparent_hugepage/enabled")).split()
     chosen = next((word.strip("[]") for word in words if word.startswith("[")), None)
@@ -242,7 +242,7 @@ def huge_page_finding(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
     )
 
 
-def processor_finding(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
+def processor_result(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Which vector instructions checksums and torch's kernels can use."""
     flags: set[str] = set()
     for line in _lines(root / "proc/cpuinfo"):
@@ -263,12 +263,12 @@ def processor_finding(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
     )
 
 
-def package_findings() -> list[CheckResult]:
+def package_results() -> list[CheckResult]:
     """Which versions of the packages around torch are there, and whether the tests run with them."""
-    return [_package_finding(name, tested) for name, tested in TESTED_WITH.items()]
+    return [_package_result(name, tested) for name, tested in TESTED_WITH.items()]
 
 
-def _package_finding(name: str, tested: str) -> CheckResult:
+def _package_result(name: str, tested: str) -> CheckResult:
     try:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -32,22 +32,22 @@ def run_checks(*, ram: int | None = None, ssd: Path | None = None) -> DoctorRepo
     """
     planned_ram = _planned_ram(ram)
     results = [
-        checks.torch_finding(),
-        checks.cuda_finding(),
-        checks.kernel_finding(),
-        checks.processor_finding(),
-        checks.memory_finding(ram=ram),
-        checks.io_engine_finding(),
-        checks.memlock_finding(needed_bytes=planned_ram),
-        checks.address_finding(),
-        checks.mappings_finding(ram=planned_ram),
-        checks.huge_page_finding(),
+        checks.torch_result(),
+        checks.cuda_result(),
+        checks.kernel_result(),
+        checks.processor_result(),
+        checks.memory_result(ram=ram),
+        checks.io_engine_result(),
+        checks.memlock_result(needed_bytes=planned_ram),
+        checks.address_result(),
+        checks.mappings_result(ram=planned_ram),
+        checks.huge_page_result(),
     ]
-    directory, directory_findings = _directory_findings(ssd, ram=planned_ram)
-    results += directory_findings
+    directory, directory_results = _directory_results(ssd, ram=planned_ram)
+    results += directory_results
     if directory is not None:
-        results.append(training_finding(directory))
-    return DoctorReport([*results, *checks.package_findings()])
+        results.append(training_result(directory))
+    return DoctorReport([*results, *checks.package_results()])
 
 
 def _planned_ram(ram: int | None) -> int:
@@ -56,10 +56,10 @@ def _planned_ram(ram: int | None) -> int:
     try:
         return resources.default_ram_bytes()
     except ConfigError:
-        return 0  # memory_finding says so
+        return 0  # memory_result says so
 
 
-def _directory_findings(ssd: Path | None, *, ram: int) -> tuple[Path | None, list[CheckResult]]:
+def _directory_results(ssd: Path | None, *, ram: int) -> tuple[Path | None, list[CheckResult]]:
     """Return the directory that can be used, None where none can, and what there is to say about it."""
     name = "directory"
     try:
@@ -73,7 +73,7 @@ def _directory_findings(ssd: Path | None, *, ram: int) -> tuple[Path | None, lis
         what, _, remedy = refusal.partition("; ")
         remedy = f"{remedy or 'name a directory on a disk'} (--ssd){_example(ram)}"
         return None, [CheckResult(name=name, state=State.problem, what=what, remedy=remedy)]
-    found = [_room_finding(directory, ram=ram), transfer_finding(directory)]
+    found = [_room_result(directory, ram=ram), transfer_result(directory)]
     usable = all(result.state is not State.problem for result in found)
     return (directory if usable else None), found
 
@@ -85,7 +85,7 @@ def _example(ram: int) -> str:
         return ""
 
 
-def _room_finding(directory: Path, *, ram: int) -> CheckResult:
+def _room_result(directory: Path, *, ram: int) -> CheckResult:
     free_bytes = resources.free_disk_bytes(directory)
     what = (
         f"{directory} ({resources.filesystem_of(directory) or 'unknown file system'}), {format_size(free_bytes)} free"
@@ -104,7 +104,7 @@ def _room_finding(directory: Path, *, ram: int) -> CheckResult:
     )
 
 
-def transfer_finding(directory: Path) -> CheckResult:
+def transfer_result(directory: Path) -> CheckResult:
     """Whether bytes written to the directory come back the same, and whether they pass by the page cache."""
     name = "direct I/O"
     try:
@@ -131,7 +131,7 @@ def transfer_finding(directory: Path) -> CheckResult:
     )
 
 
-def training_finding(directory: Path) -> CheckResult:
+def training_result(directory: Path) -> CheckResult:
     """Train a small model in memory and paged and compare every bit."""
     name = "trial run"
     if PROCESS.session is not None:

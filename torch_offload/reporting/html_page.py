@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs no network: figures, timelines, what binds, what to change, wear."""
+"""A report as one HTML page that needs no network: figures, timelines, bottleneck, suggestion, wear."""
 
 import json
 from importlib import resources

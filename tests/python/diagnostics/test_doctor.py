@@ -42,58 +42,58 @@ def system(tmp_path, **files):
     ("release", "state"), [("5.4.0-1-generic", State.problem), ("5.15.0", State.warning), ("6.18.44", State.ok)]
 )
 def test_kernel(release, state):
-    assert checks.kernel_finding(release=release).state is state
+    assert checks.kernel_result(release=release).state is state
 
 
 def test_io_engine_falls_back_with_the_remedy_of_the_cause(tmp_path):
     def refuses(*names):
         return lambda name: f"no {name}" if name in names else None
 
-    assert checks.io_engine_finding(refusal_of=refuses()).state is State.ok
-    plain = checks.io_engine_finding(refusal_of=refuses("uring_fixed"))
+    assert checks.io_engine_result(refusal_of=refuses()).state is State.ok
+    plain = checks.io_engine_result(refusal_of=refuses("uring_fixed"))
     assert plain.state is State.warning
     assert "ulimit -l" in plain.remedy
     everything = refuses("uring_fixed", "uring")
     switched_off = system(tmp_path / "a", proc__sys__kernel__io_uring_disabled="2\n")
-    threads = checks.io_engine_finding(refusal_of=everything, root=switched_off)
+    threads = checks.io_engine_result(refusal_of=everything, root=switched_off)
     assert "threads" in threads.what
     assert "kernel.io_uring_disabled is 2; as root: sysctl -w kernel.io_uring_disabled=0" in threads.remedy
     confined = system(
         tmp_path / "b", proc__sys__kernel__io_uring_disabled="0\n", proc__self__status="Name:\tx\nSeccomp:\t2\n"
     )
-    assert "seccomp" in checks.io_engine_finding(refusal_of=everything, root=confined).remedy
+    assert "seccomp" in checks.io_engine_result(refusal_of=everything, root=confined).remedy
 
 
 def test_locked_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
     user = system(tmp_path / "user", proc__self__status="CapEff:\t0000000000000000\n")
-    assert checks.memlock_finding(needed_bytes=1 << 30, root=user).state is State.warning
-    assert checks.memlock_finding(needed_bytes=8 << 20, root=user).state is State.ok
+    assert checks.memlock_result(needed_bytes=1 << 30, root=user).state is State.warning
+    assert checks.memlock_result(needed_bytes=8 << 20, root=user).state is State.ok
     holder = system(tmp_path / "holder", proc__self__status="CapEff:\t0000000000004000\n")
-    assert checks.memlock_finding(needed_bytes=1 << 30, root=holder).state is State.ok
+    assert checks.memlock_result(needed_bytes=1 << 30, root=holder).state is State.ok
 
 
 def test_memory_under_a_budget_that_does_not_fit(tmp_path):
     root = system(tmp_path, proc__meminfo="MemAvailable: 4194304 kB\n")
-    assert checks.memory_finding(ram=None, root=root).state is State.ok
-    assert checks.memory_finding(ram=1 << 30, root=root).state is State.ok
-    too_much = checks.memory_finding(ram=8 << 30, root=root)
+    assert checks.memory_result(ram=None, root=root).state is State.ok
+    assert checks.memory_result(ram=1 << 30, root=root).state is State.ok
+    too_much = checks.memory_result(ram=8 << 30, root=root)
     assert too_much.state is State.problem
     assert "give --ram at most 3020MiB" in too_much.remedy
-    silent = checks.memory_finding(ram=None, root=tmp_path / "empty")
+    silent = checks.memory_result(ram=None, root=tmp_path / "empty")
     assert (silent.state, silent.remedy) == (State.problem, "give a budget with --ram")
 
 
 def test_addresses(monkeypatch):
-    assert checks.address_finding().state is State.ok
+    assert checks.address_result().state is State.ok
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 32, 1 << 32))
-    assert "ulimit -v unlimited" in checks.address_finding().remedy
+    assert "ulimit -v unlimited" in checks.address_result().remedy
 
 
 def test_mappings(tmp_path):
     root = system(tmp_path, proc__sys__vm__max_map_count="65530\n")
-    assert checks.mappings_finding(ram=16 << 30, root=root).state is State.ok
-    many = checks.mappings_finding(ram=128 << 30, root=root)
+    assert checks.mappings_result(ram=16 << 30, root=root).state is State.ok
+    many = checks.mappings_result(ram=128 << 30, root=root)
     assert (many.state, many.remedy) == (State.warning, "as root: sysctl -w vm.max_map_count=262144")
 
 
@@ -102,13 +102,13 @@ def test_mappings(tmp_path):
 )
 def test_huge_pages(tmp_path, text, state):
     root = system(tmp_path, sys__kernel__mm__transparent_hugepage__enabled=text)
-    assert checks.huge_page_finding(root=root).state is state
+    assert checks.huge_page_result(root=root).state is state
 
 
 def test_processor(tmp_path):
     for name, flags, state in (("a", "sse avx2 avx512f", State.ok), ("b", "sse", State.warning)):
         root = system(tmp_path / name, proc__cpuinfo=f"processor : 0\nflags : {flags}\n")
-        assert checks.processor_finding(root=root).state is state
+        assert checks.processor_result(root=root).state is state
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_processor(tmp_path):
     ],
 )
 def test_cuda_kernels(architectures, found, state, text):
-    result = checks.cuda_finding(architectures=architectures, capability_of=lambda: found)
+    result = checks.cuda_result(architectures=architectures, capability_of=lambda: found)
     assert (result.state, text in result.what) == (state, True), result
     assert bool(result.remedy) == (state is not State.ok)
 
@@ -137,14 +137,14 @@ def test_the_versions_called_tested_are_those_the_tests_run_with():
 
 def test_other_versions_are_named(monkeypatch):
     monkeypatch.setattr(checks.metadata, "version", lambda name: "4.0.1")
-    assert {result.state for result in checks.package_findings()} == {State.warning}
+    assert {result.state for result in checks.package_results()} == {State.warning}
 
 
 # --- the trial run ---------------------------------------------------------------------------------------------------
 
 
 def test_the_trial_run_pages_and_leaves_nothing(scratch):
-    found = doctor.training_finding(scratch)
+    found = doctor.training_result(scratch)
     assert found.state is State.ok, found
     assert torch_offload.report().ssd_read_bytes > 0
     assert torch_offload.report().evictions > 0
@@ -162,7 +162,7 @@ def test_the_trial_run_sees_a_wrong_bit(scratch, monkeypatch):
         return wrap(model, **options)
 
     monkeypatch.setattr(doctor, "wrap", wrap_another)
-    assert doctor.training_finding(scratch).what == "a paged run gave other numbers than one in memory"
+    assert doctor.training_result(scratch).what == "a paged run gave other numbers than one in memory"
 
 
 def test_a_failing_trial_run_is_a_problem_with_its_message(scratch, monkeypatch):
@@ -170,7 +170,7 @@ def test_a_failing_trial_run_is_a_problem_with_its_message(scratch, monkeypatch)
         raise OffloadError("the frame is crooked; straighten it")
 
     monkeypatch.setattr(doctor, "wrap", fail)
-    found = doctor.training_finding(scratch)
+    found = doctor.training_result(scratch)
     assert (found.state, found.what, found.remedy) == (State.problem, "the frame is crooked", "straighten it")
 
 

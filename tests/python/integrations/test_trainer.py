@@ -92,7 +92,7 @@ def test_without_a_wrapped_model_nothing_is_added(capsys):
 
 
 def test_every_trainer_has_one_where_that_is_installed(model, capsys):
-    callbacks.uninstall()  # an autopage engine of another test may have installed it
+    callbacks.uninstall()  # the autopage of another test may have installed it
     defaults = list(trainers.DEFAULT_CALLBACKS)
     callbacks.install()
     callbacks.install()

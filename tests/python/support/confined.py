@@ -66,7 +66,7 @@ def as_ordinary_user() -> list[str]:
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("becoming another user needs root and setpriv")
     limits = ["bash", "-c", f'ulimit -l {MEMLOCK_KIB} && exec "$@"', "bash"]
-    reading = ["--inh-caps", "-all,+dac_read_search", "--autopage-caps", "+dac_read_search", "--bounding-set"]
+    reading = ["--inh-caps", "-all,+dac_read_search", "--ambient-caps", "+dac_read_search", "--bounding-set"]
     user = ["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]
     return [*limits, "setpriv", *user, *reading, "-all,+dac_read_search"]
 
