@@ -6,7 +6,9 @@ few layers whose needs can be counted by hand; a made-up machine, so that nothin
 
 import itertools
 import json
+import re
 import resource
+import types
 from collections import Counter
 from typing import Any
 
@@ -21,10 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import torch_offload
-from torch_offload import Config, ConfigError, OffloadError
+from torch_offload import Config, ConfigError, OffloadError, UnsupportedModelError
 from torch_offload.planning.fake_trace import What, record
 from torch_offload.planning.operator_calls import is_passing, tensor_shapes, tensors_in
 from torch_offload.planning.page_uses import StepShape, StepUses, UpdateTier
+from torch_offload.planning.planner import PlanInputs
 from torch_offload.planning.step_time import Phase, Rates, rates_of, ssd_seconds, total_by_kind
 from torch_offload.planning.tier_traffic import Budgets, traffic_of
 
@@ -291,7 +294,7 @@ def test_activations_that_do_not_fit_are_told_to_leave():
     """As pages they do; then they move."""
     model = Layers(*[64] * 17)
     batch = {"value": torch.randn(4096, 64)}
-    config = Config(ram="6MiB", min_paged_bytes=0, page_elements=PAGE)
+    config = Config(ram="6MiB", min_paged_bytes=0, page_elements=PAGE, activations="keep")
     kept = plan_of(model, batch, config)
     assert not kept.fits
     assert kept.missing_bytes["ram"] > 16 * 4096 * 64 * 4 - (6 << 20)
@@ -378,3 +381,27 @@ def test_operators_are_timed_where_there_is_time():
 def test_what_cannot_be_planned_is_named(options, message):
     with pytest.raises(ConfigError, match=message):
         three_layers(Config(ram="1MiB"), **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"gpu": "1GiB"}, "gpu: plan measures and times this machine's processor"),
+        ({"activations": "recompute"}, "activations='recompute' cannot be planned yet; plan 'page' or 'keep'"),
+        ({"activations": "auto"}, "activations='auto' cannot be planned yet"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(settings, expected):
+    """Before, a GPU was planned with the processor's times, and recomputed activations as kept ones."""
+    model, batch = Layers(64, 64), {"value": torch.randn(4, 64)}
+    with pytest.raises(UnsupportedModelError, match=re.escape(expected)):
+        plan_of(model, batch, Config(ram="6MiB", **settings))
+
+
+def test_pages_get_what_is_not_reserved():
+    """The share of torch's own allocator counts for nothing else; an emulated GPU has no such share."""
+    config = Config(gpu="4GiB", gpu_reserved="1GiB", ram="1GiB")
+    assert config.compute_bytes == 3 << 30
+    assert PlanInputs.budgets.fget(types.SimpleNamespace(config=config)).device == 3 << 30
+    emulated = config.replace(emulation={"gpu": True})
+    assert PlanInputs.budgets.fget(types.SimpleNamespace(config=emulated)).device == 4 << 30

@@ -144,7 +144,7 @@ def test_pinned_modules_stay(scratch, fake_gpu):
 def refuse_a_small_device(scratch: str) -> None:
     module = nn.Linear(1024, 512).to("cuda")
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with pytest.raises(OutOfTierMemory, match=r"weight .*device"):
+    with pytest.raises(OutOfTierMemory, match=r"weight .*give a gpu"):
         torch_offload.wrap(module, config=small_config(scratch))
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert not any(torch_offload._C.is_managed(tensor) for tensor in module.parameters())
