@@ -1,1 +1,1 @@
-"""What autograd saves for the backward pass: paged, kept or recomputed, and who decides."""
+"""Saved tensors of autograd: paged, kept or recomputed, and the policy that decides."""

@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass becomes pages while a wrapped module runs forward."""
+"""Makes pages of the tensors that autograd saves while a wrapped module runs forward."""
 
 import threading
 
@@ -18,7 +18,7 @@ class PagedActivations:
     """
 
     def __init__(self, engine: _C.Engine) -> None:
-        """Hook nothing yet.
+        """Install no hooks; :meth:`hook` does.
 
         Args:
             engine: Pages what is saved.

@@ -81,7 +81,7 @@ class ActivationPolicy:
     """
 
     def __init__(self, counters: Counters, *, recompute_all: bool = False) -> None:
-        """Follow nothing yet.
+        """Follow no layer before :meth:`follow`.
 
         Args:
             counters: Returns what ``Engine.statistics`` returns.

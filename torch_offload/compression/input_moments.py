@@ -1,4 +1,4 @@
-"""What the experts of a module are given: the second moments of their inputs, gathered while the model runs."""
+"""Second moments of the inputs of a module's experts, gathered while the model runs."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What an examination of a machine says: one result per line, with a remedy where one is needed."""
+"""Check results, and the table that `torch-offload doctor` prints."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

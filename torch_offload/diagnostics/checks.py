@@ -1,4 +1,4 @@
-"""What the system says about itself, as results. Every function takes the root of the file system it reads."""
+"""Checks of the system that need no training run. Every function takes the root of the file system it reads."""
 
 import os
 import platform

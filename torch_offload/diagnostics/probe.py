@@ -1,4 +1,4 @@
-"""What this machine can do, measured once and kept: its disk, memory, processor and, where there is one, its GPU."""
+"""Measured rates of this machine, cached: disk, memory, processor and GPU."""
 
 import hashlib
 import json

@@ -1,1 +1,1 @@
-"""How the package attaches to other people's code and lets go again."""
+"""Attaches to other packages, by hooks and by replaced functions, and lets go of them again."""

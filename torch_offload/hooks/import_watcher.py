@@ -13,7 +13,7 @@ class ImportWatcher:
     """An entry of ``sys.meta_path`` that finds no module itself. It leaves once the module was imported."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
-        """Watch nothing yet; :meth:`install` does.
+        """Watch nothing before :meth:`install`.
 
         Args:
             name: Of the module.

@@ -1,4 +1,4 @@
-"""Paging for a process that says nothing about it: a script under the launcher, or a child process of one.
+"""Automatic paging for scripts started by `torch-offload run`, and for their child processes.
 
 Nothing happens until the first large parameter of a module arrives; then the engine opens. From then on everything is
 paged as it is registered, and a module that is called with such tensors in it is wrapped, the outermost first.
@@ -37,7 +37,7 @@ class Autopage:
     """
 
     def __init__(self, launch: Launch) -> None:
-        """Begin to watch.
+        """Watch registrations from now on.
 
         Args:
             launch: With settings as the user gave them: what was left open is decided when the engine opens.

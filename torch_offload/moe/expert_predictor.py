@@ -1,4 +1,4 @@
-"""Which experts of a layer will be wanted, from those that the layer before it has just chosen."""
+"""Predicts the experts of a layer from those that the layer before it has just chosen."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a list of page uses moves between a memory and the tier below it, when the page used furthest away goes first.
+"""Traffic of a list of page uses between a memory and the tier below it, under furthest-next-use replacement.
 
 The replacement is Belady's (IBM Systems Journal, 1966), with the rules of the engine: what is dirty is written when it
 leaves, what is clean is dropped, pages that are in use together are never evicted for each other, and temporaries take

@@ -1,4 +1,4 @@
-"""What one forward and backward pass does with memory, found out on tensors that have shapes but no numbers.
+"""Memory accesses of one forward and backward pass, recorded on fake tensors: shapes without numbers.
 
 The module runs under a mode that sees every operator below autograd. Floating-point tensors are fake: they say that
 they are on the CPU, so that models choose the kernels that they would choose there, and own no bytes. Small tensors of

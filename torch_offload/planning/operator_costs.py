@@ -1,4 +1,4 @@
-"""How long operator calls take here: timed on tensors of their shapes, or estimated where that takes too long."""
+"""Times of operator calls on this machine: measured on tensors of their shapes, or estimated."""
 
 import logging
 import time

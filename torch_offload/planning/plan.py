@@ -1,4 +1,4 @@
-"""What a plan says: the needs, the traffic and the time of a training step."""
+"""The plan of a training step: its memory, its traffic and its time."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""How long a step takes when its bytes move beside its computation: the slowest resource of each phase."""
+"""Time of a step whose bytes move beside its computation: the slowest resource of each phase."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What steady steps move between the tiers: memory over the SSD, or a device over memory over the SSD."""
+"""Traffic of steady steps between the tiers: memory over the SSD, or a GPU over memory over the SSD."""
 
 from dataclasses import dataclass
 

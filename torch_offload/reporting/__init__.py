@@ -1,1 +1,1 @@
-"""What a run did: samples, report, tables, HTML page, trace file, status line."""
+"""Reports of a run: samples, tables, HTML page, trace file, status line."""

@@ -1,4 +1,4 @@
-"""What each resource did when, in the format that Perfetto and chrome://tracing show.
+"""Trace files for Perfetto and chrome://tracing: the activities of each resource over time.
 
 Source: "Trace Event Format", Google, 2016: complete events ("X") in microseconds. Those of one row must not overlap, so
 a lane on which several transfers are under way has several rows.

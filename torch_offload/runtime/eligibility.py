@@ -1,4 +1,4 @@
-"""Which tensors can be paged."""
+"""Eligibility of tensors for paging."""
 
 import torch
 from torch import nn

@@ -54,7 +54,7 @@ class OptimizerHooks:
         refresh: Callable[[], None],
         label_of: Callable[[torch.Tensor], str],
     ) -> None:
-        """Hook nothing yet.
+        """Install no hooks; :meth:`install` does.
 
         Args:
             engine: Pages gradients and states.

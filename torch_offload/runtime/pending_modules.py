@@ -1,4 +1,4 @@
-"""Tensors of modules that nobody wrapped yet, paged as they are registered: the model is never there as a whole."""
+"""Pages parameters and buffers as they are registered, so that the whole model is never resident."""
 
 import os
 import weakref
@@ -20,7 +20,7 @@ class PendingModules:
     """
 
     def __init__(self, engine: _C.Engine, config: Config, provisional: ProvisionalLayers) -> None:
-        """Take note of nothing yet.
+        """Page nothing before :meth:`open`.
 
         Args:
             engine: Pages the tensors.

@@ -1,4 +1,4 @@
-"""Which tensors of one wrapped module are paged, and the hooks on them."""
+"""The paged tensors of one wrapped module, and the hooks on them."""
 
 import warnings
 import weakref

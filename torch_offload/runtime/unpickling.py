@@ -27,7 +27,7 @@ class UnpickledTensors:
     """
 
     def __init__(self, engine: _C.Engine, *, budget_bytes: int) -> None:
-        """Page nothing yet."""
+        """Page nothing before :meth:`install`."""
         self._engine = engine
         self._ordinary_bytes = budget_bytes // ORDINARY_SHARE
         self._process = os.getpid()

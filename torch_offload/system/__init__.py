@@ -1,1 +1,1 @@
-"""What this machine offers: memory, disks, files, GPU, environment."""
+"""This machine: memory, disks, files, GPU, environment."""

@@ -1,4 +1,4 @@
-"""How much memory may be used and where scratch may lie, read from what the system says.
+"""Free memory under cgroups, free disk space and scratch directories, as the system reports them.
 
 Every function takes the root of the file system it reads, so that tests can show it another machine.
 """
