@@ -97,7 +97,7 @@ def texts_in(path: Path) -> list[str]:
     try:
         content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text: {error}") from None
+        raise ConfigError(f"{path} is not valid UTF-8 text: {error}") from None
     if path.suffix != ".jsonl":
         return list(_pieces(content))
     return [_text_of(line, f"{path}:{number}") for number, line in enumerate(content.split("\n"), 1) if line.strip()]
@@ -115,7 +115,7 @@ def _text_of(line: str, place: str) -> str:
     try:
         said = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: no JSON: {error}") from None
+        raise ConfigError(f"{place}: invalid JSON: {error}") from None
     if not isinstance(said, dict) or not isinstance(said.get("text"), str):
-        raise ConfigError(f'{place}: no object with a "text"')
+        raise ConfigError(f'{place}: expected an object with a string "text"')
     return str(said["text"])

@@ -216,12 +216,12 @@ def _check_is_another(out: Path, path: Path) -> None:
 
 def _check_none_is_coded(found: Sequence[ExpertsModule], model: nn.Module) -> None:
     if not found:
-        raise ConfigError(f"{type(model).__name__} has no experts")
+        raise ConfigError(f"{type(model).__name__} has no experts; compress takes mixture-of-experts models")
     coded = [experts.name for experts in found if experts.is_coded]
     if coded:
         raise ConfigError(
-            f"{coded[0]} is coded already, as {len(coded)} of {len(found)} modules of experts are, maybe by a call "
-            "that was ended; load the model anew and call again"
+            f"{len(coded)} of {len(found)} modules of experts are compressed already (first: {coded[0]}), probably by "
+            "an interrupted call; reload the model and call again"
         )
 
 

@@ -126,8 +126,8 @@ def claim_budget(name: str, *, sharing: int) -> socket.socket | None:
             continue
         if number >= sharing:
             warnings.warn(
-                f"{number} other process(es) of this run page under the same budget, each up to all of it; "
-                "give the run a ram that fits so often into memory",
+                f"{number} other process(es) of this run use the same --ram budget in full; lower --ram so that all of "
+                "them fit in memory",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -64,21 +64,21 @@ class CodedExpertsConfig(QuantizationConfigMixin):
         if planes not in ACTIVE_PLANES:
             raise CheckpointError(f"planes: expected one of {', '.join(ACTIVE_PLANES)}, got {reprlib.repr(planes)}")
         if not isinstance(experts, Mapping):
-            raise CheckpointError(f"experts: {reprlib.repr(experts)} does not say what each module's blobs take")
-        for name, said in experts.items():
-            _check_sizes(name, said)
+            raise CheckpointError(f"experts: expected a mapping of modules to blob sizes, got {reprlib.repr(experts)}")
+        for name, entry in experts.items():
+            _check_sizes(name, entry)
         self.coded_format = coded_format
-        self.experts = {name: dict(said) for name, said in experts.items()}
+        self.experts = {name: dict(entry) for name, entry in experts.items()}
         self.planes = planes
 
 
-def _check_sizes(name: str, said: Any) -> None:
-    planes = said.get("blob_bytes") if isinstance(said, Mapping) else None
+def _check_sizes(name: str, entry: Any) -> None:
+    planes = entry.get("blob_bytes") if isinstance(entry, Mapping) else None
     has_planes = isinstance(planes, list) and planes and all(isinstance(plane, list) and plane for plane in planes)
     if not has_planes or not all(_is_blob_size(size) for plane in cast(list[list[Any]], planes) for size in plane):
         raise CheckpointError(
-            f"experts: blob_bytes of {name} is not, for each plane, a list of the blobs' sizes in multiples of "
-            f"{BLOB_ALIGNMENT_BYTES} bytes: {reprlib.repr(planes)}"
+            f"experts: blob_bytes of {name}: expected for each plane a list of sizes in multiples of "
+            f"{BLOB_ALIGNMENT_BYTES} bytes, got {reprlib.repr(planes)}"
         )
 
 

@@ -153,8 +153,8 @@ class CodedFolder:
         for name, file_name in weight_map.items():
             if not isinstance(file_name, str) or not _FILE_NAME.fullmatch(file_name):
                 raise CheckpointError(
-                    f"{path / SAFE_WEIGHTS_INDEX_NAME}: {name} is said to be in {reprlib.repr(file_name)}, which is "
-                    "no file of this folder"
+                    f"{path / SAFE_WEIGHTS_INDEX_NAME}: {name} refers to {reprlib.repr(file_name)}, which is not in "
+                    "this folder; copy the whole folder again"
                 )
         self.weight_map: dict[str, str] = weight_map
 
@@ -196,7 +196,7 @@ class CodedFolder:
         """
         blob = self.tensor(name)
         if blob.dtype != torch.uint8 or blob.dim() != 1:
-            raise OffloadError(f"{blob.dtype} of shape {tuple(blob.shape)} is no coded blob")
+            raise OffloadError(f"expected a 1-D torch.uint8 tensor, got {blob.dtype} of shape {tuple(blob.shape)}")
         return blob
 
     def blobs(self, module: str) -> Iterator[tuple[int, int, int, str]]:
@@ -219,7 +219,7 @@ def _json_of(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(said, dict):
-        raise CheckpointError(f"{path} is damaged: no JSON object")
+        raise CheckpointError(f"{path} is damaged: expected a JSON object, got {type(said).__name__}")
     return said
 
 

@@ -263,7 +263,7 @@ ExpertForward = Callable[[int, Tensor], Tensor]
 def mix(
     coded: CodedExperts, hidden: Tensor, index: Tensor, weights: Tensor, forward: ExpertForward, *, label: str
 ) -> Tensor:
-    """Send each token through its experts and add what they say, weighted, in the order of its choices.
+    """Run each token through its routed experts and sum their weighted outputs, in the order of its choices.
 
     Every expert is read once, whatever tokens chose it; reading begins when the router has chosen. The result of a
     token does not depend on other tokens.
@@ -296,12 +296,14 @@ def mix(
         parts.append(hidden.new_zeros(chosen.numel() - begin, hidden.shape[-1]))
     if not parts:
         return torch.zeros_like(hidden)
-    said = torch.cat(parts)
-    if said.shape[-1] != hidden.shape[-1]:
-        raise OffloadError(f"{label}: experts turn {hidden.shape[-1]} into {said.shape[-1]} numbers")
+    outputs = torch.cat(parts)
+    if outputs.shape[-1] != hidden.shape[-1]:
+        raise OffloadError(
+            f"{label}: expected expert outputs of the hidden size {hidden.shape[-1]}, got width {outputs.shape[-1]}"
+        )
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)
-    weighted = said[back] * weights.reshape(-1, 1)
+    weighted = outputs[back] * weights.reshape(-1, 1)
     return weighted.view(*index.shape, hidden.shape[-1]).sum(dim=1).to(hidden.dtype)
 
 

@@ -118,13 +118,13 @@ def record(module: nn.Module, batch: Mapping[str, Any]) -> Recording:
             torch.func.functional_call(_Pass(module, recorder), stand_ins, (inputs,))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise OffloadError(
-            f"the forward of {type(module).__name__} depends on numbers that only a real run knows ({error}); "
-            "nothing can be planned for it"
+            f"the forward of {type(module).__name__} depends on numbers that only a real run has ({error}); "
+            "plan does not support it"
         ) from error
     except RuntimeError as error:  # such as grouped products in float32, of which some versions know no shape
         raise OffloadError(
-            f"torch could not follow the forward and backward of {type(module).__name__} without numbers ({error}); "
-            "if they fail in a real run as well, mend them; else nothing can be planned for it"
+            f"cannot trace the forward and backward of {type(module).__name__} on fake tensors ({error}); if a real "
+            "step fails the same way, fix the model; otherwise plan does not support it"
         ) from error
     finally:
         recorder.stop()

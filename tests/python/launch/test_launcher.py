@@ -211,7 +211,7 @@ def test_a_second_process_under_the_budget_is_told_of(tmp_path, scratch):
     ended = paged([script(tmp_path, text)], scratch)
     assert ended.status == 0, ended.errors
     assert len(ended.reports) == 2
-    assert ended.errors.count("1 other process(es) of this run page under the same budget") == 1
+    assert ended.errors.count("1 other process(es) of this run use the same --ram budget") == 1
 
 
 def test_processes_that_train_together_share_the_budget(scratch, monkeypatch):

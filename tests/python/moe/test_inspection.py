@@ -191,7 +191,7 @@ def forget_tensor(folder: Path) -> str:
 
 def retype_page(folder: Path) -> str:
     change_tensors(experts_file(folder), lambda tensors: tensors.update({PAGE: tensors[PAGE].view(torch.float32)}))
-    return "torch.float32 of shape "
+    return "expected a 1-D torch.uint8 tensor, got torch.float32 of shape "
 
 
 DAMAGES = [
@@ -366,7 +366,7 @@ def test_a_model_larger_than_memory_is_compressed(tmp_path, monkeypatch, capsys)
     [
         ({"model": "{saved}/gone"}, "there is no model at"),
         ({"--calibration": "{saved}/gone.jsonl"}, "there is no calibration text at"),
-        ({"--calibration": "{saved}/bad.jsonl"}, 'bad.jsonl:2: no object with a "text"'),
+        ({"--calibration": "{saved}/bad.jsonl"}, 'bad.jsonl:2: expected an object with a string "text"'),
         ({"--bits": "0.2"}, "0.2 bits per weight are out of reach"),
         ({"--bits": "many"}, "'--bits'"),
         ({"--coder": "zip"}, "coder: 'zip' is none of smallest, tun12, rans4"),
@@ -429,7 +429,7 @@ def test_a_future_format_is_refused(folder):
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-NO_FILE = "which is no file of this folder"
+NO_FILE = "which is not in this folder"
 
 
 def put(folder: Path, name: str, keys: tuple, text: str) -> None:
@@ -459,7 +459,7 @@ SPOILED_CONFIGS = [
     ((SAID, "coded_format"), "[[[[[[[[]]]]]]]]", "format "),
     ((SAID, "planes"), '"best"', "planes: expected one of base, all, resident, got 'best'"),
     ((SAID, "planes"), "[]", "planes: "),
-    ((SAID, "experts"), "null", "experts: None"),
+    ((SAID, "experts"), "null", "experts: expected a mapping of modules to blob sizes, got None"),
     ((SAID, "experts"), "[]", "experts: "),
     ((SAID, "experts", MODULE), "1", f"blob_bytes of {MODULE}"),
     ((SAID, "experts", MODULE), "{}", f"blob_bytes of {MODULE}"),

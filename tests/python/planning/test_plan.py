@@ -223,7 +223,7 @@ def test_what_torch_cannot_follow_is_refused():
         def forward(self, value: torch.Tensor) -> torch.Tensor:
             return self.layers[0](value) @ torch.ones(63, 1)
 
-    with pytest.raises(OffloadError, match="could not follow the forward and backward of Unknown"):
+    with pytest.raises(OffloadError, match="cannot trace the forward and backward of Unknown"):
         record(Unknown(64, 64), {"value": torch.randn(8, 64)})
 
 
