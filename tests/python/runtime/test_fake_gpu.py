@@ -230,7 +230,7 @@ def train_with_own_optimizer(scratch: str, side: str) -> None:
     assert losses(small_config(scratch, page_elements=8192, **settings)) == plain
     report = torch_offload.report()
     assert report.device.to_device_bytes["parameter"] > 0
-    assert (report.device.to_device_bytes["state"] > 0) == (side == "device")
+    assert (report.device.to_device_bytes["state"] > 0) == (side == "gpu")
 
 
 @pytest.mark.parametrize(("optimizer", "activations"), [("own", "ram"), ("fused", "page")])
