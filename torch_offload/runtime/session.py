@@ -4,6 +4,7 @@ Modules that are wrapped together share its budget. A session opens with the fir
 nothing is paged any more, and puts back every function that it replaced.
 """
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,6 +39,12 @@ logger = logging.getLogger(__name__)
 
 TRACE_CAPACITY = 1 << 18
 """Activities that are recorded for a trace: 22 MiB outside of the budget."""
+
+_KEEP_ON_CPU = (
+    "to page it through the GPU give its memory, such as gpu='24GiB'; to train on the CPU leave the move out "
+    "(TrainingArguments(use_cpu=True))"
+)
+_UNWRAP_FIRST = "call torch_offload.unwrap(module) before"
 
 
 class Session:
@@ -298,13 +305,33 @@ class Session:
             self.engine.manage(copied, kind="parameter", label=label, of_module=True)
         return copied
 
-    def _after_conversion(self, original: Callable[..., Any], module: nn.Module, *args: Any, **options: Any) -> Any:
-        """Look at a wrapped module again after ``to``, ``half`` and the like, which may replace parameters."""
-        result = original(module, *args, **options)
+    def _after_conversion(
+        self, original: Callable[..., Any], module: nn.Module, fn: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        """Look at a wrapped module again after ``to``, ``half`` and the like, which may replace parameters.
+
+        Raises:
+            OffloadError: If tensors would leave the device that they are paged on.
+        """
+        result = original(module, functools.partial(self._converted, module, fn), *args, **options)
         place = self._places.get(module)
         if place is not None:
             place[0].mark_stale()
         return result
+
+    def _converted(
+        self, module: nn.Module, fn: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **options: Any
+    ) -> torch.Tensor:
+        """Convert one tensor, unless a copy of it on another device would be what the module computes with."""
+        converted = fn(tensor, *args, **options)
+        paged_on = torch.device(self.engine.place).type
+        moves = tensor.device.type == paged_on and converted.device.type not in (paged_on, "meta")
+        if moves and (module in self._places or _C.engine_of(tensor) is not None):
+            raise OffloadError(
+                f"cannot move {type(module).__name__} from {tensor.device} to {converted.device}, where nothing would "
+                f"page it; {_KEEP_ON_CPU if paged_on == 'cpu' else _UNWRAP_FIRST}"
+            )
+        return converted
 
     def _refresh(self) -> None:
         for wrapped in list(self._wrapped.values()):

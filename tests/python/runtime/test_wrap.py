@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.paging import assert_bitwise_equal, page_out, reading, reading_nothing
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_offload
 from torch_offload import _C, Config, ConfigError, OffloadError, OutOfTierMemory, TierIOError
@@ -301,6 +302,26 @@ def test_converted_modules_stay_paged(config, convert):
     assert all(_C.is_managed(parameter) for parameter in paged.parameters())
     page_out(paged)
     assert_bitwise_equal(dict(paged.named_parameters()), dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False], ids=["wrapped", "still loading"])
+def test_a_paged_module_is_not_moved_to_another_device(config, is_wrapped):
+    """As a Trainer does where it sees a GPU: what is there is not paged. Method: torch's fake tensors of a GPU."""
+    module = make_module()
+    before = snapshot(module)
+    if is_wrapped:
+        torch_offload.wrap(module, config=config)
+    else:
+        with torch_offload.loading(config=config):
+            module = make_module()
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(OffloadError) as refused:
+        module.to("cuda")
+    assert str(refused.value) == (
+        "cannot move Sequential from cpu to cuda:0, where nothing would page it; to page it through the GPU give its "
+        "memory, such as gpu='24GiB'; to train on the CPU leave the move out (TrainingArguments(use_cpu=True))"
+    )
+    assert_bitwise_equal(snapshot(module), before)
+    assert module.to("cpu") is module
 
 
 def test_states_loaded_into_an_optimizer_are_paged(config):
