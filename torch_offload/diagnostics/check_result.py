@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from torch_offload.reporting.result import Result
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -35,7 +37,7 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
-class DoctorReport:
+class DoctorReport(Result):
     """All results about a machine."""
 
     results: list[CheckResult]
@@ -46,7 +48,7 @@ class DoctorReport:
         return all(result.state is not State.problem for result in self.results)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as what JSON knows."""
+        """Return it as values that JSON knows."""
         return {
             "can_train": self.can_train,
             "results": [asdict(result) | {"state": result.state.value} for result in self.results],

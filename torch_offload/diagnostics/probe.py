@@ -17,6 +17,7 @@ from torch import nn
 from torch_offload.config import DEFAULT_PAGE_ELEMENTS
 from torch_offload.diagnostics import ssd_benchmark
 from torch_offload.optim.adamw import AdamW
+from torch_offload.reporting.result import Result
 from torch_offload.system import environment
 
 if TYPE_CHECKING:
@@ -39,8 +40,10 @@ GEMM_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Show = Callable[[str, int, int], None]
 
 
-class Probe(BaseModel):
-    """What was measured. Frozen.
+class Probe(BaseModel, Result):
+    """What this machine can do, measured. Frozen.
+
+    Experimental: may change in a minor release.
 
     Attributes:
         key: What the figures hold for: processor, cores, torch, and the disk of the directory.
@@ -67,7 +70,7 @@ class Probe(BaseModel):
     to_host: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as what JSON knows."""
+        """Return it as values that JSON knows."""
         return self.model_dump(mode="json")
 
     def __rich__(self) -> "Table":
@@ -93,6 +96,8 @@ class Probe(BaseModel):
 
 def probe(directory: str | os.PathLike[str] | None = None, *, refresh: bool = False, show: Show | None = None) -> Probe:
     """Return what this machine can do. Measured once, in less than a minute; later calls read the user's cache.
+
+    Experimental: may change in a minor release.
 
     Args:
         directory: On the disk that pages will go to. Default: the one that ``wrap`` would choose.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch_offload import _C
 from torch_offload.config import DEFAULT_QUEUE_DEPTH, SECTOR_BYTES, IoEngine, format_size
 from torch_offload.errors import ConfigError, OutOfTierMemory
+from torch_offload.reporting.result import Result
 from torch_offload.system import resources
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class DepthFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class SsdBenchmark(Result):
     """What was measured.
 
     Attributes:
@@ -72,7 +73,7 @@ class Result:
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as what JSON knows."""
+        """Return it as values that JSON knows."""
         return asdict(self)
 
     def __rich__(self) -> "Table":
@@ -114,7 +115,7 @@ def directory_for(ssd: Path | None, *, file_bytes: int) -> Path:
     return directory.resolve()
 
 
-def measure_with_progress(request: Request, *, progress_on: "Console") -> Result:
+def measure_with_progress(request: Request, *, progress_on: "Console") -> SsdBenchmark:
     """Measure; a bar on the console where that is a terminal, nothing otherwise."""
     if not progress_on.is_terminal:
         return measure(request)
@@ -129,7 +130,7 @@ def measure_with_progress(request: Request, *, progress_on: "Console") -> Result
         return measure(request, show=show)
 
 
-def measure(request: Request, *, show: Callable[[str, int, int], None] | None = None) -> Result:
+def measure(request: Request, *, show: Callable[[str, int, int], None] | None = None) -> SsdBenchmark:
     """Measure every depth that the free space allows.
 
     Args:
@@ -162,7 +163,7 @@ def measure(request: Request, *, show: Callable[[str, int, int], None] | None = 
         DepthFigures(queue_depth=depth, **{pattern: median(rates[depth, pattern]) for pattern in PATTERNS})
         for depth in depths
     ]
-    return Result(
+    return SsdBenchmark(
         directory=str(request.directory),
         filesystem=resources.filesystem_of(request.directory),
         io_engine=probe.engine_name,

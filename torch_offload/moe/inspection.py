@@ -25,6 +25,7 @@ from torch_offload.moe.folder_format import QUANT_METHOD
 from torch_offload.moe.layouts import CODED, experts_of
 from torch_offload.moe.modules import blob_name, scale_widths
 from torch_offload.moe.operators import CodedExtent, decode, extents
+from torch_offload.reporting.result import Result
 
 MAX_VALUES = 1 << 30
 """Of one matrix: each takes a byte while it is looked at. Experts have less than half as many."""
@@ -67,12 +68,12 @@ class ModuleContent:
         return self.weights * _BF16_BYTES
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it for JSON."""
+        """Return it as values that JSON knows."""
         return asdict(self) | {"bits": self.bits, "bf16_bytes": self.bf16_bytes}
 
 
 @dataclass(frozen=True)
-class FolderContent:
+class FolderContent(Result):
     """The coded experts of a folder, by module."""
 
     path: Path
@@ -98,7 +99,7 @@ class FolderContent:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it for JSON."""
+        """Return it as values that JSON knows."""
         modules = [module.to_dict() for module in self.modules]
         return {"folder": str(self.path), "modules": modules, "total": self.total.to_dict()}
 
@@ -279,7 +280,7 @@ def _content_of(folder: CodedFolder, module: str) -> ModuleContent:
 
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(Result):
     """What was read, and what of it is wrong, one line each."""
 
     path: Path
@@ -288,7 +289,7 @@ class Verification:
     problems: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it for JSON."""
+        """Return it as values that JSON knows."""
         return {
             "folder": str(self.path),
             "blobs": self.blobs,

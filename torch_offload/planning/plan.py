@@ -1,7 +1,6 @@
 """The plan of a training step: its memory, its traffic and its time."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch_offload.config import format_size
 from torch_offload.planning.page_uses import UpdateTier
 from torch_offload.reporting.bottleneck import Wear, wear_of
+from torch_offload.reporting.result import Result
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,8 +35,10 @@ class PlannedPhase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Result):
     """What a training step needs, moves and takes. Tiers are ``device``, ``ram`` and ``ssd``.
+
+    Experimental: may change in a minor release.
 
     Attributes:
         fits: Whether training can run with these budgets. Where not, the other figures are those of a run in which
@@ -113,10 +115,6 @@ class Plan:
         derived = {"tokens_per_second": self.tokens_per_second, "endurance_years": self.endurance_years}
         wear = {} if self.wear is None else {"ssd_bytes_per_day": self.wear.bytes_per_day}
         return dataclasses.asdict(self) | derived | wear
-
-    def to_json(self) -> str:
-        """Return :meth:`to_dict` as one JSON object."""
-        return json.dumps(self.to_dict())
 
     def __rich__(self) -> "Table":
         """Return the plan as a table for rich."""

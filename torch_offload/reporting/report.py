@@ -14,9 +14,9 @@ from torch_offload.errors import ConfigError
 from torch_offload.reporting.chrome_trace import write_trace
 from torch_offload.reporting.figures import DeviceReport, Figures
 from torch_offload.reporting.html_page import page_of
+from torch_offload.reporting.result import Result
 from torch_offload.reporting.table import table_of
 from torch_offload.reporting.timeline import Timeline, by_purpose
-from torch_offload.system.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,7 +27,7 @@ _TOTALS = ("ssd_read_bytes", "ssd_written_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Figures):
+class Report(Figures, Result):
     """What the engine did since it started; see :class:`Figures` for the fields."""
 
     @classmethod
@@ -66,18 +66,6 @@ class Report(Figures):
         content = dataclasses.asdict(dataclasses.replace(self, activities=None))
         del content["activities"]
         return content | {name: getattr(self, name) for name in _TOTALS}
-
-    def to_json(self) -> str:
-        """Return :meth:`to_dict` as one JSON object."""
-        return json.dumps(self.to_dict())
-
-    def write_json(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_json`; ``torch-offload report`` reads it.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
-        write_whole(path, f"{self.to_json()}\n".encode())
 
     @classmethod
     def read_json(cls, path: str | os.PathLike[str]) -> "Report":
