@@ -20,6 +20,7 @@ class Until(Enum):
     CALL_RETURNS = "the call that needed it returns"
     NO_CODED_MODEL = "no model with coded experts is alive"
     NO_REPORT_CALLBACK = "no `ReportCallback` is alive"
+    PROCESS_ENDS = "the process that `torch-offload run --optimizer` started ends"
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,14 @@ CALLBACK_LOG = ReplacedFunction(
     until=Until.NO_REPORT_CALLBACK,
     alternative="An order of callbacks that a callback can ask for.",
 )
+TRAINER_OPTIMIZER = ReplacedFunction(
+    owner="transformers.trainer:Trainer",
+    name="get_optimizer_cls_and_kwargs",
+    parameters=("args", "model"),
+    reason="A `Trainer` of a launched script creates `torch_offload.AdamW` in place of `torch.optim.AdamW`.",
+    until=Until.PROCESS_ENDS,
+    alternative="`optimizer_cls_and_kwargs`, which the script has to give its `Trainer` itself.",
+)
 LORA_CREATE = ReplacedFunction(
     owner="peft.tuners.lora.model:LoraModel",
     name="_create_new_module",
@@ -291,6 +300,7 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     TRANSFORMERS_CONVERT,
     TRANSFORMERS_SAVE,
     CALLBACK_LOG,
+    TRAINER_OPTIMIZER,
     LORA_CREATE,
     LORA_FORWARD_HOOKS,
     LORA_PREPARE,

@@ -4,6 +4,7 @@ Nothing happens until the first large parameter of a module arrives; then the en
 paged as it is registered, and a module that is called with such tensors in it is wrapped, the outermost first.
 """
 
+import atexit
 import logging
 import os
 import socket
@@ -18,7 +19,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from torch_offload.config import Config, format_size
+from torch_offload.hooks.import_watcher import ImportWatcher
 from torch_offload.hooks.registrations import Listener
+from torch_offload.integrations.trainer_optimizer import TrainerOptimizer
 from torch_offload.runtime import preflight
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.session import Session
@@ -49,6 +52,19 @@ class Autopage:
         self._call_hook: RemovableHandle | None = None
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._listening = PROCESS.registrations.listen(Listener(self._on_tensor))
+        self._optimizer = None if launch.optimizer is None else TrainerOptimizer(launch.optimizer)
+        if self._optimizer is not None:
+            ImportWatcher("transformers.trainer", self._optimizer.install).install()
+            atexit.register(self._warn_if_unused, self._optimizer)
+
+    def _warn_if_unused(self, optimizer: TrainerOptimizer) -> None:
+        """Say when this process ends that it paged a model and that the chosen optimizer was never asked for."""
+        if self._session is not None and not optimizer.is_used and os.getpid() == self._process:
+            logger.warning(
+                "--optimizer %s had no effect: no Trainer created an optimizer; in a training loop of your own, create "
+                "torch_offload.AdamW",
+                optimizer.name,
+            )
 
     def _on_tensor(self, module: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None:
         """Open the engine for the first tensor that it would page; once open, it takes them by itself."""

@@ -27,7 +27,7 @@ FAILURE_STATUS = 1
 SIGNAL_STATUS = 128
 
 
-def run(config: Config, command: Sequence[str], *, is_module: bool) -> int:
+def run(config: Config, command: Sequence[str], *, is_module: bool, optimizer: str | None = None) -> int:
     """Run a script to its end and return the exit status that Python would have ended with.
 
     It takes over the process: arguments, search path, ``__main__`` and environment are the script's from here on.
@@ -36,6 +36,7 @@ def run(config: Config, command: Sequence[str], *, is_module: bool) -> int:
         config: Budget and directory; what is left open is decided when the first large parameter appears.
         command: Path of the script, or name of the module, and its arguments.
         is_module: Whether it is the name of a module, as after ``python -m``.
+        optimizer: What a ``Trainer`` creates, a name of ``trainer_optimizer.OPTIMIZERS``; None: what the script says.
     """
     name, *arguments = command
     if not is_module and not os.path.exists(name):
@@ -44,7 +45,7 @@ def run(config: Config, command: Sequence[str], *, is_module: bool) -> int:
     _set_first_path(os.getcwd() if is_module else _script_directory(name))
     if is_module and not _module_exists(name):
         return _refuse(f"no module named {name}", FAILURE_STATUS)
-    launch = environment.Launch(name=uuid.uuid4().hex, config=config)
+    launch = environment.Launch(name=uuid.uuid4().hex, config=config, optimizer=optimizer)
     environment.hand_to_children(launch)
     autopage.begin(launch)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

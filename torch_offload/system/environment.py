@@ -45,10 +45,17 @@ def configured() -> Config | None:
 
 @dataclass(frozen=True)
 class Launch:
-    """One run of the launcher: its settings, and a name that its processes share."""
+    """One run of the launcher.
+
+    Attributes:
+        name: What its processes share.
+        config: The settings of its engines.
+        optimizer: What a ``Trainer`` creates, a name of ``trainer_optimizer.OPTIMIZERS``; None: what the script says.
+    """
 
     name: str
     config: Config
+    optimizer: str | None = None
 
 
 @contextmanager
@@ -69,7 +76,7 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
 def hand_to_children(launch: Launch) -> None:
     """Have every Python process that this one starts page like this one."""
     settings = launch.config.model_dump(mode="json", exclude_unset=True)
-    os.environ[LAUNCH] = json.dumps({"name": launch.name, "config": settings})
+    os.environ[LAUNCH] = json.dumps({"name": launch.name, "config": settings, "optimizer": launch.optimizer})
     paths = [str(SITE_DIRECTORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in dict.fromkeys(paths) if path)
     os.environ.update(LOADING_IN_SEQUENCE)
@@ -85,7 +92,7 @@ def launch_of_parent() -> Launch | None:
     if handed is None:
         return None
     content = json.loads(handed)
-    return Launch(name=content["name"], config=Config(**content["config"]))
+    return Launch(name=content["name"], config=Config(**content["config"]), optimizer=content["optimizer"])
 
 
 def process_count() -> int:

@@ -22,6 +22,7 @@ from torch_offload.hooks.replaced_functions import (
     Until,
     markdown_table,
 )
+from torch_offload.integrations.trainer_optimizer import TrainerOptimizer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -118,6 +119,15 @@ def test_what_a_report_callback_needs_lasts_as_long_as_it():
     assert {path for path in before if before[path] is not originals()[path]} == names_of(Until.NO_REPORT_CALLBACK)
     del callback
     gc.collect()
+    assert originals() == before
+
+
+def test_what_the_optimizer_of_a_launched_trainer_needs_is_put_back():
+    before = originals()
+    chosen = TrainerOptimizer("adamw")
+    chosen.install()
+    assert {path for path in before if before[path] is not originals()[path]} == names_of(Until.PROCESS_ENDS)
+    chosen.uninstall()
     assert originals() == before
 
 
