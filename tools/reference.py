@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/reference: settings, options of the command line, replaced functions.
+"""Writes the generated parts of docs/reference: public names, settings, options of the command line, replaced functions.
 
     python tools/reference.py            writes them
     python tools/reference.py --check    exits with status 1 where a file differs
@@ -6,6 +6,7 @@
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`.
 """
 
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -14,10 +15,12 @@ from typing import Any
 
 import typer
 
+import torch_offload
 from torch_offload.cli.app import app
 from torch_offload.config import Emulation, setting_fields
 from torch_offload.hooks.replaced_functions import markdown_table
 
+ROLE = re.compile(r":\w+:(?=`)")
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
 PART = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -45,7 +48,21 @@ def options(command: str) -> str:
     return "\n".join(rows) + "\n"
 
 
+def public_names() -> str:
+    """Return a table of the names of the package: what each is, and whether it may still change."""
+    rows = ["| name | | stability |", "|---|---|---|"]
+    for name in sorted(torch_offload.__all__, key=str.lower):
+        if name == "__version__":
+            continue
+        said = inspect.getdoc(getattr(torch_offload, name)) or ""
+        summary = said.split("\n\n")[0].replace("\n", " ").replace("``", "`")
+        stability = "experimental" if "Experimental:" in said else "stable"
+        rows.append(f"| `torch_offload.{name}` | {ROLE.sub('', summary)} | {stability} |")
+    return "\n".join(rows) + "\n"
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "public names": public_names,
     "settings": settings,
     "emulation": lambda: settings(Emulation),
     "replaced functions": markdown_table,

@@ -73,7 +73,10 @@ Bytes = Annotated[int, BeforeValidator(parse_size)]
 
 
 class Emulation(BaseModel):
-    """Hardware to try that is not there, and slower hardware than is there. For tests and experiments."""
+    """Hardware to try that is not there, and slower hardware than is there. For tests and experiments.
+
+    Experimental: may change in a minor release.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

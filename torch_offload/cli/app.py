@@ -1,8 +1,7 @@
 """The command line: ``torch-offload`` and ``python -m torch_offload``."""
 
-import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,9 @@ from torch_offload import __version__
 from torch_offload.cli.config_options import config_from, config_options
 from torch_offload.cli.run_arguments import script_path, separate_script
 from torch_offload.config import Config, parse_size
-from torch_offload.errors import CheckpointError, ConfigError, OffloadError
+from torch_offload.errors import CheckpointError, ConfigError, OffloadError, UnsupportedModelError
+from torch_offload.integrations.trainer_optimizer import OPTIMIZERS
+from torch_offload.reporting.result import Result
 from torch_offload.reporting.saved_reports import REPORT_NAME
 
 USAGE_ERROR = 2
@@ -39,13 +40,16 @@ class Launch:
     config: Config
     command: list[str]
     is_module: bool
+    optimizer: str | None = None
 
     def run(self) -> int:
         """Run it; returns its exit status."""
         # Imported here: it replaces functions of torch, which the other commands do not need.
         from torch_offload.launch import runner
 
-        status: int = runner.run(self.config, self.command, is_module=self.is_module)
+        status: int = runner.run(
+            self.config, self.command, is_module=self.is_module, optimizer=self.optimizer
+        )
         return status
 
 
@@ -79,6 +83,13 @@ def run(
     module: Annotated[
         str | None, typer.Option("-m", "--module", metavar="MODULE", help="Run a module, as python -m does.")
     ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="adamw|adamw-8bit",
+            help="Have a Trainer create torch_offload.AdamW, with moments in 32 or 8 bits, in place of torch's AdamW.",
+        ),
+    ] = None,
 ) -> None:
     """Run a training script with its models paged between GPU, memory and SSD.
 
@@ -87,11 +98,12 @@ def run(
     with _plain_errors():
         config = config_from({"status_line": True, **given}, file)
         command = [module, *(script or [])] if module is not None else list(script or [])
+        _check_choice("--optimizer", optimizer, OPTIMIZERS)
         if not command:
             raise ConfigError("nothing to run; name a script, an installed command, or a module with -m")
         if module is None:
             command[0] = script_path(command[0])
-    context.obj.append(Launch(config, command, is_module=module is not None))
+    context.obj.append(Launch(config, command, is_module=module is not None, optimizer=optimizer))
 
 
 @app.command()
@@ -103,10 +115,7 @@ def doctor(*, given: dict[str, Any], file: Path | None, as_json: AsJson = False)
     with _plain_errors():
         config = config_from(given, file)
         doctor_report = doctors.run_checks(ram=config.ram, ssd=config.scratch_directory)
-    if as_json:
-        _print_json(doctor_report.to_dict())
-    else:
-        _console().print(doctor_report)
+    _show(doctor_report, as_json=as_json)
     raise typer.Exit(0 if doctor_report.can_train else 1)
 
 
@@ -134,10 +143,7 @@ def bench_ssd(
             io_engine=config.io_engine,
         )
         result = benches.measure_with_progress(request, progress_on=Console(stderr=True))
-    if as_json:
-        _print_json(result.to_dict())
-    else:
-        _console().print(result)
+    _show(result, as_json=as_json)
 
 
 @app.command()
@@ -147,7 +153,7 @@ def plan(
     given: dict[str, Any],
     file: Path | None,
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A HuggingFace model's directory, or its config.json.")
+        str, typer.Argument(metavar="MODEL", help="A model's directory, its config.json, or its name on the hub.")
     ],
     batch: Annotated[int, typer.Option(metavar="COUNT", help="Rows of a micro-batch.")] = 1,
     sequence: Annotated[int, typer.Option(metavar="COUNT", help="Tokens of a row.")] = 512,
@@ -182,10 +188,7 @@ def plan(
             ssd_bytes=ssd_bytes,
             endurance_bytes=tbw,
         )
-    if as_json:
-        typer.echo(made.to_json())
-    else:
-        _console().print(made)
+    _show(made, as_json=as_json)
     raise typer.Exit(0 if made.fits else 1)
 
 
@@ -204,10 +207,7 @@ def probe(
     with _plain_errors():
         config = config_from(given, file)
         measured = probe_with_progress(config.scratch_directory, refresh=refresh, progress_on=Console(stderr=True))
-    if as_json:
-        _print_json(measured.to_dict())
-    else:
-        _console().print(measured)
+    _show(measured, as_json=as_json)
 
 
 @app.command()
@@ -231,7 +231,7 @@ def report(
         if html is not None:
             saved.write_html(html, endurance_bytes=endurance_bytes)
     if as_json:
-        typer.echo(saved.to_json())
+        _show(saved, as_json=True)
     elif html is not None:
         typer.echo(f"{html} written")
     else:
@@ -248,7 +248,7 @@ def compress(
     given: dict[str, Any],
     file: Path | None,
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A HuggingFace model's directory, with its tokenizer.")
+        str, typer.Argument(metavar="MODEL", help="A model's directory, with its tokenizer, or its name on the hub.")
     ],
     calibration: Annotated[
         Path,
@@ -286,7 +286,7 @@ def compress(
             config=config,
         )
     if as_json:
-        _print_json(done.to_dict())
+        typer.echo(done.to_json(indent=1))
     else:
         typer.echo(f"{out} written: experts of {done.coded_bytes} bytes, {done.bits:.3f} bits per weight")
 
@@ -294,29 +294,30 @@ def compress(
 @app.command()
 def inspect(
     *,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that compress has written.")],
+    folder: Annotated[str, typer.Argument(metavar="MODEL", help="A directory from compress, or its name on the hub.")],
     as_json: AsJson = False,
 ) -> None:
     """Show the size of a directory's coded experts by module: bits per weight, planes, zeros, coders, bytes."""
+    from torch_offload.integrations.hf_models import model_folder
+
     with _coded_folders() as folders:
-        content = folders.inspect(folder)
-    if as_json:
-        _print_json(content.to_dict())
-    else:
-        _console().print(content)
+        content = folders.inspect(model_folder(folder))
+    _show(content, as_json=as_json)
 
 
 @app.command()
 def verify(
     *,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that compress has written.")],
+    folder: Annotated[str, typer.Argument(metavar="MODEL", help="A directory from compress, or its name on the hub.")],
     as_json: AsJson = False,
 ) -> None:
     """Check every coded expert of a directory against its checksum and the model. Exit status 1 if damaged."""
+    from torch_offload.integrations.hf_models import model_folder
+
     with _coded_folders() as folders:
-        found = folders.verify(folder)
+        found = folders.verify(model_folder(folder))
     if as_json:
-        _print_json(found.to_dict())
+        typer.echo(found.to_json(indent=1))
     else:
         for problem in found.problems:
             typer.echo(problem)
@@ -342,8 +343,22 @@ def _needs_transformers() -> Iterator[None]:
         raise ConfigError(f"coded experts need transformers: pip install transformers ({error})") from None
 
 
-def _print_json(content: dict[str, Any]) -> None:
-    typer.echo(json.dumps(content, indent=1))
+def _check_choice(option: str, value: str | None, choices: Collection[str]) -> None:
+    """Refuse a value that an option does not have.
+
+    Raises:
+        ConfigError: The message names the choices.
+    """
+    if value is not None and value not in choices:
+        raise ConfigError(f"{option}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def _show(result: Result, *, as_json: bool) -> None:
+    """Print a result on stdout, for a reader or for a program."""
+    if as_json:
+        typer.echo(result.to_json(indent=1))
+    else:
+        _console().print(result)
 
 
 def _console() -> Console:
@@ -357,7 +372,7 @@ def _plain_errors() -> Iterator[None]:
     """Turn what is wrong with the command line or the machine into one line and an exit status."""
     try:
         yield
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, UnsupportedModelError) as error:
         _fail(error, USAGE_ERROR)
     except (OffloadError, OSError) as error:
         _fail(error, 1)

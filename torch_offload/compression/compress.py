@@ -24,14 +24,15 @@ from torch_offload.compression.rate_allocation import RateCurve, bytes_in, min_s
 from torch_offload.compression.resume import FOLDER, ResumeState, fingerprint_of
 from torch_offload.compression.rounding import Problem
 from torch_offload.config import SECTOR_BYTES, Config
-from torch_offload.errors import ConfigError
-from torch_offload.integrations.hf_models import loaded_model
+from torch_offload.errors import ConfigError, UnsupportedModelError
+from torch_offload.integrations.hf_models import loaded_model, model_folder
 from torch_offload.moe import checkpoint
 from torch_offload.moe.activate import experts_of
 from torch_offload.moe.layouts import ExpertsModule, read_ahead
 from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes, coded_experts, scale_widths
 from torch_offload.moe.operators import CODERS
 from torch_offload.moe.ternary import SCALE_DTYPE, check_finite
+from torch_offload.reporting.result import Result
 from torch_offload.runtime.loading import loading
 from torch_offload.runtime.process import PROCESS
 
@@ -76,7 +77,7 @@ class ModuleResult:
 
 
 @dataclass(frozen=True)
-class Compression:
+class Compression(Result):
     """What :func:`compress` did."""
 
     modules: list[ModuleResult]
@@ -93,7 +94,7 @@ class Compression:
         return self.coded_bytes * 8 / sum(module.weights for module in self.modules)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it for JSON."""
+        """Return it as values that JSON knows."""
         return asdict(self) | {"coded_bytes": self.coded_bytes, "bits": self.bits}
 
 
@@ -110,6 +111,8 @@ def compress(
     coder: str = "smallest",
 ) -> Compression:
     """Code all experts of a model in place, one block after the other; all else stays as it is.
+
+    Experimental: may change in a minor release.
 
     The texts are run through the model; each block sees what the coded ones before it say. Memory: the model, the
     hidden states of all texts, and the second moments of one block's experts. A wrapped model stays paged, and all of
@@ -130,8 +133,10 @@ def compress(
             experts that are mostly in memory.
 
     Raises:
-        ConfigError: If a layout is not known, experts are coded already, a weight is not finite, the rate is out of
-            reach, or `out` holds the model itself or the beginning of another compression. The message names what.
+        ConfigError: If experts are coded already, the rate is out of reach, or `out` holds the model itself or the
+            beginning of another compression. The message names what.
+        UnsupportedModelError: If a layout is not known, there are no experts, or a weight is not finite.
+        CheckpointError: If what an interrupted call left in `out` is damaged.
         OutOfTierMemory: If the model is wrapped and its budget is too small for one block.
         OSError: If `out` cannot be written.
     """
@@ -161,7 +166,7 @@ def compress(
 
 
 def compress_folder(
-    path: Path,
+    model: str | os.PathLike[str],
     *,
     bits: float,
     calibration: Path,
@@ -174,7 +179,7 @@ def compress_folder(
     """Compress a saved model with its tokenizer into another folder. The model is paged: it may be larger than memory.
 
     Args:
-        path: Of the model.
+        model: Its folder, or its name on the hub.
         bits: See :func:`compress`.
         calibration: A file of texts, see ``calibration.texts_in``.
         out: Of what is written.
@@ -184,24 +189,26 @@ def compress_folder(
         config: Budget and directory, as of ``torch_offload.wrap``.
 
     Raises:
-        ConfigError: As :func:`compress`, if a file is missing or cannot be read, or if `out` is `path`.
+        ConfigError: As :func:`compress`, if a file is missing or cannot be read, or if `out` is the model's folder.
+        CheckpointError: If a file of the model is damaged.
         OutOfTierMemory: If the budget is too small for one block, or a disk for the rest.
         TierIOError: If a scratch file cannot be made or written.
     """
     _check_coder(coder)
+    path = model_folder(model)
     _check_is_another(out, path)
     texts = calibrations.texts_in(calibration)
     with loading(config=config) as block:
-        model = block.wrap(loaded_model(path).requires_grad_(requires_grad=False))
+        loaded = block.wrap(loaded_model(path).requires_grad_(requires_grad=False))
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path} has no tokenizer that transformers can load: {error}") from None
-    batches = calibrations.batches_of(texts, model, tokenizer=tokenizer, sequence=sequence, rows=rows)
+    batches = calibrations.batches_of(texts, loaded, tokenizer=tokenizer, sequence=sequence, rows=rows)
     tokenizer.save_pretrained(str(out))  # first: a folder that is finished has all of it
-    return compress(model, bits=bits, calibration=batches, out=out, coder=coder)
+    return compress(loaded, bits=bits, calibration=batches, out=out, coder=coder)
 
 
 def _check_coder(coder: str) -> None:
@@ -216,7 +223,9 @@ def _check_is_another(out: Path, path: Path) -> None:
 
 def _check_none_is_coded(found: Sequence[ExpertsModule], model: nn.Module) -> None:
     if not found:
-        raise ConfigError(f"{type(model).__name__} has no experts; compress takes mixture-of-experts models")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no experts; give a mixture-of-experts model"
+        )
     coded = [experts.name for experts in found if experts.is_coded]
     if coded:
         raise ConfigError(
@@ -446,8 +455,8 @@ def _check_finite(experts: ExpertsModule, expert: int) -> None:
     for matrix in (UP, DOWN):
         try:
             check_finite(experts.weight(expert, matrix))
-        except ConfigError as error:
-            raise ConfigError(f"expert {expert} of {experts.name}: {error}") from error
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"expert {expert} of {experts.name}: {error}") from error
 
 
 def _progress() -> Progress:

@@ -97,7 +97,8 @@ def quantize(
         coder: One of ``coded_linear.CODERS``.
 
     Raises:
-        ConfigError: If a weight is not finite, or a coded matrix of this shape takes more bits than that.
+        UnsupportedModelError: If a weight is not finite.
+        ConfigError: If a coded matrix of this shape takes more bits than that.
     """
     shares = split(bits, planes_for(bits) if planes is None else planes)
     limits_bytes = [[int(share * weight.numel() / 8) for share in shares]]
@@ -342,7 +343,7 @@ def qmoe_quantize(weight: Tensor, hessian: Tensor | None, *, damping: float = _Q
         damping: Part of the mean of the Hessian's diagonal that is added to it.
 
     Raises:
-        ConfigError: If a weight is not finite.
+        UnsupportedModelError: If a weight is not finite.
 
     Source: Frantar and Alistarh, "QMoE", arXiv 2310.16795, and its published code.
     """

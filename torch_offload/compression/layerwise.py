@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_offload.errors import ConfigError
+from torch_offload.errors import UnsupportedModelError
 
 Batch = Mapping[str, Tensor]
 
@@ -85,25 +85,25 @@ def _run_until_reached(model: nn.Module, batch: Batch, block: str) -> None:
         model(**batch, use_cache=False)
     except _Reached:
         return
-    raise ConfigError(f"the model did not run {block} for a batch")
+    raise UnsupportedModelError(f"the model did not run {block} for a batch")
 
 
 def block_of(module: str, model: nn.Module) -> str:
     """Return the name of the repeated block that a module belongs to: the outermost member of a ``ModuleList``.
 
     Raises:
-        ConfigError: If it belongs to none; the message names it.
+        UnsupportedModelError: If it belongs to none; the message names it.
     """
     parts = module.split(".")
     for length in range(1, len(parts)):
         if isinstance(model.get_submodule(".".join(parts[:length])), nn.ModuleList):
             return ".".join(parts[: length + 1])
-    raise ConfigError(f"{module} is in no list of blocks that could be run one by one")
+    raise UnsupportedModelError(f"{module} is in no list of blocks that could be run one by one")
 
 
 def _place(model: nn.Module, block: str) -> tuple[nn.ModuleList, int]:
     parent, _, position = block.rpartition(".")
     blocks = model.get_submodule(parent)
     if not isinstance(blocks, nn.ModuleList):
-        raise ConfigError(f"{block} is no member of a list of blocks")
+        raise UnsupportedModelError(f"{block} is no member of a list of blocks")
     return blocks, int(position)

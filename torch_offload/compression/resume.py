@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_offload.errors import ConfigError
+from torch_offload.errors import CheckpointError, ConfigError
 from torch_offload.moe.modules import CodedExperts, CodedPlane, ExpertShapes, blob_name
 from torch_offload.moe.ternary import SCALE_DTYPE
 
@@ -97,7 +97,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     try:
         said: dict[str, Any] = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}); delete {path.parent} to begin again") from None
+        raise CheckpointError(f"{path} is damaged ({error}); delete {path.parent} to begin again") from None
     return said
 
 

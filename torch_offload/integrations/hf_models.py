@@ -1,82 +1,123 @@
 """A model and a batch as a HuggingFace configuration describes them, without weights and without memory."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from torch_offload.errors import ConfigError
+from torch_offload.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_CONFIGURATION = ("config.json",)
+_MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
-def model_from(path: Path, *, dtype: str, uses_checkpointing: bool) -> nn.Module:
+
+def model_folder(model: str | os.PathLike[str], *, files: tuple[str, ...] = _MODEL_FILES) -> Path:
+    """Return the folder of a model: `model` itself, or the cached copy of a repository of the hub.
+
+    What the cache lacks is downloaded, with a progress bar on a terminal.
+
+    Args:
+        model: A folder, or the name of a repository such as ``Qwen/Qwen3-30B-A3B``.
+        files: Patterns of the files that are needed of a repository.
+
+    Raises:
+        ConfigError: If there is neither. The message says why the repository cannot be had.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return path
+    with _transformers_needed("downloading a model"):
+        from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(os.fspath(model), allow_patterns=list(files)))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"there is no folder {path}, and no such repository on the hub ({reason}); give the folder of a saved model "
+            "or a repository's name"
+        ) from None
+
+
+def model_from(model: str | os.PathLike[str], *, dtype: str, uses_checkpointing: bool) -> nn.Module:
     """Return the language model of a configuration on the meta device, in training mode.
 
     Args:
-        path: A model's directory, or its ``config.json``.
+        model: A model's folder, its ``config.json``, or its name on the hub.
         dtype: Of its parameters, such as ``bfloat16``.
         uses_checkpointing: Whether layers run again in the backward pass.
 
     Raises:
-        ConfigError: If there is no such configuration, it is of a quantized model, or transformers is missing. The
-            message says which.
+        ConfigError: If there is no such configuration, or transformers is missing.
+        UnsupportedModelError: If it is of a quantized model, or of none that transformers knows.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: {dtype!r} is not known; there are: {', '.join(DTYPES)}")
-    file = path / "config.json" if path.is_dir() else path
+    file = Path(model)
     if not file.is_file():
-        raise ConfigError(f"there is no model configuration at {file}; give a model's directory or its config.json")
-    try:
+        file = model_folder(model, files=_CONFIGURATION) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"there is no model configuration at {file}; give a model's folder or its config.json")
+    with _transformers_needed("reading a model's configuration"):
         from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigError(
-            f"reading a model's configuration needs transformers: pip install transformers ({error})"
-        ) from None
     try:
         configuration = AutoConfig.from_pretrained(str(file))
         for part in (configuration, configuration.get_text_config(decoder=True)):
             said = getattr(part, "quantization_config", None)
             if said is not None:
                 method = said.get("quant_method") if isinstance(said, dict) else said
-                raise ConfigError(f"{file} is of a quantized model ({method}); only plain ones can be planned")
+                raise UnsupportedModelError(
+                    f"{file} is of a quantized model ({method}), which cannot be planned yet; give a plain one"
+                )
         configuration.use_cache = False
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            planned = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 configuration, dtype=DTYPES[dtype]
             )
-    except ConfigError:
+    except UnsupportedModelError:
         raise
     except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"{file} describes no language model that transformers knows: {error}") from None
-    model.train()
+        raise UnsupportedModelError(f"{file} describes no language model that transformers knows: {error}") from None
+    planned.train()
     if uses_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model  # type: ignore[no-any-return]
+        planned.gradient_checkpointing_enable({"use_reentrant": False})
+    return planned  # type: ignore[no-any-return]
 
 
 def loaded_model(path: Path) -> nn.Module:
     """Return a saved model with its weights, in the type they are stored in.
 
     Raises:
-        ConfigError: If there is none at `path`, a file of it is damaged or of other shapes, or transformers is missing.
+        ConfigError: If there is none at `path`, or transformers is missing.
+        CheckpointError: If a file of it is damaged or of other shapes.
     """
     if not (path / "config.json").is_file():
         raise ConfigError(f"there is no model at {path}; give the folder of a saved model")
-    try:
+    with _transformers_needed("loading a model"):
         from safetensors import SafetensorError
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-    except ImportError as error:
-        raise ConfigError(f"loading a model needs transformers: pip install transformers ({error})") from None
     try:
         is_encoder_decoder = AutoConfig.from_pretrained(str(path)).is_encoder_decoder
         auto = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
         model: nn.Module = auto.from_pretrained(str(path), dtype="auto")
     except SafetensorError as error:
-        raise ConfigError(f"{_damaged_file(path)} is damaged: {error}; copy or download it again") from None
+        raise CheckpointError(f"{_damaged_file(path)} is damaged: {error}; copy or download it again") from None
     except (ValueError, KeyError, RuntimeError) as error:  # the last: tensors of other shapes than the configuration's
-        raise ConfigError(f"{path} holds no model that transformers can load: {error}") from None
+        raise CheckpointError(f"{path} holds no model that transformers can load: {error}") from None
     return model
+
+
+@contextmanager
+def _transformers_needed(purpose: str) -> Iterator[None]:
+    """Turn a failed import into a ConfigError that names what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{purpose} needs transformers: pip install transformers ({error})") from None
 
 
 def _damaged_file(path: Path) -> Path:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.switch_transformers import modeling_switch_transformers as switch
 
-from torch_offload.errors import ConfigError, OffloadError
+from torch_offload.errors import OffloadError, UnsupportedModelError
 from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes, coded_experts, mix
 from torch_offload.moe.ternary import TernaryMatrix
 
@@ -46,7 +46,7 @@ class FusedExperts:
         """Of the experts. Pre: not coded."""
         up, down = (self._parameter(name) for name in (self.up_name, "down_proj"))
         if up.dim() != 3 or down.dim() != 3 or up.shape[0] != down.shape[0]:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{self.name} ({type(self.module).__name__}): experts of shapes {tuple(up.shape)} and "
                 f"{tuple(down.shape)} are not [experts, ., .]"
             )
@@ -82,7 +82,7 @@ class FusedExperts:
     def _parameter(self, name: str) -> Tensor:
         parameter: Tensor | None = self.module._parameters.get(name)
         if parameter is None:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{self.name} ({type(self.module).__name__}) has no parameter {name}; a quantized or adapted model "
                 "has to be made plain first"
             )
@@ -176,7 +176,7 @@ def experts_of(model: nn.Module) -> list[ExpertsModule]:
     """List a model's modules of experts, coded or not, in the order of the model.
 
     Raises:
-        ConfigError: If a module holds experts in a layout that is not known; the message names it.
+        UnsupportedModelError: If a module holds experts in a layout that is not known; the message names it.
     """
     return list(_find_experts(model))
 
@@ -189,7 +189,7 @@ def _find_experts(model: nn.Module) -> Iterator[ExpertsModule]:
         elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
             yield FusedExperts(name, module)
         elif _looks_like_experts(module):
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{name} ({type(module).__name__}) seems to hold experts in a layout that torch_offload does not "
                 "know; nothing was changed"
             )
@@ -210,12 +210,12 @@ def code_experts(model: nn.Module, rounded: Callable[[Tensor], Sequence[TernaryM
         rounded: A matrix [rows, columns] to its terms; as many for every matrix of a module.
 
     Raises:
-        ConfigError: If the layout of a module is not known, the model has no experts, or a weight is not finite; the
-            message names the module and the expert. Modules before it are coded.
+        UnsupportedModelError: If the layout of a module is not known, the model has no experts, or a weight is not
+            finite; the message names the module and the expert. Modules before it are coded.
     """
     found = experts_of(model)
     if not found:
-        raise ConfigError(f"{type(model).__name__} has no experts")
+        raise UnsupportedModelError(f"{type(model).__name__} has no experts")
     for experts in found:
         if not experts.is_coded:
             shapes = experts.shapes
@@ -236,8 +236,8 @@ def _terms(
 ) -> tuple[Sequence[TernaryMatrix], Sequence[TernaryMatrix]]:
     try:
         return rounded(experts.weight(expert, UP)), rounded(experts.weight(expert, DOWN))
-    except ConfigError as error:
-        raise ConfigError(f"expert {expert} of {experts.name}: {error}") from error
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"expert {expert} of {experts.name}: {error}") from error
 
 
 def choose_implementation(config: Any) -> None:

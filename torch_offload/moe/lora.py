@@ -17,7 +17,7 @@ from peft.tuners.lora.model import LoraModel
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_offload.errors import ConfigError
+from torch_offload.errors import ConfigError, UnsupportedModelError
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 from torch_offload.moe.modules import CodedExperts, CodedProjection, Product
@@ -78,7 +78,8 @@ class LoraCodedProjection(nn.Module, LoraLayer):
         """Add an adapter.
 
         Raises:
-            ConfigError: If the rank is not positive, or the configuration asks for what coded weights cannot have.
+            ConfigError: If the rank is not positive.
+            UnsupportedModelError: If the configuration asks for what coded weights cannot have.
         """
         self._check(r, config)
         self.resolve_lora_variant(config=config)
@@ -124,9 +125,11 @@ class LoraCodedProjection(nn.Module, LoraLayer):
         """Not possible.
 
         Raises:
-            ConfigError: Always.
+            UnsupportedModelError: Always.
         """
-        raise ConfigError("adapters cannot be merged into coded experts, which are read-only; keep them beside")
+        raise UnsupportedModelError(
+            "adapters cannot be merged into coded experts, which are read-only; keep them beside"
+        )
 
     def unmerge(self) -> None:
         """Nothing is ever merged."""
@@ -149,9 +152,9 @@ class LoraCodedProjection(nn.Module, LoraLayer):
         if r <= 0:
             raise ConfigError(f"the rank r of an adapter is at least 1, got {r}")
         if config.lora_bias or config.fan_in_fan_out:
-            raise ConfigError("adapters over coded experts have no lora_bias and no fan_in_fan_out")
+            raise UnsupportedModelError("adapters over coded experts have no lora_bias and no fan_in_fan_out")
         if config.init_lora_weights not in (True, False, "gaussian"):
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"init_lora_weights={config.init_lora_weights!r} needs dense weights; coded experts take True, False "
                 "or 'gaussian'"
             )
@@ -225,7 +228,7 @@ def _create_new_module(
 def _enable_peft_forward_hooks(original: Callable[..., Any], model: LoraModel, *args: Any, **options: Any) -> Any:
     """Refuse adapters by row: PEFT's hooks that choose them would not run, since nobody calls experts as layers."""
     if options.get("adapter_names") is not None and _has_coded(model):
-        raise ConfigError(
+        raise UnsupportedModelError(
             "adapter_names: coded experts cannot use other adapters for each row; choose one for the batch with "
             "set_adapter"
         )
@@ -248,13 +251,13 @@ def _add_weighted_adapter(
     """
     if _has_coded(model):
         if len(adapters) > 1 and combination_type not in _COMBINATIONS:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"combination_type={combination_type!r}: adapters over coded experts are combined by "
                 f"{', '.join(_COMBINATIONS)}"
             )
         for option in ("rank_pattern", "use_dora", "use_rslora"):
             if any(getattr(model.peft_config.get(name), option, None) for name in adapters):
-                raise ConfigError(f"adapters over coded experts are combined only without {option}")
+                raise UnsupportedModelError(f"adapters over coded experts are combined only without {option}")
     return original(model, adapters, weights, adapter_name, combination_type, *args, **options)
 
 
@@ -262,7 +265,7 @@ def _prepare_model(original: Callable[..., Any], tuner: LoraModel, config: LoraC
     """Refuse an adapter for dense experts, of which PEFT would put on only what finds its weights."""
     dense = sorted(name for name in config.target_parameters or () if name.rpartition(".")[2] in _DENSE_WEIGHTS)
     if dense and any(isinstance(module, CodedExperts) for module in model.modules()):
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"target_parameters: {', '.join(dense)} of coded experts are not there; adapters over them have the "
             "target_modules coded.up and coded.down, and adapters of dense experts cannot be put on them"
         )
@@ -282,7 +285,9 @@ def _hotswap_adapter_from_state_dict(
     layers = [module for module in model.modules() if isinstance(module, LoraCodedProjection)]
     ranks = {layer.r[adapter_name] for layer in layers if adapter_name in layer.r}
     if ranks and (ranks != {config.r} or config.rank_pattern):
-        raise ConfigError(f"adapters over coded experts are swapped only for those of their rank: {sorted(ranks)}")
+        raise UnsupportedModelError(
+            f"adapters over coded experts are swapped only for those of their rank: {sorted(ranks)}"
+        )
     return original(model, state_dict, adapter_name, config, *args, **options)
 
 

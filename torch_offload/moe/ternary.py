@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_offload.errors import ConfigError
+from torch_offload.errors import UnsupportedModelError
 from torch_offload.moe.operators import encode
 
 SCALE_DTYPE = torch.bfloat16
@@ -39,7 +39,7 @@ def nearest(weight: Tensor, *, zeros: float) -> TernaryMatrix:
         zeros: The share that becomes zero, 0 to 1.
 
     Raises:
-        ConfigError: If a weight is not finite.
+        UnsupportedModelError: If a weight is not finite.
     """
     exact = weight.detach().float()
     check_finite(exact)
@@ -64,11 +64,17 @@ def in_planes(weight: Tensor, zeros: Sequence[float]) -> list[TernaryMatrix]:
 
 
 def check_finite(weight: Tensor) -> None:
-    """Raise ConfigError if a weight is not a number or infinite; the message says how many and where the first is."""
+    """Check that every weight is finite.
+
+    Raises:
+        UnsupportedModelError: If one is not; the message says how many are not and where the first is.
+    """
     wrong = ~weight.isfinite()
     if wrong.any():
         first = tuple(wrong.nonzero()[0].tolist())
-        raise ConfigError(f"{int(wrong.sum())} of {weight.numel()} weights are not finite, the first at {first}")
+        raise UnsupportedModelError(
+            f"{int(wrong.sum())} of {weight.numel()} weights are not finite, the first at {first}"
+        )
 
 
 def coded(matrix: TernaryMatrix, *, coder: str = "smallest") -> Tensor:

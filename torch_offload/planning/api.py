@@ -46,6 +46,8 @@ def plan(
     One forward and backward is recorded on tensors without numbers; its operators are timed alone; its uses of pages
     are replayed under the budgets. The module is not changed, and may be on the meta device.
 
+    Experimental: may change in a minor release.
+
     Args:
         model: As it will be trained: in training mode, with checkpointing where wanted, frozen where frozen.
         batch: Arguments of its forward by name, labels included, of one micro-batch; meta tensors will do.

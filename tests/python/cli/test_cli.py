@@ -68,8 +68,8 @@ def launched(monkeypatch):
     """What the launcher is called with; it answers with the status 7."""
     calls = []
 
-    def run(config, command, *, is_module):
-        calls.append((config, command, is_module))
+    def run(config, command, *, is_module, optimizer):
+        calls.append((config, command, is_module, optimizer))
         return 7
 
     stub = types.ModuleType("torch_offload.launch.runner")
@@ -96,27 +96,35 @@ def test_run_hands_script_and_settings_to_the_launcher(monkeypatch, launched, tm
     arguments += ("--trace", "t.json.gz")
     monkeypatch.chdir(tmp_path)
     assert run_main(monkeypatch, "run", *arguments, str(script), "--ram", "1", "-m", "--help") == 7
-    [(config, command, is_module)] = launched
+    [(config, command, is_module, optimizer)] = launched
     wanted = Config(ram="2GiB", ssd=tmp_path, queue_depth=4, status_line=False, report=tmp_path / "r.json")
     wanted = wanted.replace(trace=tmp_path / "t.json.gz")
     assert config == wanted
     assert config.model_fields_set == wanted.model_fields_set
     assert command == [str(script), "--ram", "1", "-m", "--help"]
     assert is_module is False
+    assert optimizer is None
 
 
 def test_run_hands_modules_to_the_launcher(monkeypatch, launched):
     assert run_main(monkeypatch, "run", "-m", "trl.scripts.sft", "--ssd", "x", "-m", "--", "--version") == 7
-    [(config, command, is_module)] = launched
+    [(config, command, is_module, _)] = launched
     assert (config, command) == (Config(status_line=True), ["trl.scripts.sft", "--ssd", "x", "-m", "--", "--version"])
     assert is_module is True
+
+
+def test_run_hands_the_optimizer_to_the_launcher(monkeypatch, launched):
+    assert run_main(monkeypatch, "run", "--optimizer", "adamw-8bit", "-m", "trl.scripts.sft", "--optimizer", "x") == 7
+    [(config, command, _, optimizer)] = launched
+    assert (config, command) == (Config(status_line=True), ["trl.scripts.sft", "--optimizer", "x"])
+    assert optimizer == "adamw-8bit"
 
 
 @pytest.mark.parametrize("raised", [OutOfTierMemory("full"), ValueError("no"), KeyboardInterrupt(), EOFError()])
 def test_what_the_script_raises_comes_out_as_it_is(monkeypatch, launched, raised):
     """Also errors of ours: the traceback of the script is worth more than one line of this command."""
 
-    def run(config, command, *, is_module):
+    def run(config, command, *, is_module, optimizer):
         raise raised
 
     monkeypatch.setattr(sys.modules["torch_offload.launch.runner"], "run", run)
@@ -136,12 +144,16 @@ def test_what_the_script_raises_comes_out_as_it_is(monkeypatch, launched, raised
         (["bench-ssd", "--secnds", "1"], "--seconds"),
         (["report", "--htlm", "x"], "--html"),
         (["plan", "x", "--optimzer", "none"], "--optimizer"),
-        (["plan", "{folder}"], "there is no model configuration at {folder}/config.json; give a model's directory"),
+        (["plan", "{folder}"], "there is no model configuration at {folder}/config.json; give a model's folder"),
+        (["plan", "nobody/nothing"], "there is no folder nobody/nothing, and no such repository on the hub"),
+        (["inspect", "nobody/nothing"], "there is no folder nobody/nothing, and no such repository on the hub"),
+        (["verify", "nobody/nothing"], "there is no folder nobody/nothing, and no such repository on the hub"),
         (["plan", "{folder}", "--dtype", "fp32"], "dtype: 'fp32' is not known; there are: float32, bfloat16, float16"),
         (["plan", "{folder}", "--ram", "2GX"], "ram: cannot read '2GX' as a size; accepted: "),
         (["probe", "--ssd", "{folder}/gone"], "gone does not exist; create it"),
         (["run", "--ram", "2GX", "a.py"], "ram: cannot read '2GX' as a size; accepted: "),
         (["run", "--io-engine", "urin", "a.py"], "io_engine: "),
+        (["run", "--optimizer", "adam", "a.py"], "--optimizer: expected one of adamw, adamw-8bit, got 'adam'"),
         (["run"], "nothing to run; name a script, an installed command, or a module with -m"),
         (["bench-ssd", "--block", "1000", "--ssd", "{folder}"], "block: must be a positive multiple of 4096"),
         (["bench-ssd", "--size", "4KiB", "--ssd", "{folder}"], "size: must be at least"),
@@ -181,6 +193,20 @@ def test_a_plan_says_whether_it_fits(monkeypatch, capsys, configured):
     assert run_main(monkeypatch, "plan", str(configured / "config.json"), "--ram", "64KiB", *options) == 1
     made = json.loads(capsys.readouterr().out)
     assert made["missing_bytes"]["ram"] == made["needed_bytes"]["ram"] - (64 << 10)
+
+
+def test_a_plan_finds_a_model_by_its_name_on_the_hub(monkeypatch, capsys, configured, tmp_path):
+    """Method: a cache of the hub that holds one configuration, as a download leaves it; the hub is not asked."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--somebody--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    (configured / "config.json").rename(repository / "snapshots" / commit / "config.json")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    options = ("--ram", "8MiB", "--ssd", str(configured), "--checkpointing", *PLANNED)
+    assert run_main(monkeypatch, "plan", "somebody/tiny", *options) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
 
 
 def test_a_quantized_model_is_not_planned(monkeypatch, capsys, configured):
@@ -238,7 +264,7 @@ def test_a_file_of_settings_comes_before_the_variable_and_after_the_options(monk
     monkeypatch.setenv("TORCH_OFFLOAD_CONFIG", '{"ram": "1GiB", "queue_depth": 4, "min_paged_bytes": "1MiB"}')
     options = ("--config", str(file), "--ram", "3GiB", "--emulate-gpu", "--gpu", "1GiB")
     assert run_main(monkeypatch, "run", *options, "-m", "x") == 7
-    [(config, _, _)] = launched
+    [(config, *_)] = launched
     assert config.ram == 3 << 30
     assert (config.queue_depth, config.min_paged_bytes) == (8, 1 << 20)
     assert config.emulation == Emulation(gpu=True, ssd_rate="1GB")
@@ -282,7 +308,7 @@ def test_what_is_no_script_and_no_command_is_named_with_the_nearest(monkeypatch,
 
 def test_an_installed_command_is_run_by_its_file(monkeypatch, launched):
     assert run_main(monkeypatch, "run", "trl", "sft", "--help") == 7
-    [(_, command, is_module)] = launched
+    [(_, command, is_module, _)] = launched
     assert Path(command[0]).name == "trl"
     assert Path(command[0]).is_file()
     assert (command[1:], is_module) == (["sft", "--help"], False)
