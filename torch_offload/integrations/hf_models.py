@@ -33,13 +33,16 @@ def model_folder(model: str | os.PathLike[str], *, files: tuple[str, ...] = _MOD
         return path
     with _transformers_needed("downloading a model"):
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError
     try:
         return Path(snapshot_download(os.fspath(model), allow_patterns=list(files)))
+    except HFValidationError:
+        raise ConfigError(f"there is no folder {path}; give the folder of a model, or its name on the hub") from None
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"there is no folder {path}, and no such repository on the hub ({reason}); give the folder of a saved model "
-            "or a repository's name"
+            f"there is no folder {path}, and no such repository on the hub ({reason}); give the folder of a model, or "
+            "its name on the hub"
         ) from None
 
 
@@ -67,9 +70,9 @@ def model_from(model: str | os.PathLike[str], *, dtype: str, uses_checkpointing:
     try:
         configuration = AutoConfig.from_pretrained(str(file))
         for part in (configuration, configuration.get_text_config(decoder=True)):
-            said = getattr(part, "quantization_config", None)
-            if said is not None:
-                method = said.get("quant_method") if isinstance(said, dict) else said
+            quantization = getattr(part, "quantization_config", None)
+            if quantization is not None:
+                method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
                 raise UnsupportedModelError(
                     f"{file} is of a quantized model ({method}), which cannot be planned yet; give a plain one"
                 )
@@ -96,7 +99,7 @@ def loaded_model(path: Path) -> nn.Module:
         CheckpointError: If a file of it is damaged or of other shapes.
     """
     if not (path / "config.json").is_file():
-        raise ConfigError(f"there is no model at {path}; give the folder of a saved model")
+        raise ConfigError(f"there is no model configuration at {path / 'config.json'}; give the folder of a model")
     with _transformers_needed("loading a model"):
         from safetensors import SafetensorError
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM

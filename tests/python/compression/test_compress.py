@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, SwitchTransformersForConditionalGeneration
 
 import torch_offload
-from torch_offload import ConfigError, moe
+from torch_offload import ConfigError, UnsupportedModelError, moe
 from torch_offload.compression import calibration, gptq, resume
 from torch_offload.compression.compress import RateBudget
 from torch_offload.compression.input_moments import ExpertMoments
@@ -430,11 +430,13 @@ def test_what_cannot_be_done_is_named():
     model = model_of()
     with torch.no_grad():
         model.model.layers[1].mlp.experts.gate_up_proj[3, 5, 6] = float("inf")
-    with pytest.raises(ConfigError, match=r"expert 3 of model\.layers\.1\.mlp\.experts: .*not finite.*\(5, 6\)"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"expert 3 of model\.layers\.1\.mlp\.experts: .*not finite.*\(5, 6\)"
+    ):
         torch_offload.compress(model, bits=0.9, calibration=tokens())
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.experts: 0.1 bits per weight are out of reach"):
         torch_offload.compress(model_of(), bits=0.1, calibration=tokens())
-    with pytest.raises(ConfigError, match="Linear has no experts"):
+    with pytest.raises(UnsupportedModelError, match="Linear has no experts"):
         torch_offload.compress(nn.Linear(2, 2), calibration=tokens())
     with pytest.raises(ConfigError, match="give the tokenizer"):
         torch_offload.compress(model_of(), calibration=["text"])

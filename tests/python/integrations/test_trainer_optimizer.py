@@ -1,4 +1,4 @@
-"""`torch-offload run --optimizer`: a Trainer creates torch_offload.AdamW, with the bits of torch's where it has them."""
+"""`torch-offload run --optimizer`: a Trainer creates torch_offload.AdamW; fp32 weights get the bits of torch's."""
 
 import pytest
 import torch
@@ -62,7 +62,9 @@ def test_arguments_of_the_script_are_kept(chosen):
 
 def test_a_script_that_asks_for_another_optimizer_is_refused(chosen):
     arguments = TrainingArguments(optim="sgd", use_cpu=True, report_to=[])
-    with pytest.raises(ConfigError, match="--optimizer adamw-8bit takes the place of .* the script asks for SGD; leave"):
+    with pytest.raises(
+        ConfigError, match=r"--optimizer adamw-8bit takes the place of .* the script asks for SGD; leave"
+    ):
         Trainer.get_optimizer_cls_and_kwargs(arguments)
     assert not chosen.is_used
 

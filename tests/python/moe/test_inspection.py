@@ -279,7 +279,7 @@ def test_inspect_ends_with_one_line(folder, damage, monkeypatch, capsys):
 def test_folders_of_something_else_are_named(command, tmp_path, monkeypatch, capsys):
     """Method: nothing, a plain model, a broken configuration."""
     assert run_main(monkeypatch, command, str(tmp_path / "gone")) == 2
-    assert "give a folder that compress has written" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{}")
     assert run_main(monkeypatch, command, str(tmp_path)) == 2
     assert "has no coded experts" in capsys.readouterr().err
@@ -364,7 +364,7 @@ def test_a_model_larger_than_memory_is_compressed(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"model": "{saved}/gone"}, "there is no model at"),
+        ({"model": "{saved}/gone"}, "there is no folder"),
         ({"--calibration": "{saved}/gone.jsonl"}, "there is no calibration text at"),
         ({"--calibration": "{saved}/bad.jsonl"}, 'bad.jsonl:2: expected an object with a string "text"'),
         ({"--bits": "0.2"}, "0.2 bits per weight are out of reach"),
@@ -520,7 +520,7 @@ def claim_many_columns(folder: Path) -> str:
         page[8:16] = torch.tensor(list(checksum.to_bytes(8, "little")), dtype=torch.uint8)
 
     change_tensors(experts_file(folder), forge)
-    return "matrix 0 is said to have 512 x 16777216 values, at most 1073741824 are read"
+    return "matrix 0 has 512 x 16777216 values, at most 1073741824 are read"
 
 
 @pytest.mark.parametrize("damage", [retype_page, claim_many_columns])

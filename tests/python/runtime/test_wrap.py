@@ -306,7 +306,7 @@ def test_converted_modules_stay_paged(config, convert):
 
 @pytest.mark.parametrize("is_wrapped", [True, False], ids=["wrapped", "still loading"])
 def test_a_paged_module_is_not_moved_to_another_device(config, is_wrapped):
-    """As a Trainer does where it sees a GPU: what is there is not paged. Method: torch's fake tensors of a GPU."""
+    """As a Trainer does where it sees a GPU: what is there is not paged. Method: a fake tensor of a GPU."""
     module = make_module()
     before = snapshot(module)
     if is_wrapped:
@@ -314,8 +314,10 @@ def test_a_paged_module_is_not_moved_to_another_device(config, is_wrapped):
     else:
         with torch_offload.loading(config=config):
             module = make_module()
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(OffloadError) as refused:
-        module.to("cuda")
+    with FakeTensorMode():
+        on_gpu = torch.empty(1, device="cuda")
+    with pytest.raises(OffloadError) as refused:
+        module._apply(lambda tensor: on_gpu)  # as module.to("cuda") calls it
     assert str(refused.value) == (
         "cannot move Sequential from cpu to cuda:0, where nothing would page it; to page it through the GPU give its "
         "memory, such as gpu='24GiB'; to train on the CPU leave the move out (TrainingArguments(use_cpu=True))"
