@@ -75,7 +75,7 @@ class Engine:
         device_ordinal: int = 0,
     ) -> None: ...
     @property
-    def place(self) -> str:
+    def torch_device(self) -> str:
         """Where the module computes and its tensors are: "cpu", or a GPU such as "cuda:0"."""
     def install_allocator(self) -> None:
         """Make large CPU allocations count against this engine's budget from now on."""

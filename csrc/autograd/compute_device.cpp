@@ -18,7 +18,7 @@ namespace {
 class EmulatedComputeDevice final : public ComputeDevice {
 public:
     explicit EmulatedComputeDevice(const EmulatedDeviceOptions& options) : device_(options) {}
-    c10::Device place() const noexcept override { return c10::kCPU; }
+    c10::Device torch_device() const noexcept override { return c10::kCPU; }
     Device& device() noexcept override { return device_; }
     Memory* memory() noexcept override { return nullptr; }
 
@@ -30,18 +30,18 @@ private:
 class CudaComputeDevice final : public ComputeDevice {
 public:
     explicit CudaComputeDevice(int ordinal)
-        : place_(c10::kCUDA, static_cast<c10::DeviceIndex>(ordinal)),
+        : torch_device_(c10::kCUDA, static_cast<c10::DeviceIndex>(ordinal)),
           context_(CudaDriver::load(), ordinal),
           memory_(context_),
-          device_(context_, {.current_stream = [place = place_] {
-                      return static_cast<CuStream>(torch_offload::current_stream(place)->native_handle());
+          device_(context_, {.current_stream = [torch_device = torch_device_] {
+                      return static_cast<CuStream>(torch_offload::current_stream(torch_device)->native_handle());
                   }}) {}
-    c10::Device place() const noexcept override { return place_; }
+    c10::Device torch_device() const noexcept override { return torch_device_; }
     Device& device() noexcept override { return device_; }
     Memory* memory() noexcept override { return &memory_; }
 
 private:
-    const c10::Device place_;
+    const c10::Device torch_device_;
     CudaContext context_;
     CudaMemory memory_;
     CudaDevice device_;
@@ -56,17 +56,17 @@ std::unique_ptr<ComputeDevice> ComputeDevice::open(const DeviceTier& tier) {
     return std::make_unique<CudaComputeDevice>(tier.ordinal);
 }
 
-std::optional<c10::Stream> current_stream(c10::Device place) {
-    if (place.is_cpu()) return std::nullopt;
-    return c10::impl::VirtualGuardImpl(place.type()).getStream(place);
+std::optional<c10::Stream> current_stream(c10::Device torch_device) {
+    if (torch_device.is_cpu()) return std::nullopt;
+    return c10::impl::VirtualGuardImpl(torch_device.type()).getStream(torch_device);
 }
 
-/// The place is said, or torch would ask the driver about an address that it does not know.
-at::Tensor tensor_over(std::span<const std::byte> bytes, c10::ScalarType dtype, c10::Device place) {
+/// The device is given: otherwise torch would ask the driver about an address that it does not know.
+at::Tensor tensor_over(std::span<const std::byte> bytes, c10::ScalarType dtype, c10::Device torch_device) {
     const auto length = static_cast<std::int64_t>(bytes.size() / c10::elementSize(dtype));
     return at::for_blob(const_cast<std::byte*>(bytes.data()), {length})
-        .options(at::TensorOptions().dtype(dtype).device(place))
-        .target_device(place)
+        .options(at::TensorOptions().dtype(dtype).device(torch_device))
+        .target_device(torch_device)
         .make_tensor();
 }
 

@@ -1,5 +1,5 @@
-// Where the module's tensors are, and the device behind that place. Layer autograd: the only file of it that names a
-// kind of device.
+// Where the module's tensors are, and the engine's device behind torch's. Layer autograd: the only file of it that
+// names a kind of device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,21 +41,22 @@ public:
     virtual ~ComputeDevice() = default;
 
     /// What tensors on it say that they are on: the CPU, where the device is only emulated.
-    virtual c10::Device place() const noexcept = 0;
+    virtual c10::Device torch_device() const noexcept = 0;
     virtual Device& device() noexcept = 0;
     /// Where frames come from; nullptr: the process's memory.
     virtual Memory* memory() noexcept = 0;
 };
 
-/// The stream that takes the calling thread's kernels on `place`; nothing where kernels have run when they return.
-std::optional<c10::Stream> current_stream(c10::Device place);
+/// The stream that takes the calling thread's kernels on `torch_device`; nothing where kernels have run when they
+/// return.
+std::optional<c10::Stream> current_stream(c10::Device torch_device);
 
 /// A flat tensor over whole elements that somebody else owns.
-at::Tensor tensor_over(std::span<const std::byte> bytes, c10::ScalarType dtype, c10::Device place);
+at::Tensor tensor_over(std::span<const std::byte> bytes, c10::ScalarType dtype, c10::Device torch_device);
 
-/// Copies bytes between two places, of which either may be the host. The host's bytes may change, or are there, once it
-/// returns; a device's are in the order of the calling thread's stream.
-/// Pre: equally long. Throws: c10::Error if the device is lost.
+/// Copies bytes between two devices, of which either may be the host. The host's bytes may change, or are there, once
+/// it returns; a device's are in the order of the calling thread's stream. Pre: equally long. Throws: c10::Error if the
+/// device is lost.
 void copy_bytes(std::span<std::byte> target, c10::Device target_place, std::span<const std::byte> source,
                 c10::Device source_place);
 

@@ -9,7 +9,7 @@ std::shared_ptr<DeferredChain> DeferredChain::of(const Segment& segment) {
     return std::static_pointer_cast<DeferredChain>(segment.deferred);
 }
 
-std::size_t DeferredChain::place_of(const std::shared_ptr<Segment>& segment) {
+std::size_t DeferredChain::position_of(const std::shared_ptr<Segment>& segment) {
     const auto found = std::find(members_.begin(), members_.end(), segment);
     if (found != members_.end()) return static_cast<std::size_t>(found - members_.begin());
     members_.push_back(segment);
@@ -20,7 +20,7 @@ void DeferredChain::append(const std::shared_ptr<DeferredChain>& self, RecordedO
                            std::span<const std::shared_ptr<Segment>> segments) {
     PlacedOp placed{std::make_shared<const RecordedOp>(std::move(op)), {}};
     for (const std::shared_ptr<Segment>& segment : segments) {
-        placed.places.push_back(self->place_of(segment));
+        placed.positions.push_back(self->position_of(segment));
         segment->deferred = self;
     }
     self->operations_.push_back(std::move(placed));
@@ -32,16 +32,16 @@ PageWork DeferredChain::work_on(std::size_t index) const {
     if (work.empty()) return work;
     std::vector<bool> is_used(members_.size());
     for (const PlacedOp& operation : work.operations) {
-        for (const std::size_t place : operation.places) is_used[place] = true;
+        for (const std::size_t position : operation.positions) is_used[position] = true;
     }
-    std::vector<std::size_t> new_place(members_.size());
-    for (std::size_t place = 0; place < members_.size(); ++place) {
-        if (!is_used[place] && !members_[place]->page(index).load().has(PageWord::kPending)) continue;
-        new_place[place] = work.segments.size();
-        work.segments.push_back(members_[place]);
+    std::vector<std::size_t> new_position(members_.size());
+    for (std::size_t position = 0; position < members_.size(); ++position) {
+        if (!is_used[position] && !members_[position]->page(index).load().has(PageWord::kPending)) continue;
+        new_position[position] = work.segments.size();
+        work.segments.push_back(members_[position]);
     }
     for (PlacedOp& operation : work.operations) {
-        for (std::size_t& place : operation.places) place = new_place[place];
+        for (std::size_t& position : operation.positions) position = new_position[position];
     }
     return work;
 }

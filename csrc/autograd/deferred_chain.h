@@ -13,13 +13,13 @@
 
 namespace torch_offload {
 
-/// A recorded operator whose members are known by their place in a list of segments.
+/// A recorded operator whose members are known by their position in a list of segments.
 struct PlacedOp {
     std::shared_ptr<const RecordedOp> op;
-    std::vector<std::size_t> places;
+    std::vector<std::size_t> positions;
 };
 
-/// What is outstanding on one page: operators in order, their places counting in `segments`.
+/// What is outstanding on one page: operators in order, their positions counting in `segments`.
 struct PageWork {
     std::vector<PlacedOp> operations;
     std::vector<std::shared_ptr<Segment>> segments;
@@ -69,7 +69,7 @@ private:
         bool is_taken = false;
     };
 
-    std::size_t place_of(const std::shared_ptr<Segment>& segment);
+    std::size_t position_of(const std::shared_ptr<Segment>& segment);
 
     std::vector<std::shared_ptr<Segment>> members_;
     std::vector<PlacedOp> operations_;

@@ -63,7 +63,7 @@ std::vector<ChainPointer> chains_of(const Segments& segments) {
 }  // namespace
 
 struct DeferredOps::Impl {
-    Impl(Pager& a_pager, c10::Device a_place) : pager(a_pager), place(a_place) {}
+    Impl(Pager& a_pager, c10::Device a_device) : pager(a_pager), torch_device(a_device) {}
 
     /// The right to advance one page of a chain. Whoever ends the last turn of a finished chain dissolves it.
     class Turn {
@@ -106,8 +106,8 @@ struct DeferredOps::Impl {
     void note_update(std::int64_t begin_ns, std::span<const std::span<std::byte>> pages, const Segment& segment) const;
 
     Pager& pager;
-    const c10::Device place;   // where updates run
-    mutable std::mutex mutex;  // chains and Segment::deferred; never held across a call of the pager or of torch
+    const c10::Device torch_device;  // where updates run
+    mutable std::mutex mutex;        // chains and Segment::deferred; never held across a call of the pager or of torch
     std::condition_variable turn_ended;
     std::unordered_set<ChainPointer> chains;
     std::atomic<std::thread::id> recording_thread{};
@@ -155,7 +155,7 @@ std::optional<std::size_t> DeferredOps::Impl::Turn::advance(const PageWork& work
     if (!latch) return std::nullopt;
     for (const PlacedOp& operation : work.operations) {
         std::vector<std::span<std::byte>> pages;
-        for (const std::size_t place : operation.places) pages.push_back(latch.bytes(place));
+        for (const std::size_t position : operation.positions) pages.push_back(latch.bytes(position));
         const std::int64_t begin_ns = activity_now_ns();
         {
             const ProfilerRange range("torch_offload::update");
@@ -165,8 +165,8 @@ std::optional<std::size_t> DeferredOps::Impl::Turn::advance(const PageWork& work
         count_applied();
     }
     latch.finish();
-    for (std::size_t place = 0; place < work.segments.size(); ++place) {
-        if (work.segments[place].use_count() <= kOwnersInAdvance) latch.discard(place);
+    for (std::size_t position = 0; position < work.segments.size(); ++position) {
+        if (work.segments[position].use_count() <= kOwnersInAdvance) latch.discard(position);
     }
     return work.operations.size();
 }
@@ -182,7 +182,7 @@ void DeferredOps::Impl::note_update(std::int64_t begin_ns, std::span<const std::
 
 void DeferredOps::Impl::note_recording_thread() {
     recording_thread.store(std::this_thread::get_id(), std::memory_order_relaxed);
-    const std::optional<c10::Stream> now = current_stream(place);
+    const std::optional<c10::Stream> now = current_stream(torch_device);
     const std::lock_guard lock(mutex);
     stream = now;
 }
@@ -279,9 +279,9 @@ DeferredOps::Impl::Released DeferredOps::Impl::dissolve(ChainPointer chain) noex
 
 // --- DeferredOps --------------------------------------------------------------------------------------------------
 
-DeferredOps::DeferredOps(std::shared_ptr<Pager> pager, c10::Device place)
+DeferredOps::DeferredOps(std::shared_ptr<Pager> pager, c10::Device torch_device)
     : pager_(std::move(pager)),
-      impl_(std::make_unique<Impl>(*pager_, pager_->options().updates_below ? c10::Device(c10::kCPU) : place)) {}
+      impl_(std::make_unique<Impl>(*pager_, pager_->options().updates_below ? c10::Device(c10::kCPU) : torch_device)) {}
 
 DeferredOps::~DeferredOps() {
     std::vector<Impl::Released> released;
@@ -294,7 +294,7 @@ bool DeferredOps::is_recordable(const c10::OperatorHandle& op) { return works_by
 bool DeferredOps::try_record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
     const std::size_t argument_count = op.schema().arguments().size();
     std::optional<RecordableCall> call =
-        RecordableCall::parse(op, torch::jit::last(*stack, argument_count), impl_->place);
+        RecordableCall::parse(op, torch::jit::last(*stack, argument_count), impl_->torch_device);
     if (!call || call->recordable().empty() || !call->rehearse()) return false;
     impl_->note_recording_thread();
     impl_->discard_unreachable();

@@ -27,8 +27,8 @@ struct DeferredStatistics {
 /// Threads: try_record from the training thread; everything else from any.
 class DeferredOps {
 public:
-    /// `place`: of the pager's memory; updates that are applied below it run on the host.
-    DeferredOps(std::shared_ptr<Pager> pager, c10::Device place);
+    /// `torch_device`: of the pager's memory; updates that are applied below it run on the host.
+    DeferredOps(std::shared_ptr<Pager> pager, c10::Device torch_device);
     /// Discards what is still recorded. Pre: resolve() is not called any more.
     ~DeferredOps();
     DeferredOps(const DeferredOps&) = delete;

@@ -32,11 +32,11 @@ const c10::IValue* given(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValu
     return nullptr;
 }
 
-bool has_usual_options(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, c10::Device place) {
+bool has_usual_options(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, c10::Device torch_device) {
     const c10::IValue* layout = given(op, arguments, "layout");
     const c10::IValue* device = given(op, arguments, "device");
     const c10::IValue* pin_memory = given(op, arguments, "pin_memory");
-    return (!layout || layout->toLayout() == c10::kStrided) && (!device || device->toDevice() == place) &&
+    return (!layout || layout->toLayout() == c10::kStrided) && (!device || device->toDevice() == torch_device) &&
            (!pin_memory || !pin_memory->toBool());
 }
 

@@ -56,10 +56,10 @@ std::shared_ptr<Pager> make_compute_pager(const EngineOptions& options, const st
 Engine::Engine(const EngineOptions& options)
     : options_(with_log(options, activity_log_)),
       device_(options.device ? ComputeDevice::open(*options.device) : nullptr),
-      place_(device_ ? device_->place() : c10::Device(c10::kCPU)),
+      torch_device_(device_ ? device_->torch_device() : c10::Device(c10::kCPU)),
       host_(make_host_pager(options_, device_.get())),
       pager_(make_compute_pager(options_, host_, device_.get())),
-      deferred_(std::make_unique<DeferredOps>(pager_, place_)),
+      deferred_(std::make_unique<DeferredOps>(pager_, torch_device_)),
       mapped_copy_(std::make_unique<MappedCopy>(*this)) {
     pager_->set_pending_work(
         [this](Segment& segment, std::size_t index, bool may_wait) {

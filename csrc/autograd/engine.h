@@ -56,7 +56,7 @@ public:
     Pager& host_pager() noexcept { return *host_; }
     bool has_device() const noexcept { return device_ != nullptr; }
     /// Where the module computes and its tensors are.
-    c10::Device place() const noexcept { return place_; }
+    c10::Device torch_device() const noexcept { return torch_device_; }
     /// Waits for writes under way in every tier; raises a failed one.
     void flush_pages();
     /// Of all tiers. Off until it is started.
@@ -137,7 +137,7 @@ private:
     ActivityLog activity_log_;
     EngineOptions options_;
     std::unique_ptr<ComputeDevice> device_;  // nullptr: compute memory is the host's
-    const c10::Device place_;
+    const c10::Device torch_device_;
     std::shared_ptr<Pager> host_;
     std::shared_ptr<Pager> pager_;  // of compute memory: the same as host_ without a device
     std::unique_ptr<DeferredOps> deferred_;

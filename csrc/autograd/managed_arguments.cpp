@@ -25,7 +25,7 @@ const std::uint64_t kPlainFunctionality = functionality_of(
     c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::BackendSelect, c10::DispatchKey::ADInplaceOrView,
                          c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradOther, c10::DispatchKey::AutocastCPU,
                          c10::DispatchKey::AutocastCUDA, kPagedKey}));
-/// The places of managed tensors. A number on the host may come with tensors on a GPU.
+/// The devices of managed tensors. A number on the host may come with tensors on a GPU.
 const std::uint64_t kPlainBackends = c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::CUDA}).raw_repr() &
                                      static_cast<std::uint64_t>(c10::full_backend_mask);
 

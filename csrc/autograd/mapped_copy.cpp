@@ -78,9 +78,9 @@ void copy_through_mapping(Engine& engine, const std::shared_ptr<Segment>& segmen
 }  // namespace
 
 void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source,
-             c10::Device place) {
+             c10::Device source_device) {
     copy_by_page(engine, segment, source.size(), [&](std::size_t begin, std::span<std::byte> target) {
-        copy_bytes(target, engine.place(), source.subspan(begin, target.size()), place);
+        copy_bytes(target, engine.torch_device(), source.subspan(begin, target.size()), source_device);
     });
 }
 

@@ -16,10 +16,10 @@ namespace torch_offload {
 
 class Engine;
 
-/// Copies page by page, so that the pager can let pages go while the next ones are copied. `place`: where the source
-/// is. Throws: what a pin throws.
+/// Copies page by page, so that the pager can let pages go while the next ones are copied. `source_device`: where the
+/// source is. Throws: what a pin throws.
 void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source,
-             c10::Device place);
+             c10::Device source_device);
 
 /// Copies memory that may be a mapped file into pages. Tensors are mostly loaded in the order of the file: what follows
 /// one is read meanwhile, past the page cache and into huge pages, several times as fast as through the mapping. Memory

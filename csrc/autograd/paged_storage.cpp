@@ -45,8 +45,8 @@ c10::DataPtr data_ptr_over(std::shared_ptr<Engine> engine, std::shared_ptr<Segme
     block->engine = std::move(engine);
     block->segment = std::move(segment);
     void* address = block->segment->range().data();
-    const c10::Device place = block->engine->place();
-    return {address, block.release(), &block_deleter, place};
+    const c10::Device torch_device = block->engine->torch_device();
+    return {address, block.release(), &block_deleter, torch_device};
 }
 
 void assume_role(Segment& segment, SegmentRole role) {
@@ -61,7 +61,7 @@ void copy_out(Engine& engine, const std::shared_ptr<Segment>& segment, std::byte
         const std::span to(target + begin, std::min(segment->page_bytes(), size_bytes - begin));
         try {
             const PinGuard guard = engine.pin_pages(segment, page, 1, Access::read);
-            copy_bytes(to, c10::kCPU, segment->range().subspan(begin, to.size()), engine.place());
+            copy_bytes(to, c10::kCPU, segment->range().subspan(begin, to.size()), engine.torch_device());
         } catch (const std::exception&) {
             if (!engine.pager().salvage(*segment, page, to)) throw;
         }
@@ -93,7 +93,7 @@ void copy_storage(const std::shared_ptr<Engine>& engine, c10::StorageImpl& stora
                   SegmentRole role) {
     const auto* begin = static_cast<const std::byte*>(storage.mutable_data());  // mutable: materializes a lazy copy
     const std::span source(begin, storage.nbytes());
-    const bool is_mapped = storage.data_ptr().get_context() != begin && engine->place().is_cpu();
+    const bool is_mapped = storage.data_ptr().get_context() != begin && engine->torch_device().is_cpu();
     auto segment = engine->pager().create_segment(storage.nbytes(), element_bytes, role.kind);
     assume_role(*segment, std::move(role));
     if (is_mapped) {
@@ -133,13 +133,15 @@ bool has_ordinary_storage(const at::Tensor& tensor) {
            !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
-/// Ordinary memory of the place with the bytes of `storage`.
-c10::Storage copy_of_storage(const c10::Storage& storage, c10::Device place) {
-    const c10::DeviceGuard guard(place);
-    c10::Storage copy = make_storage(c10::GetAllocator(place.type())->allocate(storage.nbytes()), storage.nbytes());
+/// Ordinary memory of a device with the bytes of `storage`.
+c10::Storage copy_of_storage(const c10::Storage& storage, c10::Device torch_device) {
+    const c10::DeviceGuard guard(torch_device);
+    c10::Storage copy =
+        make_storage(c10::GetAllocator(torch_device.type())->allocate(storage.nbytes()), storage.nbytes());
     const auto* const source = static_cast<const std::byte*>(storage.data());
     auto* const target = static_cast<std::byte*>(copy.mutable_data());
-    if (storage.nbytes() > 0) copy_bytes({target, copy.nbytes()}, place, {source, copy.nbytes()}, storage.device());
+    if (storage.nbytes() > 0)
+        copy_bytes({target, copy.nbytes()}, torch_device, {source, copy.nbytes()}, storage.device());
     return copy;
 }
 
@@ -198,7 +200,7 @@ bool has_own_memory(const at::Tensor& tensor) {
 }  // namespace
 
 bool is_manageable(const Engine& engine, const at::Tensor& tensor) {
-    return tensor.defined() && tensor.device() == engine.place() && has_own_memory(tensor);
+    return tensor.defined() && tensor.device() == engine.torch_device() && has_own_memory(tensor);
 }
 
 bool is_allocated(const at::Tensor& tensor) {
@@ -252,13 +254,13 @@ at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Ten
     return zeros;
 }
 
-void bring_to_place(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role) {
-    const c10::Device place = engine->place();
-    if (place.is_cpu() || !tensor.device().is_cpu() || !has_ordinary_storage(tensor)) return;
+void bring_to_device(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role) {
+    const c10::Device torch_device = engine->torch_device();
+    if (torch_device.is_cpu() || !tensor.device().is_cpu() || !has_ordinary_storage(tensor)) return;
     const bool is_paged = has_own_memory(tensor) && tensor.nbytes() >= engine->min_paged_bytes();
     const c10::Storage storage = tensor.storage();
     set_storage(tensor, moved(*engine, storage, [&] {
-                    if (!is_paged) return copy_of_storage(storage, place);
+                    if (!is_paged) return copy_of_storage(storage, torch_device);
                     const auto element_bytes = static_cast<std::size_t>(tensor.element_size());
                     auto segment = engine->pager().create_segment(storage.nbytes(), element_bytes, role.kind);
                     role.trace_id = engine->pager().new_trace_id();
@@ -287,7 +289,7 @@ void unmanage(const at::Tensor& tensor) {
     };
     remove_paged_key(tensor);
     try {
-        if (engine->place().is_cpu()) {
+        if (engine->torch_device().is_cpu()) {
             storage.unsafeGetStorageImpl()->set_data_ptr_noswap(bytes_on_host());
         } else {
             set_storage(tensor,
@@ -300,7 +302,8 @@ void unmanage(const at::Tensor& tensor) {
 }
 
 void bring_to_host(Engine& engine, const at::Tensor& tensor) {
-    if (tensor.device() != engine.place() || engine.place().is_cpu() || !has_ordinary_storage(tensor)) return;
+    if (tensor.device() != engine.torch_device() || engine.torch_device().is_cpu() || !has_ordinary_storage(tensor))
+        return;
     const c10::Storage storage = tensor.storage();
     set_storage(tensor, moved(engine, storage, [&] { return copy_of_storage(storage, c10::kCPU); }));
 }

@@ -78,7 +78,7 @@ at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Ten
 /// Gives a tensor of a module on the host memory where the engine computes: pages from `min_paged_bytes` on, torch's
 /// allocator's below. It is the same tensor elsewhere; the host's memory goes with its last user. Does nothing to what
 /// is not a strided tensor of the host, or where that is where the engine computes. Throws what a pin throws.
-void bring_to_place(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role);
+void bring_to_device(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role);
 
 /// Makes the storage ordinary memory of the host's again and removes the key from `tensor`. Throws what a pin throws.
 void unmanage(const at::Tensor& tensor);

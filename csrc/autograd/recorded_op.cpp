@@ -92,7 +92,8 @@ void RecordedOp::run(std::span<const std::span<std::byte>> pages, KernelThreads 
     const KernelScope scope(call_->environment, threads);
     torch::jit::Stack stack = call_->arguments;
     for (std::size_t k = 0; k < members_.size(); ++k) {
-        stack[members_[k].position] = std::vector<at::Tensor>{tensor_over(pages[k], members_[k].dtype, call_->place)};
+        stack[members_[k].position] =
+            std::vector<at::Tensor>{tensor_over(pages[k], members_[k].dtype, call_->torch_device)};
     }
     for (const OwnValue& own : values_) stack[own.position] = own.value;
     call_->op.callBoxed(&stack);
@@ -101,8 +102,8 @@ void RecordedOp::run(std::span<const std::span<std::byte>> pages, KernelThreads 
 // --- Taking a call apart ------------------------------------------------------------------------------------------
 
 std::optional<RecordableCall> RecordableCall::parse(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
-                                                    c10::Device place) {
-    RecordableCall call(op, arguments, place);
+                                                    c10::Device torch_device) {
+    RecordableCall call(op, arguments, torch_device);
     if (!call.take_lists() || call.is_differentiated() || !call.has_plain_values()) return std::nullopt;
     call.find_recordable();
     return call;
@@ -218,7 +219,7 @@ void RecordableCall::find_recordable() {
 /// the host, the host's take none from a GPU.
 at::Tensor RecordableCall::copy_of_value(const at::Tensor& tensor) const {
     const c10::NoGradGuard no_grad;
-    return place_.is_cpu() && !tensor.device().is_cpu() ? tensor.detach().cpu() : tensor.detach().clone();
+    return torch_device_.is_cpu() && !tensor.device().is_cpu() ? tensor.detach().cpu() : tensor.detach().clone();
 }
 
 // --- Keeping it ---------------------------------------------------------------------------------------------------
@@ -230,8 +231,8 @@ void RecordableCall::capture() {
     for (c10::IValue& argument : shared) {
         if (argument.isTensor()) argument = copy_of_value(argument.toTensor());
     }
-    captured_ =
-        std::make_shared<const RecordedCall>(RecordedCall{op_, place_, FloatEnvironment::current(), std::move(shared)});
+    captured_ = std::make_shared<const RecordedCall>(
+        RecordedCall{op_, torch_device_, FloatEnvironment::current(), std::move(shared)});
 }
 
 std::vector<RecordedOp::OwnValue> RecordableCall::own_values(std::size_t element) const {
@@ -280,7 +281,7 @@ RecordableCall::Rehearsal RecordableCall::rehearse(std::size_t element) const {
     torch::jit::Stack stack = captured_->arguments;
     std::vector<at::Tensor> members(lists_.size());
     for (const std::size_t k : elements_[element].member_lists) {
-        members[k] = at::empty({0}, at::TensorOptions().dtype(result.dtypes[k]).device(place_));
+        members[k] = at::empty({0}, at::TensorOptions().dtype(result.dtypes[k]).device(torch_device_));
         stack[lists_[k].position] = std::vector<at::Tensor>{members[k]};
     }
     for (RecordedOp::OwnValue& own : own_values(element)) stack[own.position] = std::move(own.value);

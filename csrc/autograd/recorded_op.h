@@ -26,12 +26,12 @@ bool works_by_element(const c10::OperatorHandle& op);
 /// What all elements of a recorded call share.
 struct RecordedCall {
     c10::OperatorHandle op;
-    c10::Device place;  // where pages are when it runs
+    c10::Device torch_device;  // where pages are when it runs
     FloatEnvironment environment;
     std::vector<c10::IValue> arguments;  // None where each element has its own
 };
 
-/// One element of a recorded call: tensors as places in a list of segments, everything else by value.
+/// One element of a recorded call: tensors as positions in a list of segments, everything else by value.
 /// Threads: immutable; run from any.
 class RecordedOp {
 public:
@@ -61,10 +61,10 @@ private:
 class RecordableCall {
 public:
     /// Nothing if the call as a whole must run in the ordinary way: lists of different lengths, arguments that autograd
-    /// differentiates, a tensor argument that is not one number or that the call itself writes. `place`: where the
-    /// pages will be when it runs; numbers are kept there.
+    /// differentiates, a tensor argument that is not one number or that the call itself writes. `torch_device`: where
+    /// the pages will be when it runs; numbers are kept there.
     static std::optional<RecordableCall> parse(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
-                                               c10::Device place);
+                                               c10::Device torch_device);
 
     /// List elements. The tensors of an element that are its members are all managed by one pager, cover their
     /// storage, and have the same sizes, strides and pages, and the same dtype unless the operator mixes dtypes; no
@@ -99,8 +99,8 @@ private:
         std::vector<std::uint32_t> version_steps;  // by list
     };
 
-    RecordableCall(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, c10::Device place)
-        : op_(op), arguments_(arguments.begin(), arguments.end()), place_(place) {}
+    RecordableCall(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, c10::Device torch_device)
+        : op_(op), arguments_(arguments.begin(), arguments.end()), torch_device_(torch_device) {}
     at::Tensor copy_of_value(const at::Tensor& tensor) const;
     bool take_lists();
     bool has_plain_values() const;
@@ -118,7 +118,7 @@ private:
 
     c10::OperatorHandle op_;
     std::vector<c10::IValue> arguments_;
-    c10::Device place_;
+    c10::Device torch_device_;
     std::size_t count_ = 0;  // elements of the lists
     std::vector<ListArgument> lists_;
     std::vector<std::size_t> scalar_lists_;  // positions of lists of numbers

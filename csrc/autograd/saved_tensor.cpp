@@ -13,7 +13,7 @@ bool becomes_pages(Engine& engine, const at::Tensor& tensor) {
     if (!tensor.is_floating_point() || !is_manageable(engine, tensor) || tensor.nbytes() < engine.min_paged_bytes()) {
         return false;
     }
-    return engine.place().is_cpu() ? is_adoptable(engine, tensor) : is_allocated(tensor);
+    return engine.torch_device().is_cpu() ? is_adoptable(engine, tensor) : is_allocated(tensor);
 }
 
 }  // namespace

@@ -119,9 +119,9 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
 
 /// A parameter takes its gradient along.
 void bring_module_tensor(Engine& engine, const at::Tensor& tensor, const SegmentRole& role) {
-    bring_to_place(engine.shared_from_this(), tensor, role);
+    bring_to_device(engine.shared_from_this(), tensor, role);
     if (!tensor.is_leaf() || !tensor.grad().defined()) return;
-    bring_to_place(engine.shared_from_this(), tensor.grad(),
+    bring_to_device(engine.shared_from_this(), tensor.grad(),
                    {SegmentKind::gradient, "gradient of " + role.label, kNoTrace, kNoTrace});
 }
 
@@ -174,7 +174,7 @@ EngineClass make_engine_class(py::module_& module) {
              py::arg("device_bytes") = 0, py::arg("updates_on_host") = false,
              py::arg("activations_stay_on_host") = false, py::arg("link_bytes_per_second") = 0.0,
              py::arg("ssd_bytes_per_second") = 0.0, py::arg("device_kind") = "emulated", py::arg("device_ordinal") = 0)
-        .def_property_readonly("place", [](const Engine& self) { return py::cast(self.place().str()); })
+        .def_property_readonly("torch_device", [](const Engine& self) { return py::cast(self.torch_device().str()); })
         .def("statistics",
              [](Engine& self) {
                  refuse_in_forked_child();

@@ -115,7 +115,7 @@ class OptimizerHooks:
         found_any = False
         for parameter in _parameters(optimizer):
             gradient = parameter.grad
-            if gradient is None or _C.is_managed(gradient) or why_not_pageable(gradient, self._engine.place):
+            if gradient is None or _C.is_managed(gradient) or why_not_pageable(gradient, self._engine.torch_device):
                 continue
             if _C.is_managed(parameter):
                 self._engine.gradient_complete(parameter)
@@ -134,7 +134,7 @@ class OptimizerHooks:
     def _adopt_state(self, parameter: torch.Tensor, name: str, value: Any) -> bool:
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or _C.is_managed(value):
             return False
-        if why_not_pageable(value, self._engine.place) is not None:
+        if why_not_pageable(value, self._engine.torch_device) is not None:
             return False
         label = f"{self._label_of(parameter)}.{name}"
         return self._engine.manage(value, kind="state", label=label, anchor=parameter)

@@ -77,6 +77,6 @@ class PendingModules:
             return
         if tensor.device.type in ("cpu", "meta") and not self._provisional.include(tensor):
             preflight.check(self._config, label, size_bytes=tensor.nbytes, element_bytes=tensor.element_size())
-        can_be = why_not_pageable(tensor, self._engine.place) is None
+        can_be = why_not_pageable(tensor, self._engine.torch_device) is None
         if can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True):
             self._modules.add(module)

@@ -84,7 +84,7 @@ class Session:
         if config.trace:
             self.engine.start_activity_log(TRACE_CAPACITY)
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, WrappedModule] = weakref.WeakKeyDictionary()
-        self._places: weakref.WeakKeyDictionary[nn.Module, tuple[WrappedModule, str]] = weakref.WeakKeyDictionary()
+        self._owners: weakref.WeakKeyDictionary[nn.Module, tuple[WrappedModule, str]] = weakref.WeakKeyDictionary()
         self._patches = Patches()
         self._hooks: list[RemovableHandle | Listening] = []
         self._saves_experts = False
@@ -111,10 +111,12 @@ class Session:
             *self._steps.install(self._patches),
             register_optimizer_step_post_hook(self._end_step),
         ]
-        if self.engine.place == "cpu":
+        if self.engine.torch_device == "cpu":
             self.engine.install_allocator()
         else:
-            self._until_closed.callback(gpu.cap_memory(self.config.reserved_bytes, torch.device(self.engine.place)))
+            self._until_closed.callback(
+                gpu.cap_memory(self.config.reserved_bytes, torch.device(self.engine.torch_device))
+            )
 
     def _activation_policy_of(self) -> ActivationPolicy | None:
         if self.config.activations not in ("auto", "recompute"):
@@ -130,9 +132,9 @@ class Session:
         """Whether this very module was wrapped, as opposed to one that contains it."""
         return module in self._wrapped
 
-    def is_placed(self, module: nn.Module) -> bool:
+    def is_part(self, module: nn.Module) -> bool:
         """Whether the module is known as a part of a wrapped one."""
-        return module in self._places
+        return module in self._owners
 
     def add(self, module: nn.Module) -> None:
         """Page the module's tensors, all or none.
@@ -142,7 +144,7 @@ class Session:
         """
         before = {id(tensor) for tensor in (*module.parameters(), *module.buffers()) if _C.is_managed(tensor)}
         wrapped = self._wrapped[module] = WrappedModule(
-            module, self.engine, on_submodule=self._place, activations=self._activations
+            module, self.engine, on_submodule=self._record_part, activations=self._activations
         )
         self._steps.unsettle()
         self._prepare_saving()
@@ -251,8 +253,8 @@ class Session:
         self.engine.remove_allocator()
         self._until_closed.close()
 
-    def _place(self, wrapped: WrappedModule, part: nn.Module, path: str) -> None:
-        self._places[part] = (wrapped, path)
+    def _record_part(self, wrapped: WrappedModule, part: nn.Module, path: str) -> None:
+        self._owners[part] = (wrapped, path)
         self.pending.leave(part)
 
     def _forget(self, module: nn.Module) -> None:
@@ -260,8 +262,8 @@ class Session:
         wrapped.remove_hooks()
         if self.activation_policy is not None:
             self.activation_policy.release(module)
-        for part in [part for part, (owner, _) in self._places.items() if owner is wrapped]:
-            del self._places[part]
+        for part in [part for part, (owner, _) in self._owners.items() if owner is wrapped]:
+            del self._owners[part]
 
     def _release(self, tensor: torch.Tensor | None) -> None:
         if tensor is not None and self._is_ours(tensor):
@@ -269,25 +271,25 @@ class Session:
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether it is paged, or too small to be and on the device that the module was brought to."""
-        return _C.is_managed(tensor) or (tensor.device.type != "cpu" and str(tensor.device) == self.engine.place)
+        return _C.is_managed(tensor) or (tensor.device.type != "cpu" and str(tensor.device) == self.engine.torch_device)
 
     # --- hooks -----------------------------------------------------------------------------------------------------
     def on_tensor(self, module: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None:
         """Page a tensor that is about to be registered, if its module is wrapped or modules are being loaded."""
-        place = self._places.get(module)
-        if place is None:
+        owner = self._owners.get(module)
+        if owner is None:
             if self.pending.is_open:
                 self._prepare_saving()
                 self.pending.take(module, name, tensor, kind)
         elif kind == "parameter":
-            wrapped, path = place
+            wrapped, path = owner
             wrapped.adopt_parameter(f"{path}.{name}" if path else name, tensor)
 
     def _on_submodule_added(self, module: nn.Module, name: str, submodule: nn.Module) -> None:
-        place = self._places.get(module)
-        if place is None:
+        owner = self._owners.get(module)
+        if owner is None:
             return
-        wrapped, path = place
+        wrapped, path = owner
         wrapped.mark_stale()
         for label, parameter in submodule.named_parameters(prefix=f"{path}.{name}" if path else name):
             wrapped.adopt_parameter(label, parameter)
@@ -314,9 +316,9 @@ class Session:
             OffloadError: If tensors would leave the device that they are paged on.
         """
         result = original(module, functools.partial(self._converted, module, fn), *args, **options)
-        place = self._places.get(module)
-        if place is not None:
-            place[0].mark_stale()
+        owner = self._owners.get(module)
+        if owner is not None:
+            owner[0].mark_stale()
         return result
 
     def _converted(
@@ -324,9 +326,9 @@ class Session:
     ) -> torch.Tensor:
         """Convert one tensor, unless a copy of it on another device would be what the module computes with."""
         converted = fn(tensor, *args, **options)
-        paged_on = torch.device(self.engine.place).type
+        paged_on = torch.device(self.engine.torch_device).type
         moves = tensor.device.type == paged_on and converted.device.type not in (paged_on, "meta")
-        if moves and (module in self._places or _C.engine_of(tensor) is not None):
+        if moves and (module in self._owners or _C.engine_of(tensor) is not None):
             raise OffloadError(
                 f"cannot move {type(module).__name__} from {tensor.device} to {converted.device}, where nothing would "
                 f"page it; {_KEEP_ON_CPU if paged_on == 'cpu' else _UNWRAP_FIRST}"

@@ -107,18 +107,18 @@ class WrappedModule:
 
     def adopt_parameter(self, label: str, parameter: torch.Tensor) -> None:
         """Page a parameter that is about to be registered. One that cannot be paged waits for the next scan."""
-        if why_not_pageable(parameter, self._engine.place) is None:
+        if why_not_pageable(parameter, self._engine.torch_device) is None:
             self._adopt(label, parameter, "parameter", [])
 
     def _adopt(self, label: str, tensor: torch.Tensor, kind: str, refusals: list[str]) -> None:
         known = self._tracked.get(id(tensor))
         if known is None or known.tensor() is not tensor:
-            reason = why_not_pageable(tensor, self._engine.place)
+            reason = why_not_pageable(tensor, self._engine.torch_device)
             if reason is not None:
                 refusals.append(f"{label} {reason}")
             known = Tracked(label, weakref.ref(tensor), is_managed=False)
         if not known.is_managed or not _C.is_managed(tensor):
-            can_be = why_not_pageable(tensor, self._engine.place) is None
+            can_be = why_not_pageable(tensor, self._engine.torch_device) is None
             known.is_managed = can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True)
         self._tracked[id(tensor)] = known
         if kind == "parameter" and known.is_managed and known.gradient_hook is None:
