@@ -21,7 +21,7 @@ ExtentDecoders decoders_alone(const ExtentHeader& header) {
 
 void copy_row(const std::int8_t* from, std::span<const std::uint32_t> order, std::span<std::int8_t> to) noexcept {
     if (order.empty()) std::memcpy(to.data(), from, to.size());
-    for (std::size_t place = 0; place < order.size(); ++place) to[order[place]] = from[place];
+    for (std::size_t position = 0; position < order.size(); ++position) to[order[position]] = from[position];
 }
 
 }  // namespace

@@ -46,7 +46,7 @@ public:
     std::size_t columns() const noexcept { return header_.columns; }
     std::span<const CodedTile> tiles() const noexcept { return header_.tiles; }
     const ExtentHeader& header() const noexcept { return header_; }
-    /// Which column of T lies in each place of the decoded rows, [columns()]; empty if all lie in their own.
+    /// Which column of T lies in each position of the decoded rows, [columns()]; empty if all lie in their own.
     std::vector<std::uint32_t> column_order() const {
         return columns_in_order(header_.order, header_.classes, header_.columns);
     }

@@ -39,8 +39,8 @@ SortedColumns sorted_columns(const TernaryView& matrix, std::size_t most_classes
     order.packed.resize(ColumnOrder::packed_bytes(matrix.columns, order.bits));
     for (std::size_t i = 0; i < count; ++i) {
         const std::size_t end = end_column(sorted.classes, i, matrix.columns);
-        for (std::size_t place = sorted.classes[i].first_column; place < end; ++place) {
-            const std::size_t bit = by_odds[place] * order.bits;
+        for (std::size_t position = sorted.classes[i].first_column; position < end; ++position) {
+            const std::size_t bit = by_odds[position] * order.bits;
             order.packed[bit / 8] |= static_cast<std::byte>(i << bit % 8);
         }
     }
@@ -64,11 +64,11 @@ bool fits(const ColumnOrder& order, const ColumnClasses& classes, std::size_t co
 std::vector<std::uint32_t> columns_in_order(const ColumnOrder& order, const ColumnClasses& classes,
                                             std::size_t columns) {
     if (order.bits == 0) return {};
-    std::array<std::size_t, kMaxClasses> places{};
-    for (std::size_t i = 0; i < classes.size(); ++i) places[i] = classes[i].first_column;
+    std::array<std::size_t, kMaxClasses> positions{};
+    for (std::size_t i = 0; i < classes.size(); ++i) positions[i] = classes[i].first_column;
     std::vector<std::uint32_t> in_order(columns);
     for (std::size_t column = 0; column < columns; ++column) {
-        in_order[places[order.class_of(column)]++] = static_cast<std::uint32_t>(column);
+        in_order[positions[order.class_of(column)]++] = static_cast<std::uint32_t>(column);
     }
     return in_order;
 }

@@ -37,7 +37,7 @@ SortedColumns sorted_columns(const TernaryView& matrix, std::size_t most_classes
 /// Whether so many bits say a class, and each class has as many columns as `classes` says.
 bool fits(const ColumnOrder& order, const ColumnClasses& classes, std::size_t columns) noexcept;
 
-/// The column of the matrix that lies in each place, [columns]; empty if all lie in their own.
+/// The column of the matrix that lies in each position, [columns]; empty if all lie in their own.
 /// Pre: fits(order, classes, columns).
 std::vector<std::uint32_t> columns_in_order(const ColumnOrder& order, const ColumnClasses& classes,
                                             std::size_t columns);

@@ -147,7 +147,8 @@ std::vector<std::int8_t> reordered(const TernaryView& matrix, const std::vector<
     std::vector<std::int8_t> values(matrix.rows * matrix.columns);
     for (std::size_t row = 0; row < matrix.rows; ++row) {
         std::int8_t* const to = values.data() + row * matrix.columns;
-        for (std::size_t place = 0; place < matrix.columns; ++place) to[place] = matrix.row(row)[order[place]];
+        for (std::size_t position = 0; position < matrix.columns; ++position)
+            to[position] = matrix.row(row)[order[position]];
     }
     return values;
 }

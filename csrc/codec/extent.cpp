@@ -110,8 +110,8 @@ std::vector<SymbolFrequencies> take_frequencies(NumberReader& numbers, std::size
 /// The tiles lie one behind the other from the header's end to that of what is coded.
 void take_tiles(NumberReader& numbers, std::size_t header_size, ExtentHeader& header) {
     const std::size_t tile_count = (header.rows + header.rows_per_tile - 1) / header.rows_per_tile;
-    const std::size_t room = header.coded_bytes / (2 * kTileAlignment);  // in the header and a word of the tile
-    OFFLOAD_CHECK(tile_count <= room, CorruptPage, "a coded extent of ", header.coded_bytes, " bytes cannot have ",
+    const std::size_t max_tiles = header.coded_bytes / (2 * kTileAlignment);  // in the header and a word of the tile
+    OFFLOAD_CHECK(tile_count <= max_tiles, CorruptPage, "a coded extent of ", header.coded_bytes, " bytes cannot have ",
                   tile_count, " tiles");
     header.tiles.reserve(tile_count);
     std::size_t offset = header_size;

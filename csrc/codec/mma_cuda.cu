@@ -54,9 +54,9 @@ __global__ void __launch_bounds__(kBlockThreads)
     const std::size_t step = std::size_t{gridDim.x} * kBlockThreads;
     for (std::size_t i = std::size_t{blockIdx.x} * kBlockThreads + threadIdx.x; i < count; i += step) {
         const std::size_t token = i / to.stride;
-        const std::size_t place = i % to.stride;
-        const bool is_there = token < from.tokens && place < from.width;
-        const std::size_t column = is_there ? from.value_at(place) : 0;
+        const std::size_t position = i % to.stride;
+        const bool is_there = token < from.tokens && position < from.width;
+        const std::size_t column = is_there ? from.value_at(position) : 0;
         write_split(to, i, is_there ? from.values[token * from.width + column] * from.scale[column] : 0);
     }
 }

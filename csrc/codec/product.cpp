@@ -53,19 +53,19 @@ void TokenPanel::Free::operator()(float* values) const noexcept { operator delet
 
 void TokenPanel::fill(const float* from, const float* scale, std::span<const std::uint32_t> order) noexcept {
     for (std::size_t i = 0; i < tokens_; ++i) {
-        for (std::size_t place = 0; place < width_; ++place) {
-            const std::size_t j = order.empty() ? place : order[place];
+        for (std::size_t position = 0; position < width_; ++position) {
+            const std::size_t j = order.empty() ? position : order[position];
             const float value = from[i * width_ + j];
-            token(i)[place] = scale ? value * scale[j] : value;
+            token(i)[position] = scale ? value * scale[j] : value;
         }
     }
 }
 
 void TokenPanel::write(float* to, const float* scale, std::span<const std::uint32_t> order) const noexcept {
     for (std::size_t i = 0; i < tokens_; ++i) {
-        for (std::size_t place = 0; place < width_; ++place) {
-            const std::size_t j = order.empty() ? place : order[place];
-            to[i * width_ + j] = token(i)[place] * scale[j];
+        for (std::size_t position = 0; position < width_; ++position) {
+            const std::size_t j = order.empty() ? position : order[position];
+            to[i * width_ + j] = token(i)[position] * scale[j];
         }
     }
 }

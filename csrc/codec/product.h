@@ -3,7 +3,7 @@
 //
 // Order of the sums, the same for every instruction set, coder, count of tokens and of threads. Forward: of a row's
 // products that of the column in place p (CodedMatrix::column_order) goes to sum p mod kSumLanes, in order of the
-// places; sums are joined by halves (0 with 8, 1 with 9, ...; then 0 with 4; then 2; then 1). So an extent whose
+// positions; sums are joined by halves (0 with 8, 1 with 9, ...; then 0 with 4; then 2; then 1). So an extent whose
 // columns are sorted rounds sums otherwise than one of the same matrix whose columns are not. Transposed: a column's
 // products are added in order of the rows of a tile, tiles' sums in order of the tiles, wherever the column lies. A
 // product of T and a float is exact, so fused operations have the same bits. Zeros of T are multiplied like other
@@ -34,7 +34,7 @@ public:
     float* token(std::size_t index) noexcept { return values_.get() + index * stride_; }
     const float* token(std::size_t index) const noexcept { return values_.get() + index * stride_; }
     /// `from`: [tokens, width]. `scale`: [width] factors, folded in as T's columns need them, or nullptr. `order`: as
-    /// CodedMatrix::column_order has it; place i gets value order[i] of a token.
+    /// CodedMatrix::column_order has it; position i gets value order[i] of a token.
     void fill(const float* from, const float* scale = nullptr, std::span<const std::uint32_t> order = {}) noexcept;
     /// The other way: `to` [tokens, width] gets what the panel has, times `scale`.
     void write(float* to, const float* scale, std::span<const std::uint32_t> order = {}) const noexcept;

@@ -70,10 +70,10 @@ __global__ void __launch_bounds__(kBlockThreads)
                   std::int8_t* to) {
     const std::size_t step = std::size_t{gridDim.x} * kBlockThreads;
     for (std::size_t i = std::size_t{blockIdx.x} * kBlockThreads + threadIdx.x; i < count; i += step) {
-        const std::size_t place = i % columns;
-        const std::uint32_t word = from.words[i / columns * from.stride + place / kValuesOfWord];
-        to[i - place + (order ? order[place] : place)] =
-            static_cast<std::int8_t>(ternary_of(word, place % kValuesOfWord));
+        const std::size_t position = i % columns;
+        const std::uint32_t word = from.words[i / columns * from.stride + position / kValuesOfWord];
+        to[i - position + (order ? order[position] : position)] =
+            static_cast<std::int8_t>(ternary_of(word, position % kValuesOfWord));
     }
 }
 

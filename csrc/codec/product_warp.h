@@ -19,12 +19,14 @@ template <typename Float>
 struct Scaled {
     Float* values = nullptr;       // [tokens, width]
     const float* scale = nullptr;  // [width]
-    /// [width]: which of a token's values is in each place of the product; nullptr if all are in their own.
+    /// [width]: which of a token's values is in each position of the product; nullptr if all are in their own.
     const std::uint32_t* order = nullptr;
     std::uint32_t tokens = 0;
     std::uint32_t width = 0;
 
-    OFFLOAD_HOST_DEVICE std::size_t value_at(std::size_t place) const noexcept { return order ? order[place] : place; }
+    OFFLOAD_HOST_DEVICE std::size_t value_at(std::size_t position) const noexcept {
+        return order ? order[position] : position;
+    }
 };
 using ScaledTokens = Scaled<const float>;
 using ScaledSums = Scaled<float>;
@@ -60,9 +62,9 @@ OFFLOAD_HOST_DEVICE inline float panel_element(const ScaledTokens& from, std::si
 }
 
 /// Writes one sum, scaled, if its token is there.
-OFFLOAD_HOST_DEVICE inline void write_sum(const ScaledSums& to, std::size_t token, std::size_t place,
+OFFLOAD_HOST_DEVICE inline void write_sum(const ScaledSums& to, std::size_t token, std::size_t position,
                                           float sum) noexcept {
-    const std::size_t at = to.value_at(place);
+    const std::size_t at = to.value_at(position);
     if (token < to.tokens) to.values[token * to.width + at] = sum * to.scale[at];
 }
 

@@ -25,17 +25,17 @@ Rans4Encoder::Rans4Encoder(std::size_t columns, ColumnClasses classes,
 
 std::vector<std::byte> Rans4Encoder::encode(const TernaryView& tile, InstructionSet set) const {
     Rans4EncodeKernel* const kernel = kernel_of(set);
-    const auto room =
+    const auto buffer =
         std::make_unique_for_overwrite<std::uint16_t[]>(kRansLanes * columns_.quad_count() + kRansWordSlack);
     RansGrowth growth;
     std::fill_n(growth.states, kRansLanes, kRansFloor);
     std::vector<std::uint16_t> words;
     for (std::size_t end = tile.rows; end > 0;) {
         const std::size_t first = (end - 1) / kRansLanes * kRansLanes;
-        growth.word = room.get();
+        growth.word = buffer.get();
         OFFLOAD_CHECK(kernel(columns_, growth, tile.rows_from(first, end - first)), InvalidArgument,
                       "a tile has four values that its coder has no frequency for");
-        words.insert(words.end(), room.get(), growth.word);
+        words.insert(words.end(), buffer.get(), growth.word);
         end = first;
     }
     const std::size_t lanes = std::min(tile.rows, kRansLanes);

@@ -19,7 +19,7 @@ struct RansWindow {
 };
 
 /// Where a tile's words lie and how far they have been taken; every lane has a copy.
-struct RansPlace {
+struct RansCursor {
     const std::byte* words = nullptr;
     std::uint32_t count = 0;
     std::uint32_t first = 0;  // of the window
@@ -37,12 +37,12 @@ OFFLOAD_HOST_DEVICE inline std::uint32_t rans_quotient(std::uint32_t slot, std::
 }
 
 template <typename Warp>
-OFFLOAD_DEVICE void fill_window(const Warp& warp, RansPlace& place, RansWindow& window) {
-    place.first = place.next;
-    const auto* const words = reinterpret_cast<const std::uint16_t*>(place.words);
+OFFLOAD_DEVICE void fill_window(const Warp& warp, RansCursor& cursor, RansWindow& window) {
+    cursor.first = cursor.next;
+    const auto* const words = reinterpret_cast<const std::uint16_t*>(cursor.words);
     warp.each([&](unsigned lane) {
         for (std::uint32_t i = lane; i < kRansWindowWords; i += kWarpLanes) {
-            window.words[i] = place.first + i < place.count ? words[place.first + i] : 0;
+            window.words[i] = cursor.first + i < cursor.count ? words[cursor.first + i] : 0;
         }
     });
 }
@@ -50,8 +50,8 @@ OFFLOAD_DEVICE void fill_window(const Warp& warp, RansPlace& place, RansWindow& 
 /// One quad of each of the first `row_count` rows. The quad's code goes to bits `shift` and above.
 template <typename Warp>
 OFFLOAD_DEVICE void step_rows(const Warp& warp, const std::uint32_t* slots, std::uint32_t row_count, unsigned shift,
-                              RansPlace& place, RansWindow& window, PerLane<Warp, RansRowPair>& pairs) {
-    if (place.next - place.first + kRansLanes > kRansWindowWords) fill_window(warp, place, window);
+                              RansCursor& cursor, RansWindow& window, PerLane<Warp, RansRowPair>& pairs) {
+    if (cursor.next - cursor.first + kRansLanes > kRansWindowWords) fill_window(warp, cursor, window);
     warp.each([&](unsigned lane) {
         for (unsigned i = 0; i < kRowsOfLane; ++i) {
             if (lane + i * kWarpLanes >= row_count) continue;
@@ -68,9 +68,9 @@ OFFLOAD_DEVICE void step_rows(const Warp& warp, const std::uint32_t* slots, std:
             if ((takers >> lane & 1) == 0) return;
             const std::uint32_t before = bit_count(takers & ((1U << lane) - 1));
             std::uint32_t& state = pairs[lane].states[i];
-            state = state << 16 | window.words[place.next - place.first + before];
+            state = state << 16 | window.words[cursor.next - cursor.first + before];
         });
-        place.next += bit_count(takers);
+        cursor.next += bit_count(takers);
     }
 }
 
@@ -104,21 +104,21 @@ OFFLOAD_DEVICE void write_rans_tile(const Warp& warp, const KernelMatrix& matrix
     const std::byte* const bytes = matrix.extent + tile.offset_bytes;
     const auto* const states = reinterpret_cast<const std::uint32_t*>(bytes);
     const std::uint32_t state_bytes = lanes * sizeof(std::uint32_t);
-    RansPlace place{bytes + state_bytes, (tile.size_bytes - state_bytes) / 2, 0, 0};
+    RansCursor cursor{bytes + state_bytes, (tile.size_bytes - state_bytes) / 2, 0, 0};
     PerLane<Warp, RansRowPair> pairs;
     warp.each([&](unsigned lane) {
         for (unsigned i = 0; i < kRowsOfLane; ++i) {
             if (lane + i * kWarpLanes < lanes) pairs[lane].states[i] = states[lane + i * kWarpLanes];
         }
     });
-    fill_window(warp, place, window);
+    fill_window(warp, cursor, window);
     for (std::uint32_t row = 0; row < tile.row_count; row += kRansLanes) {
         const std::uint32_t left = tile.row_count - row;
         const std::uint32_t row_count = left < kRansLanes ? left : kRansLanes;
         std::uint32_t quad = 0;
         for (std::uint32_t i = 0; i < matrix.class_count; ++i) {
             for (; quad < matrix.classes[i].end_quad; ++quad) {
-                step_rows(warp, slots(i), row_count, quad % kQuad * 8, place, window, pairs);
+                step_rows(warp, slots(i), row_count, quad % kQuad * 8, cursor, window, pairs);
                 write_quads(warp, matrix.columns, quad, tile.first_row + row, row_count, pairs, to);
             }
         }

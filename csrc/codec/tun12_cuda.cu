@@ -52,14 +52,14 @@ __device__ Shared& cleared(Shared (&all)[kBlockWarps]) {
     return own;
 }
 
-/// Runs `use(first_row, places)` for the rows of each warp, all warps of a block as often.
+/// Runs `use(first_row, cursors)` for the rows of each warp, all warps of a block as often.
 template <typename Use>
 __device__ void for_row_pairs(const KernelMatrix& matrix, Use use) {
     for (std::uint64_t row = blockIdx.x * kBlockRows; row < matrix.rows; row += gridDim.x * kBlockRows) {
         const auto first = static_cast<std::uint32_t>(row) + threadIdx.x / kWarpLanes * kRowsOfWarp;
-        CudaWarp::PerLane<Tun12Place> places;
-        places.value = first_place(matrix, first + threadIdx.x % kWarpLanes / kHalfLanes);
-        use(first, places);
+        CudaWarp::PerLane<Tun12Cursor> cursors;
+        cursors.value = first_cursor(matrix, first + threadIdx.x % kWarpLanes / kHalfLanes);
+        use(first, cursors);
     }
 }
 
@@ -71,10 +71,10 @@ __global__ void __launch_bounds__(kBlockThreads)
     SumBits& bits = cleared(all_bits);
     StagedWords staged(words);
     const CudaWarp warp;
-    for_row_pairs(matrix, [&](std::uint32_t first_row, CudaWarp::PerLane<Tun12Place>& places) {
+    for_row_pairs(matrix, [&](std::uint32_t first_row, CudaWarp::PerLane<Tun12Cursor>& cursors) {
         CudaWarp::PerLane<TokenSums<kTokens>> sums;
         for (std::uint32_t i = 0; i < matrix.class_count; ++i) {
-            add_class<kTokens>(warp, matrix, matrix.classes[i], staged.of(matrix, i), panel, places, bits, sums);
+            add_class<kTokens>(warp, matrix, matrix.classes[i], staged.of(matrix, i), panel, cursors, bits, sums);
         }
         const unsigned lane = threadIdx.x % kWarpLanes;
         const std::uint32_t row = first_row + lane / kHalfLanes;
@@ -92,11 +92,11 @@ __global__ void __launch_bounds__(kBlockThreads)
     QuadWindow& window = cleared(windows);
     StagedWords staged(words);
     const CudaWarp warp;
-    for_row_pairs(matrix, [&](std::uint32_t first_row, CudaWarp::PerLane<Tun12Place>& places) {
+    for_row_pairs(matrix, [&](std::uint32_t first_row, CudaWarp::PerLane<Tun12Cursor>& cursors) {
         for (std::uint32_t i = 0; i < matrix.class_count; ++i) {
-            write_class(warp, matrix, matrix.classes[i], staged.of(matrix, i), first_row, places, window, to);
+            write_class(warp, matrix, matrix.classes[i], staged.of(matrix, i), first_row, cursors, window, to);
         }
-        fill_rows(warp, matrix, first_row, places, window, to);
+        fill_rows(warp, matrix, first_row, cursors, window, to);
     });
 }
 

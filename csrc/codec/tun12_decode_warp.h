@@ -12,29 +12,30 @@ struct QuadWindow {
 
 template <typename Bits, typename Warp>
 OFFLOAD_DEVICE void set_quad_bits(const Warp& warp, const PerLane<Warp, TakenWord<Bits>>& taken,
-                                  const PerLane<Warp, Tun12Place>& places, std::uint32_t columns, QuadWindow& window) {
+                                  const PerLane<Warp, Tun12Cursor>& cursors, std::uint32_t columns,
+                                  QuadWindow& window) {
     warp.each([&](unsigned lane) {
         for_nonzeros(taken[lane], columns, [&](std::uint32_t column, bool is_minus) {
-            const std::uint32_t group = (column - places[lane].window) / kValuesOfWord;
+            const std::uint32_t group = (column - cursors[lane].window) / kValuesOfWord;
             const std::uint32_t two = is_minus ? 3 : 1;
             Warp::set_bits(window.words[lane / kHalfLanes][group], two << column % kValuesOfWord * 2);
         });
     });
 }
 
-/// Writes what is whole of both windows, all if a row is at its end, and moves what is not to their fronts. A place
+/// Writes what is whole of both windows, all if a row is at its end, and moves what is not to their fronts. A cursor
 /// whose row has been written has no bytes any more.
 template <typename Warp>
 OFFLOAD_DEVICE void write_window(const Warp& warp, const KernelMatrix& matrix, std::uint32_t first_row,
-                                 PerLane<Warp, Tun12Place>& places, QuadWindow& window, const QuadRows& to) {
+                                 PerLane<Warp, Tun12Cursor>& cursors, QuadWindow& window, const QuadRows& to) {
     PerLane<Warp, std::uint32_t> carried;
     warp.each([&](unsigned lane) {
-        const Tun12Place& place = places[lane];
-        if (place.bytes == nullptr) return;
+        const Tun12Cursor& cursor = cursors[lane];
+        if (cursor.bytes == nullptr) return;
         const std::uint32_t (&words)[kWindowGroups] = window.words[lane / kHalfLanes];
         std::uint32_t* const row = to.words + (first_row + lane / kHalfLanes) * to.stride;
-        const std::size_t begin = place.window / kValuesOfWord;
-        const std::size_t end = place.column < matrix.columns ? place.column / kValuesOfWord : to.stride;
+        const std::size_t begin = cursor.window / kValuesOfWord;
+        const std::size_t end = cursor.column < matrix.columns ? cursor.column / kValuesOfWord : to.stride;
         for (std::size_t group = begin + lane % kHalfLanes; group < end; group += kHalfLanes) {
             row[group] = group - begin < kWindowGroups ? words[group - begin] : 0;
         }
@@ -44,22 +45,22 @@ OFFLOAD_DEVICE void write_window(const Warp& warp, const KernelMatrix& matrix, s
         for (std::uint32_t i = lane % kHalfLanes; i < kWindowGroups; i += kHalfLanes) {
             window.words[lane / kHalfLanes][i] = i == 0 ? carried[lane] : 0;
         }
-        if (places[lane].column >= matrix.columns) places[lane].bytes = nullptr;
+        if (cursors[lane].column >= matrix.columns) cursors[lane].bytes = nullptr;
     });
 }
 
 /// Writes what the words of one class give to both rows. Pre: every lane comes by once for each class, in order.
 template <typename Warp>
 OFFLOAD_DEVICE void write_class(const Warp& warp, const KernelMatrix& matrix, const KernelClass& one,
-                                const std::byte* table, std::uint32_t first_row, PerLane<Warp, Tun12Place>& places,
+                                const std::byte* table, std::uint32_t first_row, PerLane<Warp, Tun12Cursor>& cursors,
                                 QuadWindow& window, const QuadRows& to) {
     with_words(one, table, [&](const auto* words) {
         using Bits = decltype(words->plus);
         PerLane<Warp, TakenWord<Bits>> taken;
-        while (any_before(warp, places, one.end_column)) {
-            take_words(warp, words, one.end_column, places, taken);
-            set_quad_bits<Bits>(warp, taken, places, matrix.columns, window);
-            write_window(warp, matrix, first_row, places, window, to);
+        while (any_before(warp, cursors, one.end_column)) {
+            take_words(warp, words, one.end_column, cursors, taken);
+            set_quad_bits<Bits>(warp, taken, cursors, matrix.columns, window);
+            write_window(warp, matrix, first_row, cursors, window, to);
         }
     });
 }
@@ -68,12 +69,12 @@ OFFLOAD_DEVICE void write_class(const Warp& warp, const KernelMatrix& matrix, co
 /// since they were checked, are filled up with zeros.
 template <typename Warp>
 OFFLOAD_DEVICE void fill_rows(const Warp& warp, const KernelMatrix& matrix, std::uint32_t first_row,
-                              PerLane<Warp, Tun12Place>& places, QuadWindow& window, const QuadRows& to) {
+                              PerLane<Warp, Tun12Cursor>& cursors, QuadWindow& window, const QuadRows& to) {
     warp.each([&](unsigned lane) {
-        places[lane].window = places[lane].column / kHalfLanes * kHalfLanes;
-        places[lane].column = matrix.columns;
+        cursors[lane].window = cursors[lane].column / kHalfLanes * kHalfLanes;
+        cursors[lane].column = matrix.columns;
     });
-    write_window(warp, matrix, first_row, places, window, to);
+    write_window(warp, matrix, first_row, cursors, window, to);
 }
 
 }  // namespace torch_offload

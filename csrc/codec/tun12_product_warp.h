@@ -23,10 +23,10 @@ struct TokenSums {
 
 template <typename Bits, typename Warp>
 OFFLOAD_DEVICE void set_sum_bits(const Warp& warp, const PerLane<Warp, TakenWord<Bits>>& taken,
-                                 const PerLane<Warp, Tun12Place>& places, std::uint32_t columns, SumBits& bits) {
+                                 const PerLane<Warp, Tun12Cursor>& cursors, std::uint32_t columns, SumBits& bits) {
     warp.each([&](unsigned lane) {
         for_nonzeros(taken[lane], columns, [&](std::uint32_t column, bool is_minus) {
-            const std::uint32_t group = (column - places[lane].window) / kHalfLanes;
+            const std::uint32_t group = (column - cursors[lane].window) / kHalfLanes;
             auto& side = is_minus ? bits.minus : bits.plus;
             Warp::set_bits(side[lane / kHalfLanes][group / 32][column % kHalfLanes], 1U << group % 32);
         });
@@ -57,15 +57,15 @@ OFFLOAD_DEVICE void add_sum_bits(unsigned lane, std::uint32_t window, const floa
 /// order. `table`: the class's words, where they are read fastest.
 template <unsigned kTokens, typename Warp>
 OFFLOAD_DEVICE void add_class(const Warp& warp, const KernelMatrix& matrix, const KernelClass& one,
-                              const std::byte* table, const float* panel, PerLane<Warp, Tun12Place>& places,
+                              const std::byte* table, const float* panel, PerLane<Warp, Tun12Cursor>& cursors,
                               SumBits& bits, PerLane<Warp, TokenSums<kTokens>>& sums) {
     with_words(one, table, [&](const auto* words) {
         using Bits = decltype(words->plus);
         PerLane<Warp, TakenWord<Bits>> taken;
-        while (any_before(warp, places, one.end_column)) {
-            take_words(warp, words, one.end_column, places, taken);
-            set_sum_bits<Bits>(warp, taken, places, matrix.columns, bits);
-            warp.each([&](unsigned lane) { add_sum_bits(lane, places[lane].window, panel, bits, sums[lane]); });
+        while (any_before(warp, cursors, one.end_column)) {
+            take_words(warp, words, one.end_column, cursors, taken);
+            set_sum_bits<Bits>(warp, taken, cursors, matrix.columns, bits);
+            warp.each([&](unsigned lane) { add_sum_bits(lane, cursors[lane].window, panel, bits, sums[lane]); });
         }
     });
 }

@@ -16,7 +16,7 @@ inline constexpr std::uint32_t kWindowGroups = 64;
 static_assert((kHalfLanes - 1) + kHalfLanes * 63 <= kWindowGroups * kHalfLanes);
 
 /// Where a half stands in its row; every lane has a copy.
-struct Tun12Place {
+struct Tun12Cursor {
     const std::byte* bytes = nullptr;  // of the tile
     std::uint32_t next = 0;            // codeword of the tile
     std::uint32_t end = 0;             // the row's codewords end before this one
@@ -47,46 +47,46 @@ OFFLOAD_HOST_DEVICE inline std::uint32_t length_of(const SignedWord<Bits>& word)
     return end == 0 ? kRestOfRow : highest_bit(end);
 }
 
-/// The place of a row's beginning. Of rows that there are not, and those that other coders have: nothing to be done.
-OFFLOAD_HOST_DEVICE inline Tun12Place first_place(const KernelMatrix& matrix, std::uint32_t row) noexcept {
-    Tun12Place place;
-    place.column = matrix.columns;
-    if (row >= matrix.rows) return place;
+/// The cursor of a row's beginning. Of rows that there are not, and those that other coders have: nothing to be done.
+OFFLOAD_HOST_DEVICE inline Tun12Cursor first_cursor(const KernelMatrix& matrix, std::uint32_t row) noexcept {
+    Tun12Cursor cursor;
+    cursor.column = matrix.columns;
+    if (row >= matrix.rows) return cursor;
     const KernelTile& tile = matrix.tiles[row / matrix.rows_per_tile];
-    if (tile.coder != Coder::tun12) return place;
+    if (tile.coder != Coder::tun12) return cursor;
     const bool is_last = row + 1 == tile.first_row + tile.row_count;
-    place.bytes = matrix.extent + tile.offset_bytes;
-    place.next = matrix.first_words[row];
-    place.end = is_last ? tile.size_bytes * 2 / 3 : matrix.first_words[row + 1];
-    place.column = 0;
-    return place;
+    cursor.bytes = matrix.extent + tile.offset_bytes;
+    cursor.next = matrix.first_words[row];
+    cursor.end = is_last ? tile.size_bytes * 2 / 3 : matrix.first_words[row + 1];
+    cursor.column = 0;
+    return cursor;
 }
 
 /// Each half takes up to 16 words of its row that begin before `end_column`.
 template <typename Bits, typename Warp>
 OFFLOAD_DEVICE void take_words(const Warp& warp, const SignedWord<Bits>* words, std::uint32_t end_column,
-                               PerLane<Warp, Tun12Place>& places, PerLane<Warp, TakenWord<Bits>>& taken) {
+                               PerLane<Warp, Tun12Cursor>& cursors, PerLane<Warp, TakenWord<Bits>>& taken) {
     PerLane<Warp, std::uint32_t> lengths;
     warp.each([&](unsigned lane) {
-        const Tun12Place& place = places[lane];
-        const std::uint32_t index = place.next + lane % kHalfLanes;
-        const bool is_there = place.column < end_column && index < place.end;
-        taken[lane].word = is_there ? words[codeword_at(place.bytes, index)] : SignedWord<Bits>{};
+        const Tun12Cursor& cursor = cursors[lane];
+        const std::uint32_t index = cursor.next + lane % kHalfLanes;
+        const bool is_there = cursor.column < end_column && index < cursor.end;
+        taken[lane].word = is_there ? words[codeword_at(cursor.bytes, index)] : SignedWord<Bits>{};
         lengths[lane] = is_there ? length_of(taken[lane].word) : 0;
     });
     const auto ends = prefix_sums(warp, lengths);
     const std::uint32_t takers = warp.ballot([&](unsigned lane) {
-        return lengths[lane] > 0 && places[lane].column + ends[lane] - lengths[lane] < end_column;
+        return lengths[lane] > 0 && cursors[lane].column + ends[lane] - lengths[lane] < end_column;
     });
     const auto count_of = [&](unsigned lane) { return bit_count(takers >> (lane & kHalfLanes) & 0xFFFF); };
     const auto last = warp.of_half(ends, [&](unsigned lane) { return (count_of(lane) - 1) % kHalfLanes; });
     warp.each([&](unsigned lane) {
-        Tun12Place& place = places[lane];
-        taken[lane].column = place.column + ends[lane] - lengths[lane];
+        Tun12Cursor& cursor = cursors[lane];
+        taken[lane].column = cursor.column + ends[lane] - lengths[lane];
         if ((takers >> lane & 1) == 0) taken[lane].word = {};
-        place.window = place.column / kHalfLanes * kHalfLanes;
-        place.column += count_of(lane) > 0 ? last[lane] : 0;
-        place.next += count_of(lane);
+        cursor.window = cursor.column / kHalfLanes * kHalfLanes;
+        cursor.column += count_of(lane) > 0 ? last[lane] : 0;
+        cursor.next += count_of(lane);
     });
 }
 
@@ -111,8 +111,8 @@ OFFLOAD_DEVICE void with_words(const KernelClass& one, const std::byte* table, U
 
 /// Whether a half still has words that begin before `end_column`.
 template <typename Warp>
-OFFLOAD_DEVICE bool any_before(const Warp& warp, const PerLane<Warp, Tun12Place>& places, std::uint32_t end_column) {
-    return warp.ballot([&](unsigned lane) { return places[lane].is_before(end_column); }) != 0;
+OFFLOAD_DEVICE bool any_before(const Warp& warp, const PerLane<Warp, Tun12Cursor>& cursors, std::uint32_t end_column) {
+    return warp.ballot([&](unsigned lane) { return cursors[lane].is_before(end_column); }) != 0;
 }
 
 }  // namespace torch_offload

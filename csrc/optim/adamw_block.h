@@ -110,7 +110,7 @@ static_assert(kPackedBlock == kTeamLanes * kGroup, "a team takes a block");
 template <Moment kMoment>
 constexpr std::size_t kLevelCount = std::size_t{1} << kIndexBits<kMoment>;
 
-/// A moment of one block. Values lie by their place in the group, then by lane: lanes that write at a time write
+/// A moment of one block. Values lie by their position in the group, then by lane: lanes that write at a time write
 /// neighbours.
 template <Moment kMoment>
 struct SharedMoment {
@@ -125,8 +125,8 @@ struct PackedShared {
     SharedMoment<Moment::second> square;
 };
 
-OFFLOAD_DEVICE inline bool in_head(std::size_t lane, std::size_t place) noexcept {
-    return lane * kGroup + place < kScaleBits;
+OFFLOAD_DEVICE inline bool in_head(std::size_t lane, std::size_t position) noexcept {
+    return lane * kGroup + position < kScaleBits;
 }
 
 template <Moment kMoment>
@@ -162,8 +162,8 @@ OFFLOAD_DEVICE inline void pack_group(const SharedMoment<kMoment>& shared, std::
     alignas(16) std::uint8_t bytes[kGroup];
     for (std::size_t i = 0; i < kGroup; ++i) {
         std::uint32_t byte = i < count ? packed_byte<kMoment>(shared.values[i][lane], divisor) : 0;
-        const std::size_t place = lane * kGroup + i;
-        if (in_head(lane, i)) byte = with_scale_bit<kMoment>(byte, (bits_of(scale) >> place) & 1);
+        const std::size_t position = lane * kGroup + i;
+        if (in_head(lane, i)) byte = with_scale_bit<kMoment>(byte, (bits_of(scale) >> position) & 1);
         bytes[i] = static_cast<std::uint8_t>(byte);
     }
     store_group(bytes, kGroup, is_aligned, block + lane * kGroup);

@@ -17,9 +17,9 @@ constexpr std::uint32_t kIndexMask = (1u << kIndexBits<kMoment>)-1;
 constexpr std::uint32_t kOne = 0x3F800000;  // 1.0F
 constexpr std::uint32_t kTen = 0x41200000;  // 10.0F
 
-/// The index whose level is nearest to a number in [0, 1]: the decade, then the place in it. Place 0 is the decade
-/// below's last level. Numbers that are not negative are ordered like their bits, which compare without branches, and
-/// powers of two are made of theirs: looking them up takes longer.
+/// The index whose level is nearest to a number in [0, 1]: the decade, then the position in it. Position 0 is the
+/// decade below's last level. Numbers that are not negative are ordered like their bits, which compare without
+/// branches, and powers of two are made of theirs: looking them up takes longer.
 template <int kBits>
 OFFLOAD_HOST_DEVICE inline std::uint32_t nearest_index(std::uint32_t bits) noexcept {
     constexpr float kTenths[] = {1e-1F, 1e-2F, 1e-3F, 1e-4F, 1e-5F, 1e-6F, 1e-7F};
@@ -31,8 +31,8 @@ OFFLOAD_HOST_DEVICE inline std::uint32_t nearest_index(std::uint32_t bits) noexc
         tens *= __builtin_bit_cast(float, is_below ? kTen : kOne);
     }
     const float steps = __builtin_bit_cast(float, kOne + ((kBits - 1 - below) << 23));
-    const float place = (__builtin_bit_cast(float, bits) * tens - 0.1F) * (1.0F / 0.9F) * steps;
-    return static_cast<std::uint32_t>(static_cast<std::int32_t>(steps - 1.0F + place + 0.5F));
+    const float position = (__builtin_bit_cast(float, bits) * tens - 0.1F) * (1.0F / 0.9F) * steps;
+    return static_cast<std::uint32_t>(static_cast<std::int32_t>(steps - 1.0F + position + 0.5F));
 }
 
 /// `block`: [kScaleBits] and more.

@@ -35,11 +35,11 @@ struct RowSums {
 };
 
 const float* widened_row(const WritebackArrays& arrays, std::size_t begin, std::size_t count,
-                         float* __restrict room) noexcept {
+                         float* __restrict buffer) noexcept {
     if (arrays.gradient_type == GradientType::f32) return static_cast<const float*>(arrays.gradients) + begin;
     const std::uint16_t* __restrict from = static_cast<const std::uint16_t*>(arrays.gradients) + begin;
-    for (std::size_t i = 0; i < count; ++i) room[i] = widened(from[i]);
-    return room;
+    for (std::size_t i = 0; i < count; ++i) buffer[i] = widened(from[i]);
+    return buffer;
 }
 
 void store_row(const WritebackArrays& arrays, std::size_t begin, std::size_t count, const float* values) noexcept {
@@ -59,11 +59,11 @@ void store_row(const WritebackArrays& arrays, std::size_t begin, std::size_t cou
 }
 
 WritebackSum write_back_chunk(const WritebackArrays& arrays, std::size_t begin, std::size_t end) noexcept {
-    alignas(64) float room[kWritebackRow];
+    alignas(64) float buffer[kWritebackRow];
     RowSums sums;
     for (; begin < end; begin += kWritebackRow) {
         const std::size_t count = end - begin < kWritebackRow ? end - begin : kWritebackRow;
-        const float* values = widened_row(arrays, begin, count, room);
+        const float* values = widened_row(arrays, begin, count, buffer);
         sums.add(values, count);
         if (arrays.to) store_row(arrays, begin, count, values);
     }

@@ -21,7 +21,7 @@ namespace {
 constexpr std::size_t kRows = 67;
 constexpr std::size_t kRowsPerTile = 30;
 
-/// One side of a product: its floats, and where they lie in it, if not in their own places.
+/// One side of a product: its floats, and where they lie in it, if not in their own positions.
 struct Side {
     std::size_t width;
     std::vector<std::uint32_t> order = {};

@@ -19,12 +19,12 @@ inline std::vector<std::uint32_t> quad_words_of(const KernelMatrix& matrix, Host
     const QuadRows to{words.data(), stride};
     for (std::uint32_t row = 0; row < matrix.rows; row += kRowsOfWarp) {
         QuadWindow window{};
-        HostWarp::PerLane<Tun12Place> places;
-        warp.each([&](unsigned lane) { places[lane] = first_place(matrix, row + lane / kHalfLanes); });
+        HostWarp::PerLane<Tun12Cursor> positions;
+        warp.each([&](unsigned lane) { positions[lane] = first_cursor(matrix, row + lane / kHalfLanes); });
         for (std::uint32_t i = 0; i < matrix.class_count; ++i) {
-            write_class(warp, matrix, matrix.classes[i], matrix.classes[i].words, row, places, window, to);
+            write_class(warp, matrix, matrix.classes[i], matrix.classes[i].words, row, positions, window, to);
         }
-        fill_rows(warp, matrix, row, places, window, to);
+        fill_rows(warp, matrix, row, positions, window, to);
     }
     for (std::uint32_t i = 0; i < matrix.tile_count; ++i) {
         if (matrix.tiles[i].coder != Coder::rans4) continue;

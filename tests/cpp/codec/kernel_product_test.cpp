@@ -77,12 +77,12 @@ void multiply_codewords(const KernelMatrix& matrix, Case& one, HostWarp warp) {
     const std::vector<float> panel = panels_of<kTokens>(one.from());
     for (std::uint32_t row = 0; row < matrix.rows; row += kRowsOfWarp) {
         SumBits bits{};
-        HostWarp::PerLane<Tun12Place> places;
+        HostWarp::PerLane<Tun12Cursor> positions;
         HostWarp::PerLane<TokenSums<kTokens>> sums;
-        warp.each([&](unsigned lane) { places[lane] = first_place(matrix, row + lane / kHalfLanes); });
+        warp.each([&](unsigned lane) { positions[lane] = first_cursor(matrix, row + lane / kHalfLanes); });
         for (std::uint32_t i = 0; i < matrix.class_count; ++i) {
             const KernelClass& its_class = matrix.classes[i];
-            add_class<kTokens>(warp, matrix, its_class, its_class.words, panel.data(), places, bits, sums);
+            add_class<kTokens>(warp, matrix, its_class, its_class.words, panel.data(), positions, bits, sums);
         }
         for (unsigned t = 0; t < kTokens; ++t) {
             HostWarp::PerLane<float> each;

@@ -29,7 +29,7 @@ inline std::vector<std::uint32_t> bits_of(const TokenPanel& panel) {
     return bits;
 }
 
-/// y = T x as product.h says, one addition after the other. `order`: the column that lies in each place, if they are
+/// y = T x as product.h says, one addition after the other. `order`: the column that lies in each position, if they are
 /// not in their own.
 inline std::vector<std::uint32_t> forward_formula(const Matrix& matrix, const TokenPanel& x,
                                                   std::span<const std::uint32_t> order = {}) {
@@ -37,10 +37,10 @@ inline std::vector<std::uint32_t> forward_formula(const Matrix& matrix, const To
     for (std::size_t token = 0; token < x.tokens(); ++token) {
         for (std::size_t row = 0; row < matrix.rows; ++row) {
             float sums[kSumLanes] = {};
-            for (std::size_t place = 0; place < matrix.columns; ++place) {
-                const std::size_t column = order.empty() ? place : order[place];
+            for (std::size_t position = 0; position < matrix.columns; ++position) {
+                const std::size_t column = order.empty() ? position : order[position];
                 const float weight = matrix.values[row * matrix.columns + column];
-                sums[place % kSumLanes] += weight * x.token(token)[column];
+                sums[position % kSumLanes] += weight * x.token(token)[column];
             }
             for (const std::size_t half : {8, 4, 2, 1}) {
                 for (std::size_t i = 0; i < half; ++i) sums[i] += sums[i + half];

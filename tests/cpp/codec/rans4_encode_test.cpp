@@ -102,7 +102,7 @@ TEST(Rans4Encode, DividesExactlyByEveryFrequency) {
     }
 }
 
-// Values that the frequencies do not know are refused. Method: one such quad, in each lane, at each place of a
+// Values that the frequencies do not know are refused. Method: one such quad, in each lane, at each position of a
 // vector's.
 TEST(Rans4Encode, RefusesWhatHasNoFrequency) {
     SymbolFrequencies frequencies{};
