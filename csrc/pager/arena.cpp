@@ -28,13 +28,13 @@ void Arena::charge(std::size_t& account, std::size_t size_bytes) noexcept {
     other_peak_bytes_ = std::max(other_peak_bytes_, usage_.range_bytes + usage_.small_bytes);
 }
 
-bool Arena::has_room(std::size_t size_bytes, std::size_t reserve_bytes) const noexcept {
+bool Arena::has_space(std::size_t size_bytes, std::size_t reserve_bytes) const noexcept {
     return usage_.used_bytes() + reserve_bytes + size_bytes <= usage_.limit_bytes;
 }
 
 /// Gives free memory back to the system, largest first, until `size_bytes` more fit the limit.
-bool Arena::make_room(std::size_t size_bytes, std::size_t reserve_bytes) {
-    const auto fits = [&] { return has_room(size_bytes, reserve_bytes); };
+bool Arena::make_space(std::size_t size_bytes, std::size_t reserve_bytes) {
+    const auto fits = [&] { return has_space(size_bytes, reserve_bytes); };
     while (!fits() && !idle_ranges_.empty()) {
         const auto largest = std::prev(idle_ranges_.end());
         release_range(largest->second);
@@ -101,14 +101,14 @@ std::optional<Frame> Arena::take_free_frame(std::multimap<std::size_t, Frame>& f
 std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes) {
     std::optional<Frame> free = take_free_frame(registered_free_frames_, size_bytes);
     if (!free) free = take_free_frame(free_frames_, size_bytes);
-    if (!free && !has_room(size_bytes, usage_.reserve_bytes) && take_apart(size_bytes)) {
+    if (!free && !has_space(size_bytes, usage_.reserve_bytes) && take_apart(size_bytes)) {
         free = take_free_frame(free_frames_, size_bytes);
     }
     if (free) {
         charge(usage_.frame_bytes, size_bytes);
         return free;
     }
-    if (usage_.available_bytes() < size_bytes || !make_room(size_bytes, usage_.reserve_bytes)) return std::nullopt;
+    if (usage_.available_bytes() < size_bytes || !make_space(size_bytes, usage_.reserve_bytes)) return std::nullopt;
     const Frame frame = make_frame(size_bytes);
     charge(usage_.frame_bytes, size_bytes);
     return frame;
@@ -150,11 +150,11 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
     }
     if (usage_.available_bytes() < size_bytes) return std::nullopt;
     const std::size_t piece_count = piece_bytes_ == 0 ? 0 : size_bytes / piece_bytes_;
-    while (free_frames_.count(piece_bytes_) < piece_count && !has_room(size_bytes, usage_.reserve_bytes)) {
+    while (free_frames_.count(piece_bytes_) < piece_count && !has_space(size_bytes, usage_.reserve_bytes)) {
         if (!take_apart(piece_bytes_)) break;
     }
     const std::vector<Frame> pieces = take_pieces(piece_count);
-    if (!make_room(size_bytes, usage_.reserve_bytes)) {
+    if (!make_space(size_bytes, usage_.reserve_bytes)) {
         for (const Frame& piece : pieces) {
             usage_.free_frame_bytes += piece_bytes_;
             free_frames_.emplace(piece_bytes_, piece);
@@ -234,7 +234,7 @@ void Arena::return_to_range(const Frame& frame) {
 }
 
 bool Arena::try_count_small(std::size_t size_bytes) {
-    if (!make_room(size_bytes, 0)) return false;
+    if (!make_space(size_bytes, 0)) return false;
     charge(usage_.small_bytes, size_bytes);
     return true;
 }

@@ -52,7 +52,7 @@ struct ArenaOptions {
 /// Hands out memory under a hard limit. Memory is reused by exact size first. Where the budget is used up, ranges are
 /// put together from free frames, and idle ranges taken apart into frames, because new memory has to be zeroed by the
 /// system (and, in a virtual machine, found by its host: ten times slower). What fits neither way is given back to the
-/// system to make room. Nothing here waits or evicts.
+/// system to free memory. Nothing here waits or evicts.
 /// Threads: none; the pager's lock covers it.
 class Arena {
 public:
@@ -98,8 +98,8 @@ public:
     }
 
 private:
-    bool has_room(std::size_t size_bytes, std::size_t reserve_bytes) const noexcept;
-    bool make_room(std::size_t size_bytes, std::size_t reserve_bytes);
+    bool has_space(std::size_t size_bytes, std::size_t reserve_bytes) const noexcept;
+    bool make_space(std::size_t size_bytes, std::size_t reserve_bytes);
     bool take_apart(std::size_t frame_bytes);
     Frame move_into_frame(std::span<std::byte> range);
     Frame make_frame(std::size_t size_bytes);

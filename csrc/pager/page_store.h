@@ -67,7 +67,7 @@ public:
 
     /// Pre: the page is `loading` with a frame, and was written.
     virtual void read(std::shared_ptr<Segment> segment, Page& page) = 0;
-    /// Pre: the page is `leaving` and its bytes lie in its frame's slot.
+    /// Pre: the page is `evicting` and its bytes lie in its frame's slot.
     virtual void write(std::shared_ptr<Segment> segment, Page& page) = 0;
     /// Sends what the store itself holds of the segment in memory to SSD, and waits. Throws: what a write throws.
     virtual void evict(Segment& segment) = 0;

@@ -22,14 +22,14 @@ class Segment;
 
 /// Where the latest bytes of a page are.
 enum class PageState : std::uint32_t {
-    zero,     // nowhere: all zeros, no memory and no extent
-    stored,   // on SSD only
-    loading,  // a frame waits for its read
-    loaded,   // in a frame, not mapped: invisible to the program
-    busy,     // one thread maps, unmaps, protects or updates it
-    mapped,   // in a frame, at the segment's address
-    leaving,  // unmapped, a write to SSD under way
-    failed,   // lost to a read error; every access raises it
+    zero,      // nowhere: all zeros, no memory and no extent
+    stored,    // on SSD only
+    loading,   // a frame waits for its read
+    loaded,    // in a frame, not mapped: invisible to the program
+    busy,      // one thread maps, unmaps, protects or updates it
+    mapped,    // in a frame, at the segment's address
+    evicting,  // unmapped, a write to SSD under way
+    failed,    // lost to a read error; every access raises it
 };
 inline constexpr std::size_t kPageStateCount = 8;
 
@@ -70,7 +70,7 @@ struct Frame {
 };
 
 /// One page. The word is atomic; the rest belongs to whoever holds the page in a state that excludes others
-/// (loading, busy, leaving), or, while nobody does, to the pager's lock.
+/// (loading, busy, evicting), or, while nobody does, to the pager's lock.
 struct Page {
     std::atomic<std::uint32_t> word{static_cast<std::uint32_t>(PageState::zero)};
     Frame frame;

@@ -230,7 +230,7 @@ std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
     }
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         Page& page = segment->page(i);
-        for (PageWord seen = page.load(); seen.state() == PageState::leaving; seen = page.load()) {
+        for (PageWord seen = page.load(); seen.state() == PageState::evicting; seen = page.load()) {
             page.wait_change(seen);
         }
     }

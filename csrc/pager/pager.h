@@ -206,11 +206,11 @@ public:
     static bool in_memory(const Segment& segment, std::size_t index) noexcept;
 
     // --- Temporaries (the CPU allocator) --------------------------------------------------------------------------
-    /// A committed range that counts against the budget; evicts pages to make room.
+    /// A committed range that counts against the budget; evicts pages to free memory.
     /// Throws: OutOfTierMemory; TierIoError for a failed write-back.
     std::span<std::byte> allocate_range(std::size_t size_bytes);
     void free_range(std::span<std::byte> range) noexcept;
-    /// Counts memory that is about to be allocated elsewhere; evicts pages to make room.
+    /// Counts memory that is about to be allocated elsewhere; evicts pages to free memory.
     /// Throws: what allocate_range() throws; nothing was counted then.
     void reserve_small(std::size_t size_bytes);
     /// Counts memory that was allocated or (below zero) freed elsewhere, whether the budget has room for it or not.

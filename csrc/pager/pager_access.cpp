@@ -284,7 +284,7 @@ void Pager::Impl::ensure_mapped(const std::shared_ptr<Segment>& segment, std::si
                 is_miss = true;
                 wait_page(page, seen, StallCause::read);
                 break;
-            case PageState::leaving:
+            case PageState::evicting:
                 wait_page(page, seen, StallCause::memory);
                 break;
             case PageState::busy:
@@ -299,7 +299,7 @@ void Pager::Impl::ensure_mapped(const std::shared_ptr<Segment>& segment, std::si
 // --- Pins ---------------------------------------------------------------------------------------------------------
 
 /// What pages could have if all others went.
-std::size_t Pager::Impl::room_for_pages() {
+std::size_t Pager::Impl::page_capacity_bytes() {
     const std::lock_guard lock(mutex);
     const ArenaUsage usage = arena.usage();
     const std::size_t elsewhere = usage.range_bytes + usage.small_bytes + usage.reserve_bytes;
@@ -315,11 +315,11 @@ void Pager::Impl::check_fits(std::span<const PinRequest> requests) {
     }
     const std::size_t limit = options.budget_bytes;
     if (wanted_bytes <= limit / 4) return;  // the common case needs no lock
-    std::size_t room_bytes = room_for_pages();
-    while (wanted_bytes > room_bytes && wait_for_oldest_use()) room_bytes = room_for_pages();
-    OFFLOAD_CHECK(wanted_bytes <= room_bytes, OutOfTierMemory, tier_name(), " memory tier: an operation needs ",
+    std::size_t free_bytes = page_capacity_bytes();
+    while (wanted_bytes > free_bytes && wait_for_oldest_use()) free_bytes = page_capacity_bytes();
+    OFFLOAD_CHECK(wanted_bytes <= free_bytes, OutOfTierMemory, tier_name(), " memory tier: an operation needs ",
                   wanted_bytes, " bytes of pages at once (largest: ", largest->segment->label, ", ",
-                  largest->segment->size_bytes(), " bytes), available are ", room_bytes, " of the budget of ", limit,
+                  largest->segment->size_bytes(), " bytes), available are ", free_bytes, " of the budget of ", limit,
                   " bytes; raise ", budget_name(),
                   ", lower the batch size, or let activations leave memory (activations='page')");
 }
@@ -433,7 +433,7 @@ std::span<std::byte> Pager::Impl::latch_page(const std::shared_ptr<Segment>& seg
             case PageState::loading:
                 wait_page(page, seen, StallCause::read);
                 break;
-            case PageState::leaving:
+            case PageState::evicting:
             case PageState::busy:
                 wait_page(page, seen, StallCause::memory);
                 break;

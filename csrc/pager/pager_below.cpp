@@ -6,7 +6,7 @@ namespace torch_offload {
 
 bool Pager::salvage(Segment& segment, std::size_t index, std::span<std::byte> target) {
     const PageWord word = segment.page(index).load();
-    if (word.has(PageWord::kPending) || word.state() == PageState::busy || word.state() == PageState::leaving) {
+    if (word.has(PageWord::kPending) || word.state() == PageState::busy || word.state() == PageState::evicting) {
         return false;
     }
     if (word.state() == PageState::zero) {
@@ -54,7 +54,7 @@ Pager::Impl::SentDown Pager::Impl::send_down(const std::shared_ptr<Segment>& seg
             case PageState::mapped:
                 return SentDown::is_held;
             case PageState::loading:
-            case PageState::leaving:
+            case PageState::evicting:
             case PageState::busy:
                 if (patience == Patience::give_up) return SentDown::not_yet;
                 wait_page(page, seen, StallCause::memory);

@@ -102,7 +102,7 @@ struct Pager::Impl final : StoreClient {
     void unmap_page(Page& page);
     void lose_page(Page& page);
     std::span<std::byte> mapped_range(const Page& page) const noexcept;
-    std::size_t room_for_pages();
+    std::size_t page_capacity_bytes();
     void check_fits(std::span<const PinRequest> requests);
     void start_missing(const PinRequest& request);
     std::span<std::byte> latch_page(const std::shared_ptr<Segment>& segment, std::size_t index, Patience patience,
@@ -147,7 +147,7 @@ struct Pager::Impl final : StoreClient {
     std::size_t missing_bytes(Segment& segment);
     std::size_t spare_bytes();
     std::size_t most_reads_ahead(std::size_t page_bytes, std::size_t share) const noexcept;
-    void keep_room(std::size_t room_bytes, UsePosition keep_before);
+    void keep_free(std::size_t free_bytes, UsePosition keep_before);
     void read_what_is_due();
     void end_requests(std::uint64_t time);
     void read_requested();
@@ -205,8 +205,8 @@ struct Pager::Impl final : StoreClient {
     std::atomic<int> program_waiters{0};     // threads of the program that wait: their cores are free for updates
     std::atomic<bool> has_kept_error{false};
     std::atomic<std::uint64_t> clock{1};
-    std::atomic<std::size_t> moving_pages{0};   // loading or leaving: each ends with progress
-    std::atomic<std::size_t> leaving_bytes{0};  // memory that writes under way will free
+    std::atomic<std::size_t> moving_pages{0};    // loading or evicting: each ends with progress
+    std::atomic<std::size_t> evicting_bytes{0};  // memory that writes under way will free
     std::atomic<std::int64_t> last_kick_ns{0};
 
     UseLog use_log;

@@ -55,14 +55,14 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
             if (available_bytes >= size_bytes) unregister_wanted_bytes = size_bytes;
         }
         raise_kept_error();
-        bool is_coming = available_bytes >= size_bytes;
-        if (is_coming) {
+        bool is_expected = available_bytes >= size_bytes;
+        if (is_expected) {
             store->kick();
         } else {
-            const std::size_t coming_bytes = available_bytes + leaving_bytes.load(std::memory_order_acquire);
-            is_coming = coming_bytes >= size_bytes || evict_for(size_bytes - coming_bytes, 0) > 0;
+            const std::size_t expected_bytes = available_bytes + evicting_bytes.load(std::memory_order_acquire);
+            is_expected = expected_bytes >= size_bytes || evict_for(size_bytes - expected_bytes, 0) > 0;
         }
-        if (!is_coming && moving_pages.load(std::memory_order_acquire) == 0 &&
+        if (!is_expected && moving_pages.load(std::memory_order_acquire) == 0 &&
             transients.load(std::memory_order_acquire) == 0 && progress.load(std::memory_order_acquire) == seen) {
             if (wait_for_oldest_use()) continue;
             raise_out_of_memory(size_bytes);
@@ -96,8 +96,8 @@ std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, UseP
             available_bytes = arena.usage().available_bytes();
             if (available_bytes >= wanted_bytes) return arena.try_take_frame(size_bytes);
         }
-        const std::size_t coming_bytes = available_bytes + leaving_bytes.load(std::memory_order_acquire);
-        if (coming_bytes >= wanted_bytes || evict_for(wanted_bytes - coming_bytes, keep_before) == 0) break;
+        const std::size_t expected_bytes = available_bytes + evicting_bytes.load(std::memory_order_acquire);
+        if (expected_bytes >= wanted_bytes || evict_for(wanted_bytes - expected_bytes, keep_before) == 0) break;
     }
     return std::nullopt;
 }
@@ -177,8 +177,8 @@ void Pager::Impl::drop_or_write(Page& page, const std::shared_ptr<Segment>& segm
     evictions.increment();
     if (page.load().has(PageWord::kDirty)) {
         moving_pages.fetch_add(1, std::memory_order_acq_rel);
-        leaving_bytes.fetch_add(page.frame.slot.size(), std::memory_order_acq_rel);
-        page.enter(PageState::leaving, 0, PageWord::kWritable);
+        evicting_bytes.fetch_add(page.frame.slot.size(), std::memory_order_acq_rel);
+        page.enter(PageState::evicting, 0, PageWord::kWritable);
         store->write(segment, page);
         return;
     }

@@ -20,8 +20,8 @@ constexpr std::size_t kShareOfAhead = 48;
 constexpr std::size_t kShareOfWanted = 8;
 // Of the budget, that is made free for segments that were requested and not used yet: the rest is for what is used
 // meanwhile.
-constexpr std::size_t kShareOfAwaited = 4;
-constexpr UsePosition kAwaited = 0;
+constexpr std::size_t kOutstandingShare = 4;
+constexpr UsePosition kOutstanding = 0;
 constexpr UsePosition kUnrequested = kNever - 1;
 constexpr std::int64_t kKickEveryNs = 1'000'000;
 
@@ -40,7 +40,7 @@ std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time
 /// without uses of its own in the rest of the step (a moment, a finished gradient) is next used by its deferred work,
 /// which runs when the parameter it belongs to is first pinned: now, if it is pending, else in the following step.
 UsePosition Pager::Impl::next_use(const Segment& segment) const {
-    if (segment.outstanding_since.load(std::memory_order_relaxed) != 0) return kAwaited;
+    if (segment.outstanding_since.load(std::memory_order_relaxed) != 0) return kOutstanding;
     if (!trace.has_prediction()) {
         // What is requested can be read in time, so it goes before what would be missed.
         return segment.requested_uses.load(std::memory_order_relaxed) != 0 ? kNever : kUnrequested;
@@ -89,7 +89,7 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
     const std::int64_t since_touch_ns = busy_ns() - last_touch_ns;
     const ArenaUsage usage = arena.usage();
     const std::size_t other_bytes = usage.range_bytes + usage.small_bytes;
-    std::size_t coming_other_bytes = other_bytes;
+    std::size_t expected_other_bytes = other_bytes;
     for (std::size_t distance = 0; planned_bytes < window_bytes && seen.size() < kMaxAhead; ++distance) {
         const std::optional<UpcomingUse> use = trace.upcoming(distance);
         // Before a weight is used in the following step, it is updated below: what came earlier would be worthless.
@@ -97,7 +97,7 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
         const std::int64_t due_ns = use->after_ns - since_touch_ns;
         const std::size_t growth_bytes = use->other_bytes - std::min(use->other_bytes, other_bytes);
         const bool is_soon = due_ns < kRoomAheadNs + transfer_ns(growth_bytes, store->read_rate());
-        if (is_soon) coming_other_bytes = std::max(coming_other_bytes, use->other_bytes);
+        if (is_soon) expected_other_bytes = std::max(expected_other_bytes, use->other_bytes);
         if (!seen.insert(use->id).second) continue;
         std::shared_ptr<Segment> segment = use->id < roles.size() ? roles[use->id].lock() : nullptr;
         if (!segment) continue;
@@ -105,7 +105,7 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
         planned_bytes += segment->size_bytes() * (is_updated_here ? 4 : 1);  // weight, gradient, two moments
         outlook.segments.push_back({std::move(segment), trace.position_of(distance), due_ns, 0});
     }
-    outlook.growth_bytes = coming_other_bytes - other_bytes;
+    outlook.growth_bytes = expected_other_bytes - other_bytes;
     return outlook;
 }
 
@@ -151,13 +151,13 @@ std::size_t Pager::Impl::most_reads_ahead(std::size_t page_bytes, std::size_t sh
 }
 
 /// Evicts what is used last so that the next read or allocation finds memory without waiting for a write.
-void Pager::Impl::keep_room(std::size_t room_bytes, UsePosition keep_before) {
-    std::size_t coming_bytes = leaving_bytes.load(std::memory_order_acquire);
+void Pager::Impl::keep_free(std::size_t free_bytes, UsePosition keep_before) {
+    std::size_t expected_bytes = evicting_bytes.load(std::memory_order_acquire);
     {
         const std::lock_guard lock(mutex);
-        coming_bytes += arena.usage().available_bytes();
+        expected_bytes += arena.usage().available_bytes();
     }
-    if (coming_bytes < room_bytes) evict_for(room_bytes - coming_bytes, keep_before);
+    if (expected_bytes < free_bytes) evict_for(free_bytes - expected_bytes, keep_before);
 }
 
 /// Reads what cannot wait any longer. What is read before it has to be takes the place of pages that could have been
@@ -178,7 +178,7 @@ void Pager::Impl::read_what_is_due() {
     const auto relaxed = std::find_if(outlook.segments.begin(), outlook.segments.end(),
                                       [](const Ahead& next) { return next.slack_ns >= kMarginNs; });
     const UsePosition keep_before = relaxed == outlook.segments.begin() ? 0 : std::prev(relaxed)->use + 1;
-    keep_room(spare_bytes() + outlook.growth_bytes, std::max(keep_before, kAwaited + 1));
+    keep_free(spare_bytes() + outlook.growth_bytes, std::max(keep_before, kOutstanding + 1));
     for (auto next = outlook.segments.begin(); next != relaxed; ++next) {
         if (!read_ahead(next->segment, next->use, UpdateTime::while_program_waits)) return;
     }
@@ -207,7 +207,7 @@ void Pager::Impl::read_requested() {
             free_bytes = arena.usage().available_bytes();
         }
         if (!next.segment) return;
-        const bool may_evict = next.bytes_before <= options.budget_bytes / kShareOfAwaited;
+        const bool may_evict = next.bytes_before <= options.budget_bytes / kOutstandingShare;
         if (!may_evict && free_bytes < next.segment->size_bytes() + spare_bytes()) return;
         if (!read_wanted(next.segment)) return;
         const std::lock_guard lock(mutex);

@@ -25,7 +25,7 @@ void Pager::Impl::finish_read(const std::shared_ptr<Segment>& segment, Page& pag
 /// comes before the counts go down, and again after, for who saw them still up.
 void Pager::Impl::end_move(std::size_t left_bytes) noexcept {
     announce_progress();
-    leaving_bytes.fetch_sub(left_bytes, std::memory_order_acq_rel);
+    evicting_bytes.fetch_sub(left_bytes, std::memory_order_acq_rel);
     moving_pages.fetch_sub(1, std::memory_order_acq_rel);
     announce_progress();
 }

@@ -19,7 +19,7 @@ bool is_same(const std::weak_ptr<Segment>& one, const std::shared_ptr<Segment>& 
 void PrefetchQueue::add(const std::shared_ptr<Segment>& segment, std::uint64_t now, Owners& ended) {
     segment->outstanding_since.store(now, std::memory_order_relaxed);
     segment->requested_uses.store(kUsesOfHabit, std::memory_order_relaxed);
-    const auto is_earlier = [&](const Request& hint) { return is_same(hint.segment, segment); };
+    const auto is_earlier = [&](const Request& request) { return is_same(request.segment, segment); };
     std::erase_if(waiting_, is_earlier);
     std::erase_if(holding_, is_earlier);
     if (waiting_.size() == kMaxRequests) waiting_.pop_front();
@@ -47,9 +47,9 @@ void PrefetchQueue::read(const std::shared_ptr<Segment>& segment) {
 
 void PrefetchQueue::end(std::uint64_t time, Owners& ended) {
     while (!holding_.empty() && holding_.front().time <= time) {
-        const Request hint = std::move(holding_.front());
+        const Request request = std::move(holding_.front());
         holding_.pop_front();
-        std::shared_ptr<Segment> segment = hint.segment.lock();
+        std::shared_ptr<Segment> segment = request.segment.lock();
         if (!segment) continue;
         segment->outstanding_since.store(0, std::memory_order_relaxed);
         ended.push_back(std::move(segment));
@@ -58,9 +58,9 @@ void PrefetchQueue::end(std::uint64_t time, Owners& ended) {
 
 std::size_t PrefetchQueue::bytes_before(std::uint64_t time) const noexcept {
     std::size_t sum_bytes = 0;
-    for (const Request& hint : holding_) {
-        if (hint.time >= time) break;
-        sum_bytes += hint.size_bytes;
+    for (const Request& request : holding_) {
+        if (request.time >= time) break;
+        sum_bytes += request.size_bytes;
     }
     return sum_bytes;
 }

@@ -9,7 +9,7 @@
 
 namespace torch_offload {
 
-/// What a thread of the program waited for: a read; room in memory, which writes make; deferred work that another
+/// What a thread of the program waited for: a read; free memory, which writes make; deferred work that another
 /// thread applies; an access behind the dispatcher. Each nanosecond counts once.
 enum class StallCause : std::uint8_t { read, memory, update, fault };
 inline constexpr std::size_t kStallCauseCount = 4;

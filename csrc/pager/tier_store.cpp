@@ -244,9 +244,9 @@ std::shared_ptr<Segment> TierStore::backing_of(const std::shared_ptr<Segment>& s
     made->anchor_id = segment->anchor_id.load();
     below_.set_role(made, segment->trace_id, segment->has_pending());  // before others can find it
     const std::lock_guard lock(mutex_);
-    const auto [place, is_new] = backing_.try_emplace(segment.get(), made);
+    const auto [entry, is_new] = backing_.try_emplace(segment.get(), made);
     if (is_new) above_[made.get()] = segment;
-    return place->second;
+    return entry->second;
 }
 
 std::shared_ptr<Segment> TierStore::above_of(const Segment& backing) const {

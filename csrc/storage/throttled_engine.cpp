@@ -13,8 +13,8 @@ ThrottledEngine::ThrottledEngine(std::unique_ptr<IoEngine> engine, double bytes_
 }
 
 std::size_t ThrottledEngine::submit(std::span<IoRequest* const> requests) {
-    const std::size_t room = capacity() - ends_.size();  // what the engine has done and is kept here counts
-    const std::size_t taken = engine_->submit(requests.first(std::min(requests.size(), room)));
+    const std::size_t free_slots = capacity() - ends_.size();  // what the engine has done and is kept here counts
+    const std::size_t taken = engine_->submit(requests.first(std::min(requests.size(), free_slots)));
     const Clock::time_point now = Clock::now();
     for (IoRequest* request : requests.first(taken)) {
         const std::chrono::duration<double> takes(static_cast<double>(request->buffer.size()) / bytes_per_second_);

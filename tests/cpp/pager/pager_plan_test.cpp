@@ -100,7 +100,7 @@ TEST_F(PagerDeadlines, ReadsComeShortlyBeforeTheirUse) {
 
 // Requests are kept until their turn comes, in their order, and are worthless after a use. Method: forty segments at
 // once, far more than the disk is given; all arrive, the first before the last. Then one that is used before its turn.
-TEST(PagerPlan, HintsWaitForTheirTurn) {
+TEST(PagerPlan, PrefetchRequestsWaitForTheirTurn) {
     auto made = std::make_unique<GatedEngine>();
     GatedEngine& disk = *made;
     Pager pager(options_with(256), std::move(made));
@@ -147,7 +147,7 @@ TEST(PagerPlan, WhatWasReadForAHintStaysUntilItsUse) {
 
 // Requests take what memory is free; only what has to be made free for them is limited. Method: more than that limit,
 // in a memory that has room for all.
-TEST(PagerPlan, HintsTakeMemoryThatIsFree) {
+TEST(PagerPlan, PrefetchRequestsTakeFreeMemory) {
     constexpr std::size_t kPages = 20;
     Pager pager(options_with(kPages + 12));
     const auto other = with_role(pager, 1000);
@@ -165,7 +165,7 @@ TEST(PagerPlan, HintsTakeMemoryThatIsFree) {
 
 // A request that was wrong keeps nothing in memory once a later one has come true. Method: two that nobody uses, then
 // more that are used than memory holds.
-TEST(PagerPlan, WrongHintsGiveWay) {
+TEST(PagerPlan, WrongPrefetchRequestsGiveWay) {
     constexpr std::size_t kPages = 16;
     Pager pager(options_with(kPages));
     const auto other = with_role(pager, 1000);
@@ -188,7 +188,7 @@ TEST(PagerPlan, WrongHintsGiveWay) {
 // Without a recording, what is requested before each use goes first: the rest would be missed. Method: two segments
 // that were used long before those that were requested, one of them read for one request at some time, and more of
 // these than memory holds.
-TEST(PagerPlan, WhatIsNotAnnouncedStaysLonger) {
+TEST(PagerPlan, WhatIsNotRequestedStaysLonger) {
     constexpr std::size_t kPages = 16;
     Pager pager(options_with(kPages));
     const auto other = with_role(pager, 1000);
