@@ -25,7 +25,7 @@ class Use(Enum):
     create = "create"  # written without being read
     drop = "drop"  # its bytes are worthless from here on
     sink = "sink"  # goes to the tier below, which is about to use it
-    room = "room"  # no page: temporaries take memory
+    temporaries = "temporaries"  # no page: temporaries take memory
     mark = "mark"  # no page: the end of a part that is counted by itself
 
 
@@ -39,7 +39,7 @@ class Event(NamedTuple):
         use: What happens.
         page: Number of the page.
         group: Pages used one after the other in the same group are in use together.
-        claim: Not 0: the page is in use only together with the pages of this claim, a part of the group.
+        subgroup: Not 0: the page is in use only together with the pages of this subgroup, a part of the group.
         other_bytes: Memory that temporaries have at this moment.
         is_below: It happens in the tier below, and takes no memory here.
     """
@@ -47,7 +47,7 @@ class Event(NamedTuple):
     use: Use
     page: int = NO_PAGE
     group: int = 0
-    claim: int = 0
+    subgroup: int = 0
     other_bytes: int = 0
     is_below: bool = False
 
@@ -112,9 +112,9 @@ class Memory:
         self._used_bytes = 0
         self._next_use: dict[int, int] = {}
         self._furthest: list[tuple[int, int]] = []
-        self._group = self._claim = 0
+        self._group = self._subgroup = 0
         self._in_group: list[int] = []
-        self._in_claim: list[int] = []
+        self._in_subgroup: list[int] = []
         self._pinned: set[int] = set()
         self._pinned_bytes = 0
         self._read: dict[str, int] = defaultdict(int)
@@ -130,9 +130,9 @@ class Memory:
                 self._written.clear()
             elif event.is_below:
                 self.asked.append(event._replace(is_below=False))
-            elif event.use is Use.room:
+            elif event.use is Use.temporaries:
                 self._end_group()
-                self._make_room(0, event.other_bytes)
+                self._evict_for(0, event.other_bytes)
             elif event.use in _ENDING:
                 self._end(event)
             else:
@@ -144,9 +144,9 @@ class Memory:
         if page not in self._pinned:
             self._pinned.add(page)
             self._pinned_bytes += self._size_bytes[page]
-            (self._in_claim if event.claim else self._in_group).append(page)
+            (self._in_subgroup if event.subgroup else self._in_group).append(page)
         if page not in self.resident:
-            self._make_room(self._size_bytes[page], event.other_bytes)
+            self._evict_for(self._size_bytes[page], event.other_bytes)
             if event.use is not Use.create and page in self.stored:
                 self._read_below(page)
             self.resident.add(page)
@@ -162,14 +162,14 @@ class Memory:
         if event.group != self._group:
             self._end_group()
             self._group = event.group
-        if event.claim and event.claim != self._claim:
-            self._release(self._in_claim)
-            self._claim = event.claim
+        if event.subgroup and event.subgroup != self._subgroup:
+            self._release(self._in_subgroup)
+            self._subgroup = event.subgroup
 
     def _end_group(self) -> None:
-        self._release(self._in_claim)
+        self._release(self._in_subgroup)
         self._release(self._in_group)
-        self._group = self._claim = 0
+        self._group = self._subgroup = 0
 
     def _release(self, pages: list[int]) -> None:
         for page in pages:
@@ -193,10 +193,10 @@ class Memory:
             self.stored_bytes -= self._size_bytes[page]
         self.asked.append(event)
 
-    def _make_room(self, wanted_bytes: int, other_bytes: int) -> None:
+    def _evict_for(self, wanted_bytes: int, other_bytes: int) -> None:
         self.needed_bytes = max(self.needed_bytes, other_bytes)
-        room_bytes = self.limit_bytes - other_bytes - wanted_bytes
-        while self._used_bytes > room_bytes and self._furthest:
+        free_bytes = self.limit_bytes - other_bytes - wanted_bytes
+        while self._used_bytes > free_bytes and self._furthest:
             rank, page = heappop(self._furthest)
             is_current = page in self.resident and page not in self._pinned and self._next_use[page] == -rank
             if not is_current:

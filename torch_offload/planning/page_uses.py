@@ -92,7 +92,7 @@ class StepUses:
         self._paged = self._lay_out()
         self._activations = self._lay_out_activations() if shape.pages_activations else {}
         self._group = 0
-        self._claim = 0
+        self._subgroup = 0
         self._other_bytes = self.resident_bytes
         self._pending: set[int] = set()
 
@@ -152,7 +152,7 @@ class StepUses:
             elif moment.what is What.allocate:
                 sizes[moment.subject] = moment.size_bytes
                 self._other_bytes += moment.size_bytes
-                yield Event(Use.room, other_bytes=self._other_bytes)
+                yield Event(Use.temporaries, other_bytes=self._other_bytes)
             elif moment.what is What.free:
                 self._other_bytes -= sizes.pop(moment.subject, 0)
                 if moment.subject in saved:
@@ -216,7 +216,7 @@ class StepUses:
         if is_below:
             yield from self._each(Use.sink, paged.weight + paged.gradient)
         for position, weight in enumerate(paged.weight):
-            self._claim += 1
+            self._subgroup += 1
             yield self._claimed(weight, is_below=is_below, is_weight=True)
             yield self._claimed(paged.gradient[position], is_below=is_below)
             for state in paged.states:
@@ -225,9 +225,9 @@ class StepUses:
 
     def _claimed(self, page: int, *, is_below: bool, is_weight: bool = False) -> Event:
         """Return the use of a page by an update; the weight stays in use for the operator that waits for it."""
-        claim = 0 if is_weight and not is_below else self._claim
-        group = -self._claim if is_below else self._group
-        return Event(Use.update, page, group, claim, 0 if is_below else self._other_bytes, is_below)
+        subgroup = 0 if is_weight and not is_below else self._subgroup
+        group = -self._subgroup if is_below else self._group
+        return Event(Use.update, page, group, subgroup, 0 if is_below else self._other_bytes, is_below)
 
     def _each(self, use: Use, pages: list[int]) -> Iterator[Event]:
         return (Event(use, page, self._group, 0, self._other_bytes) for page in pages)

@@ -63,19 +63,19 @@ def test_bytes_that_were_never_stored_are_not_read():
 
 
 def test_pages_of_a_group_are_not_evicted_for_each_other():
-    """They go beyond the budget instead, and the replay says what would do; a claim ends before its group."""
+    """They go beyond the budget instead, and the replay says what would do; a subgroup ends before its group."""
     group = [Event(Use.read, page, group=1) for page in range(3)]
     memory = Memory(pages_of(3), 2, stored=range(3))
     list(memory.replay([*group, Event(Use.mark)]))
     assert (memory.needed_bytes, memory.peak_bytes) == (3, 3)
-    claimed = [Event(Use.read, page, group=1, claim=page) for page in range(3)]
+    subgroups = [Event(Use.read, page, group=1, subgroup=page) for page in range(3)]
     memory = Memory(pages_of(3), 2, stored=range(3))
-    list(memory.replay([*claimed, Event(Use.mark)]))
+    list(memory.replay([*subgroups, Event(Use.mark)]))
     assert (memory.needed_bytes, memory.peak_bytes) == (2, 2)
 
 
 def test_temporaries_make_pages_leave():
-    events = [Event(Use.update, 0, group=1), Event(Use.room, other_bytes=2), Event(Use.mark)]
+    events = [Event(Use.update, 0, group=1), Event(Use.temporaries, other_bytes=2), Event(Use.mark)]
     memory = Memory(pages_of(1), 2, stored=[0])
     [total] = memory.replay(events)
     assert (total.written_bytes, memory.peak_bytes, memory.needed_bytes) == (1, 2, 2)
