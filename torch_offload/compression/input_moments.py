@@ -55,8 +55,8 @@ class ExpertMoments(nn.Module):
         """Return the products by first and by last matrices."""
         return functools.partial(self._product, UP), functools.partial(self._product, DOWN)
 
-    def announce(self, chosen: Sequence[int]) -> None:
-        """Nothing has to be read."""
+    def on_routed(self, chosen: Sequence[int]) -> None:
+        """Read nothing ahead: dense experts are in memory or paged by themselves."""
 
     def means(self, matrix: int, experts: Sequence[int]) -> Tensor:
         """Return second moments of some experts, [experts, columns, columns].

@@ -1,6 +1,7 @@
 """Experts stored as coded ternary planes: operators, modules, checkpoints, adapters.
 
-Experimental: may change in a minor release. docs/concepts/coded-experts.md has the method. The names below need transformers, imported with the first of them.
+Experimental: may change in a minor release. docs/concepts/coded-experts.md has the method. The names below need
+transformers, imported with the first of them.
 """
 
 import importlib

@@ -150,14 +150,14 @@ def may_be_absent(model: nn.Module, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def lay_out(model: nn.Module, said: CodedExpertsConfig, *, dtype: torch.dtype) -> None:
+def lay_out(model: nn.Module, config: CodedExpertsConfig, *, dtype: torch.dtype) -> None:
     """Put coded experts without values in place of a model's experts.
 
     Raises:
         CheckpointError: If the model has no such modules, or they have other counts; the message names the module.
     """
     found = {experts.name: experts for experts in experts_of(model)}
-    for name, sizes in said.experts.items():
+    for name, sizes in config.experts.items():
         experts = found.get(_known_name(name, found))
         if experts is None:
             raise CheckpointError(f"the files have coded experts of {name}, the model has experts in {sorted(found)}")
@@ -167,7 +167,7 @@ def lay_out(model: nn.Module, said: CodedExpertsConfig, *, dtype: torch.dtype) -
                 raise CheckpointError(f"{name}: the files have {len(blob_bytes)} experts, the model {shapes.count}")
         planes = [CodedPlane(shapes, blob_bytes, dtype=dtype, device="meta") for blob_bytes in sizes["blob_bytes"]]
         coded = CodedExperts(shapes, planes, label=experts.name)
-        coded.active_planes = said.planes
+        coded.active_planes = config.planes
         experts.replace(coded)
     read_ahead(model)
 
@@ -245,13 +245,13 @@ def _without_quantizer(model: PreTrainedModel) -> Iterator[None]:
 def _write_blobs(blobs: Mapping[str, Tensor], folder: Path, *, shard_bytes: int) -> dict[str, str]:
     """Write blobs to aligned files; returns the file of each."""
     shards: list[dict[str, Tensor]] = [{}]
-    room = shard_bytes
+    free_bytes = shard_bytes
     for name, blob in blobs.items():
-        if shards[-1] and blob.nbytes > room:
+        if shards[-1] and blob.nbytes > free_bytes:
             shards.append({})
-            room = shard_bytes
+            free_bytes = shard_bytes
         shards[-1][name] = blob
-        room -= blob.nbytes
+        free_bytes -= blob.nbytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"experts-{number:05}-of-{len(shards):05}.safetensors"

@@ -215,29 +215,29 @@ def _json_of(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"there is no {path}; give a folder that compress has written")
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(said, ensure_ascii=False).encode()  # a half character cannot be shown, nor name a file
+        content = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(content, ensure_ascii=False).encode()  # a half character cannot be shown, nor name a file
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
-    if not isinstance(said, dict):
-        raise CheckpointError(f"{path} is damaged: expected a JSON object, got {type(said).__name__}")
-    return said
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: expected a JSON object, got {type(content).__name__}")
+    return content
 
 
-def _counts(said: Any) -> Iterator[tuple[str, int]]:
+def _counts(content: Any) -> Iterator[tuple[str, int]]:
     """Yield the layers and experts that a configuration has, and those inside it."""
-    for name, value in said.items() if isinstance(said, dict) else ():
+    for name, value in content.items() if isinstance(content, dict) else ():
         if isinstance(value, int) and _COUNT.fullmatch(name):
             yield name, value
         yield from _counts(value)
 
 
 def _coded_config(path: Path, configuration: dict[str, Any]) -> CodedExpertsConfig:
-    said = configuration.get("quantization_config")
-    if not isinstance(said, dict) or said.get("quant_method") != QUANT_METHOD:
+    content = configuration.get("quantization_config")
+    if not isinstance(content, dict) or content.get("quant_method") != QUANT_METHOD:
         raise CheckpointError(f"{path} has no coded experts; give a folder that compress has written")
     try:
-        return CodedExpertsConfig(**{name: value for name, value in said.items() if name != "quant_method"})
+        return CodedExpertsConfig(**{name: value for name, value in content.items() if name != "quant_method"})
     except CheckpointError as error:
         raise CheckpointError(f"{path / 'config.json'}: {error}") from None
 
@@ -367,7 +367,7 @@ def _decoded(blob: Tensor, number: int, matrix: CodedExtent) -> Tensor:
     """Decode a matrix, unless it is one of those that take few bytes but would fill any memory."""
     if matrix.rows * matrix.columns > MAX_VALUES:
         raise OffloadError(
-            f"matrix {number} is said to have {matrix.rows} x {matrix.columns} values, at most {MAX_VALUES} are read"
+            f"matrix {number} has {matrix.rows} x {matrix.columns} values, at most {MAX_VALUES} are read"
         )
     return decode(blob, number)
 

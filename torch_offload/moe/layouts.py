@@ -166,8 +166,8 @@ class CodedSwitchExperts(nn.Module):
         up, down = self.coded.open()
 
         def expert_forward(expert: int, x: Tensor) -> Tensor:
-            said: Tensor = down(expert, self.dropout(self.act(up(expert, x))))
-            return said
+            output: Tensor = down(expert, self.dropout(self.act(up(expert, x))))
+            return output
 
         return mix(self.coded, hidden_states, index, routing_weights, expert_forward, label=self.coded.label)
 
@@ -284,8 +284,8 @@ def coded_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tenso
         biases = _biases_of(module, expert)
         hidden = _with_bias(up(expert, x), biases.up)
         hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
-        said = _with_bias(down(expert, hidden), biases.down)
-        return module.post_expert_norm(said) if module.has_post_expert_norm else said
+        output = _with_bias(down(expert, hidden), biases.down)
+        return module.post_expert_norm(output) if module.has_post_expert_norm else output
 
     return mix(coded, hidden_states, top_k_index, top_k_weights, expert_forward, label=coded.label)
 

@@ -186,7 +186,7 @@ class CodedExperts(nn.Module):
         before._predictor = NextExpertPredictor(before.shapes.count, self.shapes.count)
         self._before = (before,)
 
-    def announce(self, chosen: Sequence[int]) -> None:
+    def on_routed(self, chosen: Sequence[int]) -> None:
         """Begin to read the experts that were chosen, then those that the next layer will probably choose."""
         self.prefetch(chosen)
         self._chosen = list(chosen)
@@ -284,7 +284,7 @@ def mix(
     order = torch.argsort(chosen, stable=True)
     counts = torch.bincount(chosen, minlength=coded.shapes.count).tolist() if chosen.numel() else []
     hit = [expert for expert, count in enumerate(counts[: coded.shapes.count]) if count]
-    coded.announce(hit)
+    coded.on_routed(hit)
     token_of = order // index.shape[-1]
     parts = []
     begin = 0

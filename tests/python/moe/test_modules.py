@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import torch_offload
-from torch_offload import CheckpointError, ConfigError, OffloadError, PageCorruptError, moe
+from torch_offload import CheckpointError, OffloadError, PageCorruptError, UnsupportedModelError, moe
 from torch_offload.moe import checkpoint, operators
 from torch_offload.moe.expert_predictor import NextExpertPredictor
 from torch_offload.moe.modules import UP, CodedExperts
@@ -229,7 +229,7 @@ def test_a_predictor_names_what_usually_follows():
 
 
 def test_the_next_layer_is_read_ahead(config):
-    """Method: a model that chooses the same experts every time, its pages sent away; when a layer announces its choice
+    """Method: a model that chooses the same experts every time, its pages sent away; when a layer has been routed to
     pages of the next one arrive without being asked for."""
     model = coded("mixtral", intermediate_size=512)
     logits_of(model)
@@ -238,7 +238,7 @@ def test_the_next_layer_is_read_ahead(config):
     first, second = coded_modules(model)[:2]
     torch_offload.evict(second)
     assert not any(torch_offload.is_resident(page) for page in second.planes[0].buffers() if page.dtype == torch.uint8)
-    first.announce(first._chosen)
+    first.on_routed(first._chosen)
     torch_offload.flush()
     deadline = time.monotonic() + 30
     wanted = [second.planes[0].blob(expert) for expert in second._chosen]
@@ -263,7 +263,7 @@ def test_planes_that_have_not_arrived_can_be_left_out(config):
         torch_offload.evict(module.planes[1])
         module.planes[1].requires_grad_(False)
     for module in modules:
-        module.announce = lambda _: None
+        module.on_routed = lambda _: None
     assert torch.equal(logits_of(model), results["base"])
     for module in modules:
         for buffer in module.planes[1].buffers():
@@ -283,7 +283,7 @@ def test_layouts_that_are_not_known_are_refused_by_name():
         num_experts_per_tok=2,
     )
     model = JetMoeForCausalLM(config)
-    with pytest.raises(ConfigError, match=r"layers\.0.*JetMoeParallelExperts"):
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0.*JetMoeParallelExperts"):
         moe.code_experts(model, ROUNDED)
     container = NllbMoeForConditionalGeneration(
         NllbMoeConfig(
@@ -300,9 +300,9 @@ def test_layouts_that_are_not_known_are_refused_by_name():
             decoder_sparse_step=1,
         )
     )
-    with pytest.raises(ConfigError, match=r"encoder\.layers\.0\.ffn\.experts \(NllbMoeExperts\)"):
+    with pytest.raises(UnsupportedModelError, match=r"encoder\.layers\.0\.ffn\.experts \(NllbMoeExperts\)"):
         moe.code_experts(container, ROUNDED)
-    with pytest.raises(ConfigError, match="Linear has no experts"):
+    with pytest.raises(UnsupportedModelError, match="Linear has no experts"):
         moe.code_experts(nn.Linear(2, 2), ROUNDED)
 
 
@@ -310,7 +310,9 @@ def test_weights_that_are_no_numbers_are_refused_by_name():
     model = tiny_moe("mixtral")
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[2, 3, 4] = float("nan")
-    with pytest.raises(ConfigError, match=r"expert 2 of model\.layers\.1\.mlp\.experts: 1 of .* not finite.*\(3, 4\)"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"expert 2 of model\.layers\.1\.mlp\.experts: 1 of .* not finite.*\(3, 4\)"
+    ):
         moe.code_experts(model, ROUNDED)
 
 
