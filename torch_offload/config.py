@@ -321,8 +321,8 @@ def _mapping_of(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]
         settings = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = source if mark is None else f"{source}:{mark.line + 1}"
-        raise ConfigError(f"{place}: not valid YAML or JSON: {getattr(error, 'problem', error)}") from None
+        location = source if mark is None else f"{source}:{mark.line + 1}"
+        raise ConfigError(f"{location}: not valid YAML or JSON: {getattr(error, 'problem', error)}") from None
     if settings is None:
         return {}, {}
     if not isinstance(settings, dict) or node is None:

@@ -57,7 +57,7 @@ def test_capture_into_a_graph_is_refused(tmp_path):
 
 
 def test_torch_and_pages_keep_to_their_parts(tmp_path):
-    """Torch's allocator stops at the wall, pages at their budget."""
+    """Torch's allocator stops at its cap, pages at their budget."""
     layers = [torch.nn.Linear(1024, 1024) for _ in range(5)]
     torch_offload.wrap(layers[0], config=REAL.config(str(tmp_path), **SMALL))
     with pytest.raises(torch.OutOfMemoryError):

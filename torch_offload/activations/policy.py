@@ -67,7 +67,7 @@ class Totals:
 
 
 def _moved_by_kind(counted: Mapping[str, Any]) -> dict[str, int]:
-    """Return what moved over the link that binds activations: the SSD's, or a device's where none go further."""
+    """Return the bytes by kind over the link of activations: the SSD's, or a device's where none go further."""
     read, written = counted["read_bytes"], counted["written_bytes"]
     if written["activation"] == 0 and "device" in counted:
         read, written = counted["device"]["to_device_bytes"], counted["device"]["to_host_bytes"]

@@ -62,7 +62,12 @@ class StepTraffic:
     bytes_per_second: float
 
     def seconds(self, *, without_bytes: float = 0, more_seconds: float = 0) -> float:
-        """Return what binds the step with so many activation bytes less and so much more to compute."""
+        """Return the seconds of a step: the slower of traffic and computation.
+
+        Args:
+            without_bytes: Activation bytes that do not move.
+            more_seconds: Computation that is added.
+        """
         moved = self.other_bytes + max(0.0, self.activation_bytes - without_bytes)
         return max(moved / self.bytes_per_second, self.compute_seconds + more_seconds)
 

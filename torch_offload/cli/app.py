@@ -47,9 +47,7 @@ class Launch:
         # Imported here: it replaces functions of torch, which the other commands do not need.
         from torch_offload.launch import runner
 
-        status: int = runner.run(
-            self.config, self.command, is_module=self.is_module, optimizer=self.optimizer
-        )
+        status: int = runner.run(self.config, self.command, is_module=self.is_module, optimizer=self.optimizer)
         return status
 
 

@@ -111,11 +111,11 @@ def _pieces(content: str) -> Iterator[str]:
         begin = end
 
 
-def _text_of(line: str, place: str) -> str:
+def _text_of(line: str, location: str) -> str:
     try:
-        said = json.loads(line)
+        entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: invalid JSON: {error}") from None
-    if not isinstance(said, dict) or not isinstance(said.get("text"), str):
-        raise ConfigError(f'{place}: expected an object with a string "text"')
-    return str(said["text"])
+        raise ConfigError(f"{location}: invalid JSON: {error}") from None
+    if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
+        raise ConfigError(f'{location}: expected an object with a string "text"')
+    return str(entry["text"])

@@ -223,9 +223,7 @@ def _check_is_another(out: Path, path: Path) -> None:
 
 def _check_none_is_coded(found: Sequence[ExpertsModule], model: nn.Module) -> None:
     if not found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no experts; give a mixture-of-experts model"
-        )
+        raise UnsupportedModelError(f"{type(model).__name__} has no experts; give a mixture-of-experts model")
     coded = [experts.name for experts in found if experts.is_coded]
     if coded:
         raise ConfigError(
@@ -340,7 +338,7 @@ class _Compressor:
         """Code one block's experts, or take what was kept of it."""
         kept = self._finished.take(block, {experts.name: experts.shapes for experts in modules})
         if kept is not None:
-            coded, results = kept[0], [ModuleResult(**said) for said in kept[1]]
+            coded, results = kept[0], [ModuleResult(**result) for result in kept[1]]
             for result, experts in zip(results, modules, strict=True):
                 self._budget.sectors(experts.name, experts.shapes)
                 self._budget.spend(result.coded_bytes)

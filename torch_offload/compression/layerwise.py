@@ -1,7 +1,7 @@
 """A model run block by block over the same batches, so that each block sees what the ones before it, as coded, say.
 
 The model's own forward runs each time and makes masks and positions; blocks that have been passed answer with what
-they said before, and nothing is computed behind the block that is asked for.
+they returned before, and nothing is computed behind the block that is asked for.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,11 +36,11 @@ class BlockWalk:
     def go_past(self, block: str) -> None:
         """Run the same and have later runs begin behind the block."""
         outputs = self._outputs(block)
-        blocks, position = _place(self._model, block)
+        blocks, position = _position(self._model, block)
         self._passed[blocks] = position, outputs
 
     def _outputs(self, block: str) -> list[Any]:
-        blocks, position = _place(self._model, block)
+        blocks, position = _position(self._model, block)
         outputs: list[Any] = []
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -101,7 +101,7 @@ def block_of(module: str, model: nn.Module) -> str:
     raise UnsupportedModelError(f"{module} is in no list of blocks that could be run one by one")
 
 
-def _place(model: nn.Module, block: str) -> tuple[nn.ModuleList, int]:
+def _position(model: nn.Module, block: str) -> tuple[nn.ModuleList, int]:
     parent, _, position = block.rpartition(".")
     blocks = model.get_submodule(parent)
     if not isinstance(blocks, nn.ModuleList):

@@ -44,13 +44,13 @@ class ResumeState:
         folder.mkdir(parents=True, exist_ok=True)
         state_path = folder / _STATE
         if state_path.exists():
-            said = _read_state(state_path)
-            if said.get("fingerprint") != fingerprint:
+            state = _read_state(state_path)
+            if state.get("fingerprint") != fingerprint:
                 raise ConfigError(
                     f"{folder} is of a compression of another model, or with other settings or texts; delete it, or "
                     "give another folder"
                 )
-            self._state = said
+            self._state = state
 
     def take(self, block: str, shapes: Mapping[str, ExpertShapes]) -> tuple[dict[str, CodedExperts], Any] | None:
         """Return a block's experts by module, and what was kept with them; None unless it is there and undamaged.
@@ -95,10 +95,10 @@ class ResumeState:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        said: dict[str, Any] = json.loads(path.read_text())
+        state: dict[str, Any] = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); delete {path.parent} to begin again") from None
-    return said
+    return state
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -136,14 +136,14 @@ def fingerprint_of(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], se
 def _configuration_of(model: nn.Module) -> Any:
     """What a model's configuration says of what it computes: not where it lay, nor what wrote it."""
     config = getattr(model, "config", None)
-    said = json.loads(config.to_json_string(use_diff=False)) if config is not None else None
-    return _without(said, ("_name_or_path", "transformers_version"))
+    state = json.loads(config.to_json_string(use_diff=False)) if config is not None else None
+    return _without(state, ("_name_or_path", "transformers_version"))
 
 
-def _without(said: Any, names: Sequence[str]) -> Any:
-    if isinstance(said, dict):
-        return {name: _without(value, names) for name, value in said.items() if name not in names}
-    return said
+def _without(state: Any, names: Sequence[str]) -> Any:
+    if isinstance(state, dict):
+        return {name: _without(value, names) for name, value in state.items() if name not in names}
+    return state
 
 
 def _add(digest: Any, name: str, tensor: Tensor) -> None:

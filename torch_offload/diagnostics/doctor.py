@@ -73,7 +73,7 @@ def _directory_results(ssd: Path | None, *, ram: int) -> tuple[Path | None, list
         what, _, remedy = refusal.partition("; ")
         remedy = f"{remedy or 'name a directory on a disk'} (--ssd){_example(ram)}"
         return None, [CheckResult(name=name, state=State.problem, what=what, remedy=remedy)]
-    found = [_room_result(directory, ram=ram), transfer_result(directory)]
+    found = [_space_result(directory, ram=ram), transfer_result(directory)]
     usable = all(result.state is not State.problem for result in found)
     return (directory if usable else None), found
 
@@ -85,7 +85,7 @@ def _example(ram: int) -> str:
         return ""
 
 
-def _room_result(directory: Path, *, ram: int) -> CheckResult:
+def _space_result(directory: Path, *, ram: int) -> CheckResult:
     free_bytes = resources.free_disk_bytes(directory)
     what = (
         f"{directory} ({resources.filesystem_of(directory) or 'unknown file system'}), {format_size(free_bytes)} free"

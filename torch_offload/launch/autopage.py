@@ -48,7 +48,7 @@ class Autopage:
         self._launch = launch
         self._process = os.getpid()
         self._session: Session | None = None
-        self._claim: socket.socket | None = None
+        self._budget_note: socket.socket | None = None
         self._call_hook: RemovableHandle | None = None
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._listening = PROCESS.registrations.listen(Listener(self._on_tensor))
@@ -86,7 +86,7 @@ class Autopage:
             total_bytes = preflight.resolve(config).ram or 0
             config = config.replace(ram=total_bytes // sharing)
             logger.info("%d processes share %s", sharing, format_size(total_bytes))
-        self._claim = self._claim or claim_budget(self._launch.name, sharing=sharing)
+        self._budget_note = self._budget_note or note_budget_use(self._launch.name, sharing=sharing)
         running = PROCESS.session
         if running is None or PROCESS.joinable(running.config) is None:
             running = PROCESS.open_session(preflight.resolve(config))
@@ -104,7 +104,7 @@ class Autopage:
                 self._call_hook.remove()
                 self._call_hook = None
             return
-        if module in self._passed or session.is_placed(module):
+        if module in self._passed or session.is_part(module):
             return
         if any(session.pending.is_waiting(part) for part in module.modules()):
             session.add(module)
@@ -125,7 +125,7 @@ def begin_in_child() -> None:
         begin(launch)
 
 
-def claim_budget(name: str, *, sharing: int) -> socket.socket | None:
+def note_budget_use(name: str, *, sharing: int) -> socket.socket | None:
     """Note that this process takes the budget of the launch `name`, until it ends.
 
     Warns where more than `sharing` processes have: each keeps to the budget, together they do not.

@@ -84,7 +84,7 @@ def _status_of(script: Callable[[], None]) -> int:
     except KeyboardInterrupt as interrupt:
         _report(interrupt)
         return SIGNAL_STATUS + signal.SIGINT
-    except BaseException as error:  # noqa: BLE001 (whatever a script raises ends it, and is said)
+    except BaseException as error:  # noqa: BLE001 (whatever a script raises ends it, and is printed)
         _report(error)
         return FAILURE_STATUS
     return 0

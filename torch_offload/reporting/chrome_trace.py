@@ -81,7 +81,7 @@ def trace_of(record: "_C.ActivityRecord") -> dict[str, Any]:
         end_ns = max(activity.end_ns for activity in activities)
     slices: dict[str, list[Slice]] = defaultdict(list)
     for activity in activities:
-        lane, shown = _place(activity)
+        lane, shown = _lane_of(activity)
         slices[lane].append(shown)
     slices[COMPUTE] = list(_computing(activities, record.begin_ns, end_ns))
     slices[STEPS] += _steps(slices[STEPS], record.begin_ns)
@@ -93,7 +93,7 @@ def trace_of(record: "_C.ActivityRecord") -> dict[str, Any]:
     }
 
 
-def _place(activity: Activity) -> tuple[str, Slice]:
+def _lane_of(activity: Activity) -> tuple[str, Slice]:
     """Return an activity's lane in the trace, and what it is there."""
     arguments: Event = {"thread": activity.thread}
     if activity.size_bytes > 0:

@@ -43,7 +43,7 @@ class DirectFile:
     """A new file of known size. Threads: one appends; others write blocks behind it."""
 
     def __init__(self, path: Path, *, size_bytes: int, budget_bytes: int) -> None:
-        """Make the file with all the room that it needs.
+        """Make the file with all the space that it needs.
 
         Raises:
             OSError: If it cannot be made, or the disk is too full for it.
@@ -57,8 +57,8 @@ class DirectFile:
         except BaseException:
             os.close(self._file)
             raise
-        room_bytes = budget_bytes // BLOCK_SHARE // SECTOR_BYTES * SECTOR_BYTES
-        self._block_bytes = min(max(room_bytes, MIN_BLOCK_BYTES), MAX_BLOCK_BYTES)
+        share_bytes = budget_bytes // BLOCK_SHARE // SECTOR_BYTES * SECTOR_BYTES
+        self._block_bytes = min(max(share_bytes, MIN_BLOCK_BYTES), MAX_BLOCK_BYTES)
         self._blocks: list[Block] = []
         self._filled_bytes = 0
         self._offset = 0

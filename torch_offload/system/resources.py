@@ -163,12 +163,12 @@ def _first(mounts: Iterable[Mount], *, filesystem: str, option: str | None) -> M
 def _mounts(root: Path) -> Iterator[Mount]:
     for line in _lines(root / "proc/self/mountinfo"):
         left, separator, right = line.partition(" - ")
-        place, kind = left.split(), right.split()
-        if not separator or len(place) < 5 or len(kind) < 3:
+        source, kind = left.split(), right.split()
+        if not separator or len(source) < 5 or len(kind) < 3:
             continue
         yield Mount(
-            root=_unescape(place[3]),
-            point=_unescape(place[4]),
+            root=_unescape(source[3]),
+            point=_unescape(source[4]),
             filesystem=kind[0],
             options=frozenset(kind[2].split(",")),
         )

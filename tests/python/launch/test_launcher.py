@@ -225,7 +225,7 @@ def test_processes_that_train_together_share_the_budget(scratch, monkeypatch):
         del module
     finally:
         watching._listening.remove()
-        watching._claim.close()
+        watching._budget_note.close()
 
 
 def test_children_inherit_settings_and_nothing_else(scratch, monkeypatch):
