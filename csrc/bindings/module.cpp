@@ -122,7 +122,7 @@ void bring_module_tensor(Engine& engine, const at::Tensor& tensor, const Segment
     bring_to_device(engine.shared_from_this(), tensor, role);
     if (!tensor.is_leaf() || !tensor.grad().defined()) return;
     bring_to_device(engine.shared_from_this(), tensor.grad(),
-                   {SegmentKind::gradient, "gradient of " + role.label, kNoTrace, kNoTrace});
+                    {SegmentKind::gradient, "gradient of " + role.label, kNoTrace, kNoTrace});
 }
 
 bool manage_tensor(Engine& engine, const at::Tensor& tensor, const std::string& kind, std::string label,
