@@ -73,7 +73,13 @@ class Engine:
         ssd_bytes_per_second: float = 0,
         device_kind: str = "emulated",
         device_ordinal: int = 0,
-    ) -> None: ...
+        remedy: str = "",
+    ) -> None:
+        """Start one.
+
+        Args:
+            remedy: Ends messages about a full budget, after "raise `ram`".
+        """
     @property
     def torch_device(self) -> str:
         """Where the module computes and its tensors are: "cpu", or a GPU such as "cuda:0"."""

@@ -96,7 +96,8 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
                                     const std::string& io_engine, std::size_t queue_depth, std::size_t page_elements,
                                     std::size_t min_paged_bytes, std::size_t device_bytes, bool updates_on_host,
                                     bool activations_stay_on_host, double link_bytes_per_second,
-                                    double ssd_bytes_per_second, const std::string& device_kind, int device_ordinal) {
+                                    double ssd_bytes_per_second, const std::string& device_kind, int device_ordinal,
+                                    std::string remedy) {
     EngineOptions options;
     if (device_bytes > 0) {
         options.device = DeviceTier{.kind = value_named(kDevices, device_kind, "device_kind"),
@@ -113,6 +114,7 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
     options.pager.engine = value_named(kEngines, io_engine, "io_engine");
     options.pager.queue_depth = queue_depth;
     options.pager.page_elements = page_elements;
+    options.pager.remedy = std::move(remedy);
     options.min_paged_bytes = min_paged_bytes;
     return waiting([&] { return Engine::make(options); });
 }
@@ -173,7 +175,8 @@ EngineClass make_engine_class(py::module_& module) {
              py::arg("io_engine"), py::arg("queue_depth"), py::arg("page_elements"), py::arg("min_paged_bytes"),
              py::arg("device_bytes") = 0, py::arg("updates_on_host") = false,
              py::arg("activations_stay_on_host") = false, py::arg("link_bytes_per_second") = 0.0,
-             py::arg("ssd_bytes_per_second") = 0.0, py::arg("device_kind") = "emulated", py::arg("device_ordinal") = 0)
+             py::arg("ssd_bytes_per_second") = 0.0, py::arg("device_kind") = "emulated", py::arg("device_ordinal") = 0,
+             py::arg("remedy") = "")
         .def_property_readonly("torch_device", [](const Engine& self) { return py::cast(self.torch_device().str()); })
         .def("statistics",
              [](Engine& self) {

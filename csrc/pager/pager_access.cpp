@@ -320,8 +320,7 @@ void Pager::Impl::check_fits(std::span<const PinRequest> requests) {
     OFFLOAD_CHECK(wanted_bytes <= free_bytes, OutOfTierMemory, tier_name(), " memory tier: an operation needs ",
                   wanted_bytes, " bytes of pages at once (largest: ", largest->segment->label, ", ",
                   largest->segment->size_bytes(), " bytes), available are ", free_bytes, " of the budget of ", limit,
-                  " bytes; raise ", budget_name(),
-                  ", lower the batch size, or let activations leave memory (activations='page')");
+                  " bytes; raise ", budget_name(), options.remedy);
 }
 
 /// Starts every read that the request needs, so that they are under way together.

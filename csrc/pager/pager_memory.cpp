@@ -195,8 +195,7 @@ void Pager::Impl::raise_out_of_memory(std::size_t wanted_bytes) {
                                  usage.limit_bytes, " bytes: ", usage.frame_bytes, " in pages that have to stay, ",
                                  usage.range_bytes, " in activations and temporaries, ", usage.small_bytes,
                                  " in small allocations and ", usage.reserve_bytes, " kept for them, ",
-                                 usage.available_bytes(), " available; raise ", budget_name(),
-                                 ", lower the batch size, or let activations leave memory (activations='page')"));
+                                 usage.available_bytes(), " available; raise ", budget_name(), options.remedy));
 }
 
 }  // namespace torch_offload

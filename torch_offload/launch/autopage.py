@@ -107,7 +107,7 @@ class Autopage:
         if module in self._passed or session.is_part(module):
             return
         if any(session.pending.is_waiting(part) for part in module.modules()):
-            session.add(module)
+            session.add(module, is_called=True)
         else:
             self._passed.add(module)
 

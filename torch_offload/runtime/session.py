@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_offload import _C
 from torch_offload.activations.paging import PagedActivations
 from torch_offload.activations.policy import ActivationPolicy
-from torch_offload.config import Config
+from torch_offload.config import Activations, Config
 from torch_offload.errors import OffloadError
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
@@ -44,6 +44,17 @@ _KEEP_ON_CPU = (
     "to page it through the GPU give its memory, such as gpu='24GiB'; to train on the CPU leave the move out "
     "(TrainingArguments(use_cpu=True))"
 )
+_LET_LEAVE = ", lower the batch size, or let activations leave memory (activations='page')"
+_RECOMPUTE = ", lower the batch size, or recompute layers (activations='recompute')"
+_REMEDIES: dict[Activations, str] = {
+    "keep": _LET_LEAVE,
+    "ram": _LET_LEAVE,
+    "page": _RECOMPUTE,
+    "auto": _RECOMPUTE,
+    "recompute": " or lower the batch size",
+}
+"""What helps by the setting for activations, besides a larger budget."""
+
 _UNWRAP_FIRST = "call torch_offload.unwrap(module) before"
 
 
@@ -80,6 +91,7 @@ class Session:
             ssd_bytes_per_second=config.ssd_rate or 0,
             device_kind="cuda" if config.uses_cuda else "emulated",
             device_ordinal=gpu.current() if config.uses_cuda else 0,
+            remedy=_REMEDIES[config.activations],
         )
         if config.trace:
             self.engine.start_activity_log(TRACE_CAPACITY)
@@ -136,8 +148,13 @@ class Session:
         """Whether the module is known as a part of a wrapped one."""
         return module in self._owners
 
-    def add(self, module: nn.Module) -> None:
+    def add(self, module: nn.Module, *, is_called: bool = False) -> None:
         """Page the module's tensors, all or none.
+
+        Args:
+            module: To wrap.
+            is_called: A global forward pre-hook of the module calls this. Torch has collected the hooks of this call
+                by then: it runs the forward hooks added here, and not the forward pre-hooks.
 
         Raises:
             OffloadError: As from ``Engine.manage``. What had been paged is ordinary memory again.
@@ -161,6 +178,8 @@ class Session:
             raise
         finally:
             self.engine.finish_loading()
+        if is_called and self._activations is not None:
+            self._activations.enter()
 
     def remove(self, module: nn.Module) -> None:
         """Make everything of the module ordinary memory, except what another wrapped module shares.

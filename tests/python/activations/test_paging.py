@@ -82,6 +82,22 @@ def test_activations_leave_memory_by_default(config):
     assert torch_offload.report().written_bytes["activation"] > torch_offload.report().budget_bytes
 
 
+@pytest.mark.parametrize(
+    ("activations", "remedy"),
+    [
+        ("keep", "raise `ram`, lower the batch size, or let activations leave memory (activations='page')"),
+        ("page", "raise `ram`, lower the batch size, or recompute layers (activations='recompute')"),
+        ("auto", "raise `ram`, lower the batch size, or recompute layers (activations='recompute')"),
+    ],
+)
+def test_a_full_budget_names_what_helps_under_the_setting(config, activations, remedy):
+    """Method: rows that no budget as small can hold."""
+    network = torch_offload.wrap(deep_network(), config=config.replace(ram=BUDGET, activations=activations))
+    with pytest.raises(OutOfTierMemory) as raised:
+        network(torch.randn(64 * ROWS, WIDTH))
+    assert str(raised.value).endswith(remedy)
+
+
 def test_activations_that_fit_stay_in_memory(config):
     """Method: the same network with all the memory it wants: nothing is written, and gradients are equal."""
     expected = plain_gradients()

@@ -1,10 +1,12 @@
 """Scripts that know nothing of paging, under the launcher, leave the same files as without it, to the byte.
 
-Method: tiny models and tokenizers made here, no network; each script runs plain and under the launcher with a budget
-below its state. Reports that every process writes when it ends say that bytes moved.
+Method: tiny models and tokenizers made here, no network; each script runs plain and under the launcher with a fifth of
+its state (parameters, gradients, moments) and no setting of activations. Reports that every process writes when it ends
+say that bytes moved.
 """
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from support.folders import save_model, save_rows
 from support.script_runs import SCRIPTS, Ended, assert_paged, start, start_paged
 
 STEPS = 3
+BUDGET_SHARE = 0.2
+FULL_COPIES, LORA_COPIES, DPO_COPIES = 4, 1, 5  # of the weights: with gradients and moments; frozen; with a reference
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +45,14 @@ def run_both(command: Sequence[str], output: Path, scratch: Path, *, ram: str) -
     return ends[1]
 
 
+def share_of(weights_bytes: int, copies: int) -> str:
+    return str(int(BUDGET_SHARE * copies * weights_bytes))
+
+
+def share_of_model(folder: Path, copies: int) -> str:
+    return share_of((folder / "model.safetensors").stat().st_size, copies)
+
+
 def assert_same_weights(found: Path, expected: Path) -> None:
     names = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
     assert names, f"nothing was saved in {expected}"
@@ -61,7 +73,8 @@ def test_trl_sft(folders, tmp_path, scratch, tuning):
     """The script of trl, all weights and adapters. The base of adapters is written at most once, as it first leaves."""
     options = [] if tuning == "full" else ["--use_peft", "--lora_r", "8"]
     command = ["-m", "trl.scripts.sft", *trl_options("sft", folders), *options]
-    report = run_both(command, tmp_path, scratch, ram="10MiB" if tuning == "full" else "7MiB").report
+    ram = share_of_model(folders["causal"], FULL_COPIES if tuning == "full" else LORA_COPIES)
+    report = run_both(command, tmp_path, scratch, ram=ram).report
     if tuning == "lora":
         base_bytes = (folders["causal"] / "model.safetensors").stat().st_size
         assert report["clean_drops"] > 0
@@ -71,46 +84,81 @@ def test_trl_sft(folders, tmp_path, scratch, tuning):
 
 def test_trl_dpo(folders, tmp_path, scratch):
     """Two models, the reference frozen."""
-    run_both(["-m", "trl.scripts.dpo", *trl_options("dpo", folders)], tmp_path, scratch, ram="12MiB")
+    ram = share_of_model(folders["causal"], DPO_COPIES)
+    run_both(["-m", "trl.scripts.dpo", *trl_options("dpo", folders)], tmp_path, scratch, ram=ram)
 
 
 def test_trl_command_trains_in_a_child(folders, tmp_path, scratch):
     """`trl sft`: the command line starts accelerate, which starts the script."""
-    run_both(
-        [str(Path(sys.executable).parent / "trl"), "sft", *trl_options("sft", folders)], tmp_path, scratch, ram="10MiB"
-    )
+    command = [str(Path(sys.executable).parent / "trl"), "sft", *trl_options("sft", folders)]
+    run_both(command, tmp_path, scratch, ram=share_of_model(folders["causal"], FULL_COPIES))
 
 
 def test_accelerate_launch_trains_in_a_child(folders, tmp_path, scratch):
     """`accelerate launch` of a stock Trainer script."""
     command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", str(SCRIPTS / "fine_tune.py")]
-    run_both([*command, "causal", str(folders["causal"]), "OUTPUT"], tmp_path, scratch, ram="7MiB")
+    ram = share_of_model(folders["causal"], FULL_COPIES)
+    run_both([*command, "causal", str(folders["causal"]), "OUTPUT"], tmp_path, scratch, ram=ram)
 
 
 @pytest.mark.parametrize("kind", ["causal", "classification", "seq2seq"])
 def test_stock_trainer(folders, tmp_path, scratch, kind):
     """Llama, BERT and T5 with evaluation and checkpoints; resumed from its own checkpoint the run ends the same."""
     command = [str(SCRIPTS / "fine_tune.py"), kind, str(folders[kind]), "OUTPUT"]
-    ended = run_both(command, tmp_path, scratch, ram="14MiB" if kind == "seq2seq" else "7MiB")
+    ram = share_of_model(folders[kind], FULL_COPIES)
+    ended = run_both(command, tmp_path, scratch, ram=ram)
+    assert ended.report["written_bytes"]["activation"] > 0
     if kind == "causal":
         assert "offload/ssd_read_GB_per_step" in ended.output  # what a Trainer tells its trackers, it prints
         resumed = [*command[:-1], str(tmp_path / "resumed"), str(tmp_path / "paged" / "checkpoint-2")]
-        ended = start_paged(resumed, ram="7MiB", ssd=scratch).end()
+        ended = start_paged(resumed, ram=ram, ssd=scratch).end()
         assert ended.status == 0, ended.errors[-5000:]
         assert_paged(ended)
         name = "model.safetensors"
         assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
 
 
-def test_plain_loop(tmp_path, scratch):
-    """PyTorch alone."""
+@pytest.mark.parametrize("script", ["plain_loop", "nano_gpt"])
+def test_pytorch_alone(tmp_path, scratch, script):
+    """A chain of layers; a GPT with dropout, accumulation, parameter groups and a schedule."""
     for run in ("plain", "paged"):
         (tmp_path / run).mkdir()
-    plain = start([str(SCRIPTS / "plain_loop.py"), str(tmp_path / "plain" / "w.safetensors")])
-    command = [str(SCRIPTS / "plain_loop.py"), str(tmp_path / "paged" / "w.safetensors")]
-    paged = start_paged(command, ram="1MiB", ssd=scratch)
-    assert plain.end().status == 0
-    ended = paged.end()
+    command = [str(SCRIPTS / f"{script}.py"), "OUTPUT/w.safetensors"]
+    plain = start([command[0], command[1].replace("OUTPUT", str(tmp_path / "plain"))]).end()
+    assert plain.status == 0, plain.errors[-5000:]
+    ram = share_of((tmp_path / "plain" / "w.safetensors").stat().st_size, FULL_COPIES)
+    ended = start_paged([command[0], command[1].replace("OUTPUT", str(tmp_path / "paged"))], ram=ram, ssd=scratch).end()
     assert ended.status == 0, ended.errors[-5000:]
     assert_same_weights(tmp_path / "paged", tmp_path / "plain")
     assert_paged(ended)
+
+
+def test_the_first_call_pages_what_it_saves(tmp_path, scratch):
+    """The launcher wraps a model as it is called for the first time; one that raises, and one inside another, too."""
+    text = """
+        import torch, torch_offload
+        from torch import nn
+        class Broken(nn.Module):
+            def forward(self, x):
+                raise ValueError
+        torch.manual_seed(0)
+        failing, deep = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))) for _ in range(2))
+        failing.append(Broken())
+        x = torch.randn(4096, 64)
+        try:
+            failing(x)
+        except ValueError:
+            pass
+        saved = torch_offload.report().counters["saved_bytes"]
+        assert saved >= 23 * x.nbytes, saved
+        kept = x.clone().requires_grad_()
+        (kept * kept).sum().backward()
+        assert torch_offload.report().counters["saved_bytes"] == saved
+        deep(x).sum().backward()
+        report = torch_offload.report()
+        assert report.written_bytes["activation"] > 20 * x.nbytes, report.written_bytes
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    ended = start_paged([str(path)], ram="8MiB", ssd=scratch).end()
+    assert ended.status == 0, ended.errors[-5000:]

@@ -16,7 +16,7 @@ from transformers import (
 from support.models import VOCABULARY, tiny_config
 
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
-HIDDEN = 128
+HIDDEN = 384
 LAYERS = 6
 
 
