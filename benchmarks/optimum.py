@@ -9,7 +9,7 @@ their backward to that update. All memory is theirs: activations are not counted
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from torch_offload.planning.belady import Event, Memory, Pages, Use
+from torch_offload.planning.belady import Memory, Pages, PageUse, Use
 
 BYTES_OF_KIND = {
     "fp32": {"weight": 4, "gradient": 4, "moment1": 4, "moment2": 4},
@@ -18,12 +18,12 @@ BYTES_OF_KIND = {
 CHUNKS_PER_LAYER = 4
 
 
-def training_events(owners: int, *, kinds: Iterable[str], steps: int, micro_batches: int = 1) -> Iterator[Event]:
+def training_events(owners: int, *, kinds: Iterable[str], steps: int, micro_batches: int = 1) -> Iterator[PageUse]:
     """Yield the uses of `steps` training steps over parts of a model in the order of their forward."""
     number = {kind: index * owners for index, kind in enumerate(kinds)}
 
-    def event(use: Use, owner: int, kind: str) -> Event:
-        return Event(use, number[kind] + owner, group=owner + 1)
+    def event(use: Use, owner: int, kind: str) -> PageUse:
+        return PageUse(use, number[kind] + owner, group=owner + 1)
 
     for step in range(steps):
         for owner in range(owners):
@@ -37,7 +37,7 @@ def training_events(owners: int, *, kinds: Iterable[str], steps: int, micro_batc
             for owner in reversed(range(owners)):
                 yield event(Use.read, owner, "weight")
                 yield event(Use.create if micro_batch == 0 else Use.update, owner, "gradient")
-        yield Event(Use.mark)
+        yield PageUse(Use.mark)
 
 
 def optimum(

@@ -75,11 +75,7 @@ class Engine:
         device_ordinal: int = 0,
         remedy: str = "",
     ) -> None:
-        """Start one.
-
-        Args:
-            remedy: Ends messages about a full budget, after "raise `ram`".
-        """
+        """Start one; `remedy` ends messages about a full budget, after "raise `ram`"."""
     @property
     def torch_device(self) -> str:
         """Where the module computes and its tensors are: "cpu", or a GPU such as "cuda:0"."""

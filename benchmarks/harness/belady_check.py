@@ -6,26 +6,26 @@ may have what the budget leaves beside the activations and temporaries of that m
 
 from collections.abc import Sequence
 
-from torch_offload.planning.belady import Event, Memory, Pages, Use
+from torch_offload.planning.belady import Memory, Pages, PageUse, Use
 
 LoggedUse = tuple[str, int, int, int, int, int, int]
 USES = {"read": Use.read, "write": Use.update, "create": Use.create, "drop": Use.drop}
 
 
-def events_of(log: Sequence[LoggedUse]) -> tuple[Pages, list[Event]]:
+def events_of(log: Sequence[LoggedUse]) -> tuple[Pages, list[PageUse]]:
     """Return the uses of single pages; pages of the same segment are in use together."""
     pages = Pages()
     numbers: dict[tuple[int, int], int] = {}
     events = []
     for kind, segment, first, count, page_bytes, segment_bytes, other_bytes in log:
         if kind == "step":
-            events.append(Event(Use.mark))
+            events.append(PageUse(Use.mark))
         for index in range(first, first + count):
             if (segment, index) not in numbers:
                 size_bytes = min(page_bytes, segment_bytes - index * page_bytes)
                 numbers[segment, index] = pages.add("page", size_bytes)
             page = numbers[segment, index]
-            events.append(Event(USES[kind], page, group=segment + 1, other_bytes=other_bytes))
+            events.append(PageUse(USES[kind], page, group=segment + 1, other_bytes=other_bytes))
     return pages, events
 
 

@@ -2,13 +2,10 @@
 // threads that move pages. Layer pager: includes base, device, storage.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -39,7 +36,7 @@ struct PagerOptions {
     std::size_t page_elements = std::size_t{1} << 20;  // per page, a multiple of kSectorBytes
     Device* device = nullptr;    // asked whether copies have passed before memory is used; outlives the pager
     Memory* memory = nullptr;    // where frames come from, nullptr: the process's; one that is not needs a TierStore
-    std::string remedy;          // ends messages about a full budget: what helps besides a larger one
+    std::string remedy;          // what helps where it is full, for messages
     bool updates_below = false;  // deferred work is applied where the store keeps pages, not in this memory
     ActivityLog* activity_log = nullptr;  // told of transfers and stalls; outlives the pager
 };

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
@@ -193,7 +194,6 @@ struct Pager::Impl final : StoreClient {
     std::uint64_t next_segment_id = 1;
 
     InFlightUses uses;
-
     std::shared_mutex pending_mutex;  // held shared while the callbacks run, so that they can be cleared safely
     ResolvePending resolve;
     PendingMembers members;

@@ -34,7 +34,7 @@ app = typer.Typer(
 
 
 @dataclass(frozen=True)
-class Launch:
+class ScriptRun:
     """A script to run, once the command line has been understood."""
 
     config: Config
@@ -101,7 +101,7 @@ def run(
             raise ConfigError("nothing to run; name a script, an installed command, or a module with -m")
         if module is None:
             command[0] = script_path(command[0])
-    context.obj.append(Launch(config, command, is_module=module is not None, optimizer=optimizer))
+    context.obj.append(ScriptRun(config, command, is_module=module is not None, optimizer=optimizer))
 
 
 @app.command()
@@ -383,11 +383,11 @@ def _fail(error: Exception, status: int) -> NoReturn:
 
 def main() -> NoReturn:
     """Entry point of the console script."""
-    launches: list[Launch] = []
+    script_runs: list[ScriptRun] = []
     try:
-        app(args=separate_script(sys.argv[1:]), prog_name="torch-offload", obj=launches)
+        app(args=separate_script(sys.argv[1:]), prog_name="torch-offload", obj=script_runs)
     except SystemExit as end:
-        if end.code or not launches:
+        if end.code or not script_runs:
             raise
     # Out here, so that what the script raises is handled as in a Python without us.
-    sys.exit(launches[0].run() if launches else 0)
+    sys.exit(script_runs[0].run() if script_runs else 0)

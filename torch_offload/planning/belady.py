@@ -32,7 +32,7 @@ class Use(Enum):
 _ENDING = frozenset({Use.drop, Use.sink})
 
 
-class Event(NamedTuple):
+class PageUse(NamedTuple):
     """One use of one page.
 
     Attributes:
@@ -102,7 +102,7 @@ class Memory:
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0  # the most that was ever in use
         self.needed_bytes = 0  # the most that was ever in use at once
-        self.asked: list[Event] = []  # of the tier below
+        self.asked: list[PageUse] = []  # of the tier below
         self.resident: set[int] = set()
         self.dirty: set[int] = set()
         self.stored = set(stored)
@@ -120,7 +120,7 @@ class Memory:
         self._read: dict[str, int] = defaultdict(int)
         self._written: dict[str, int] = defaultdict(int)
 
-    def replay(self, events: Sequence[Event]) -> Iterator[Moved]:
+    def replay(self, events: Sequence[PageUse]) -> Iterator[Moved]:
         """Yield what moved up to each mark since the one before it."""
         for event, following in zip(events, _following_uses(events), strict=True):
             if event.use is Use.mark:
@@ -138,7 +138,7 @@ class Memory:
             else:
                 self._use(event, following)
 
-    def _use(self, event: Event, following: int) -> None:
+    def _use(self, event: PageUse, following: int) -> None:
         page = event.page
         self._begin(event)
         if page not in self._pinned:
@@ -157,7 +157,7 @@ class Memory:
         self.needed_bytes = max(self.needed_bytes, self._pinned_bytes + event.other_bytes)
         self.peak_bytes = max(self.peak_bytes, self._used_bytes + event.other_bytes)
 
-    def _begin(self, event: Event) -> None:
+    def _begin(self, event: PageUse) -> None:
         """Let go of what is no longer in use together with this page."""
         if event.group != self._group:
             self._end_group()
@@ -179,7 +179,7 @@ class Memory:
                 heappush(self._furthest, (-self._next_use[page], page))
         pages.clear()
 
-    def _end(self, event: Event) -> None:
+    def _end(self, event: PageUse) -> None:
         """Its bytes are not needed here any more, or not at all."""
         page = event.page
         if event.use is Use.sink:
@@ -208,11 +208,11 @@ class Memory:
 
     def _read_below(self, page: int) -> None:
         self._read[self._kinds[page]] += self._size_bytes[page]
-        self.asked.append(Event(Use.read, page, group=len(self.asked) + 1))
+        self.asked.append(PageUse(Use.read, page, group=len(self.asked) + 1))
 
     def _write_below(self, page: int) -> None:
         self._written[self._kinds[page]] += self._size_bytes[page]
-        self.asked.append(Event(Use.create, page, group=len(self.asked) + 1))
+        self.asked.append(PageUse(Use.create, page, group=len(self.asked) + 1))
         if page not in self.stored:
             self.stored.add(page)
             self.stored_bytes += self._size_bytes[page]
@@ -225,7 +225,7 @@ class Memory:
         self.dirty.discard(page)
 
 
-def _following_uses(events: Sequence[Event]) -> list[int]:
+def _following_uses(events: Sequence[PageUse]) -> list[int]:
     """Return for each event when its page is used next."""
     following: dict[int, int] = {}
     result = [NEVER] * len(events)

@@ -58,7 +58,7 @@ class Moment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterSize:
     """The bytes of one parameter or buffer; tied ones are one.
 
     Attributes:
@@ -91,7 +91,7 @@ class Recording:
         calls: How often each operator call is made, by phase; those that only look at metadata left out.
     """
 
-    parameters: list[Parameter] = field(default_factory=list)
+    parameters: list[ParameterSize] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     calls: dict[str, Counter[Call]] = field(default_factory=lambda: {phase: Counter() for phase in PHASES})
 
@@ -203,7 +203,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = len(self.recording.parameters)
         self._parameters[stand_in.untyped_storage()._cdata] = index
         self.recording.parameters.append(
-            Parameter(name, tensor.numel(), tensor.element_size(), tensor.dtype, tensor.requires_grad)
+            ParameterSize(name, tensor.numel(), tensor.element_size(), tensor.dtype, tensor.requires_grad)
         )
         if tensor.requires_grad:
             stand_in.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from torch_offload.errors import ConfigError
-from torch_offload.planning.belady import Event, Pages, Use
+from torch_offload.planning.belady import Pages, PageUse, Use
 from torch_offload.planning.fake_trace import Moment, Recording, What
 
 OptimizerName = Literal["adamw_torch_fused", "torch_offload.AdamW"]
@@ -96,7 +96,7 @@ class StepUses:
         self._other_bytes = self.resident_bytes
         self._pending: set[int] = set()
 
-    def events(self, *, steps: int) -> Iterator[Event]:
+    def events(self, *, steps: int) -> Iterator[PageUse]:
         """Yield the uses of loading and of so many steps; a mark ends each forward and each backward."""
         for paged in self._paged.values():
             self._group += 1
@@ -109,7 +109,7 @@ class StepUses:
             if self._shape.optimizer is None:
                 for paged in self._paged.values():
                     yield from self._each(Use.drop, paged.gradient)
-            yield Event(Use.mark)
+            yield PageUse(Use.mark)
 
     def _lay_out(self) -> dict[int, _Paged]:
         paged = {}
@@ -142,17 +142,17 @@ class StepUses:
         counts = [min(whole, elements - first) for first in range(0, elements, whole)]
         return [self.pages.add(kind, count * element_bytes) for count in counts]
 
-    def _pass(self, micro_batch: int) -> Iterator[Event]:
+    def _pass(self, micro_batch: int) -> Iterator[PageUse]:
         """Yield what one forward and backward use."""
         sizes: dict[int, int] = {}  # of temporaries that are not pages
         saved: set[int] = set()
         for moment in self._recording.moments:
             if moment.what is What.backward:
-                yield Event(Use.mark)
+                yield PageUse(Use.mark)
             elif moment.what is What.allocate:
                 sizes[moment.subject] = moment.size_bytes
                 self._other_bytes += moment.size_bytes
-                yield Event(Use.temporaries, other_bytes=self._other_bytes)
+                yield PageUse(Use.temporaries, other_bytes=self._other_bytes)
             elif moment.what is What.free:
                 self._other_bytes -= sizes.pop(moment.subject, 0)
                 if moment.subject in saved:
@@ -169,9 +169,9 @@ class StepUses:
                 self._let_go(moment, sizes)
         self._other_bytes = self.resident_bytes
         if micro_batch + 1 < self._shape.micro_batches:
-            yield Event(Use.mark)
+            yield PageUse(Use.mark)
 
-    def _save(self, number: int, sizes: dict[int, int], saved: set[int]) -> Iterator[Event]:
+    def _save(self, number: int, sizes: dict[int, int], saved: set[int]) -> Iterator[PageUse]:
         """It becomes pages where it lies."""
         if number in self._activations and number not in saved:
             saved.add(number)
@@ -184,7 +184,7 @@ class StepUses:
         for number in moment.temporaries:
             self._other_bytes -= sizes.pop(number, 0)
 
-    def _operate(self, moment: Moment, saved: set[int]) -> Iterator[Event]:
+    def _operate(self, moment: Moment, saved: set[int]) -> Iterator[PageUse]:
         """An operator pins all that it uses; what is pending on it is done first."""
         paged = [index for index in moment.parameters if index in self._paged]
         activations = [number for number in moment.temporaries if number in saved]
@@ -199,7 +199,7 @@ class StepUses:
         for number in activations:
             yield from self._each(Use.read, self._activations[number])
 
-    def _finish(self, index: int, micro_batch: int) -> Iterator[Event]:
+    def _finish(self, index: int, micro_batch: int) -> Iterator[PageUse]:
         """A gradient becomes pages, or is added to those of the micro-batch before."""
         if index not in self._paged:
             return
@@ -210,7 +210,7 @@ class StepUses:
     def _is_updated_below(self) -> bool:
         return self._shape.update_tier == "host" and self._shape.optimizer is not None
 
-    def _update(self, paged: _Paged) -> Iterator[Event]:
+    def _update(self, paged: _Paged) -> Iterator[PageUse]:
         """Apply an update page by page: weight, gradient and states of one index at a time."""
         is_below = self._is_updated_below()
         if is_below:
@@ -223,11 +223,11 @@ class StepUses:
                 yield self._claimed(state[position], is_below=is_below)
         yield from self._each(Use.drop, paged.gradient)
 
-    def _claimed(self, page: int, *, is_below: bool, is_weight: bool = False) -> Event:
+    def _claimed(self, page: int, *, is_below: bool, is_weight: bool = False) -> PageUse:
         """Return the use of a page by an update; the weight stays in use for the operator that waits for it."""
         subgroup = 0 if is_weight and not is_below else self._subgroup
         group = -self._subgroup if is_below else self._group
-        return Event(Use.update, page, group, subgroup, 0 if is_below else self._other_bytes, is_below)
+        return PageUse(Use.update, page, group, subgroup, 0 if is_below else self._other_bytes, is_below)
 
-    def _each(self, use: Use, pages: list[int]) -> Iterator[Event]:
-        return (Event(use, page, self._group, 0, self._other_bytes) for page in pages)
+    def _each(self, use: Use, pages: list[int]) -> Iterator[PageUse]:
+        return (PageUse(use, page, self._group, 0, self._other_bytes) for page in pages)

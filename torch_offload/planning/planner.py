@@ -8,12 +8,12 @@ import torch
 from torch_offload.config import Config, format_size
 from torch_offload.diagnostics.probe import Probe
 from torch_offload.planning.belady import Moved
-from torch_offload.planning.fake_trace import PHASES, Parameter, Recording
+from torch_offload.planning.fake_trace import PHASES, ParameterSize, Recording
 from torch_offload.planning.operator_costs import Cost
 from torch_offload.planning.page_uses import OptimizerName, StepShape, StepUses, UpdateTier, state_element_bytes
 from torch_offload.planning.plan import SECONDS_PER_DAY, Plan, PlannedPhase
 from torch_offload.planning.step_time import COMPUTE, Phase, Rates, rates_of, total_by_kind, total_by_resource
-from torch_offload.planning.tier_traffic import Budgets, Traffic, traffic_of
+from torch_offload.planning.tier_traffic import Budgets, TierTraffic, traffic_of
 from torch_offload.runtime import preflight
 
 MIN_PAGES_BELOW_DEVICE = 16  # that the links of a device hold at once
@@ -60,7 +60,7 @@ def build_plan(inputs: PlanInputs, update_tier: UpdateTier) -> Plan:
     return _summary(inputs, traffic, phases, rates, update_tier)
 
 
-def _phases(inputs: PlanInputs, uses: StepUses, traffic: Traffic, update_tier: UpdateTier) -> list[Phase]:
+def _phases(inputs: PlanInputs, uses: StepUses, traffic: TierTraffic, update_tier: UpdateTier) -> list[Phase]:
     """Return every forward and backward of a step; the first forward has the updates."""
     updates = _update_seconds(inputs, uses)
     clipping = _clipping_seconds(inputs) / inputs.micro_batches
@@ -110,7 +110,9 @@ def _clipping_seconds(inputs: PlanInputs) -> float:
     return gradients / inputs.probe.copy_rate
 
 
-def _summary(inputs: PlanInputs, traffic: Traffic, phases: list[Phase], rates: Rates, update_tier: UpdateTier) -> Plan:
+def _summary(
+    inputs: PlanInputs, traffic: TierTraffic, phases: list[Phase], rates: Rates, update_tier: UpdateTier
+) -> Plan:
     needed_bytes = _needed_bytes(inputs, traffic)
     budget_bytes = _budget_bytes(inputs)
     missing_bytes = {
@@ -151,7 +153,7 @@ def _summary(inputs: PlanInputs, traffic: Traffic, phases: list[Phase], rates: R
 
 
 def _state_bytes(inputs: PlanInputs) -> int:
-    def of_one(parameter: Parameter) -> int:
+    def of_one(parameter: ParameterSize) -> int:
         states = state_element_bytes(inputs.optimizer, parameter.dtype) if parameter.is_trained else {}
         return parameter.elements * (parameter.element_bytes * (1 + parameter.is_trained) + sum(states.values()))
 
@@ -163,7 +165,7 @@ def _budget_bytes(inputs: PlanInputs) -> dict[str, int]:
     return device | {"ram": inputs.budgets.ram, "ssd": inputs.ssd_bytes}
 
 
-def _needed_bytes(inputs: PlanInputs, traffic: Traffic) -> dict[str, int]:
+def _needed_bytes(inputs: PlanInputs, traffic: TierTraffic) -> dict[str, int]:
     """Return what each tier must hold: what is in use at once there, and what ``wrap`` insists on."""
     config = inputs.config
     needed = dict(traffic.needed_bytes)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch_offload.planning.belady import Event, Memory, Moved, Pages, Use
+from torch_offload.planning.belady import Memory, Moved, Pages, PageUse, Use
 from torch_offload.planning.page_uses import StepUses
 
 STEPS = 5  # the last but one is counted: the first ones fill the memory, after the last comes nothing
@@ -30,7 +30,7 @@ class Budgets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class TierTraffic:
     """What one step moves.
 
     Attributes:
@@ -48,7 +48,7 @@ class Traffic:
     placement: dict[str, dict[str, int]]
 
 
-def traffic_of(uses: StepUses, budgets: Budgets) -> Traffic:
+def traffic_of(uses: StepUses, budgets: Budgets) -> TierTraffic:
     """Replay some steps and return what the counted one moves."""
     events = list(uses.events(steps=STEPS))
     tiers: dict[str, _Tier] = {}
@@ -57,7 +57,7 @@ def traffic_of(uses: StepUses, budgets: Budgets) -> Traffic:
         events = tiers["device"].memory.asked
     host = tiers["ram"] = _Tier(uses, budgets.ram, events)
     peak_bytes = {name: tier.memory.peak_bytes for name, tier in tiers.items()}
-    return Traffic(
+    return TierTraffic(
         ssd=host.moved,
         link=tiers["device"].moved if "device" in tiers else [],
         peak_bytes=peak_bytes | {"ssd": host.memory.peak_stored_bytes},
@@ -77,7 +77,7 @@ def _kept_free(budget_bytes: int, page_bytes: int) -> int:
 class _Tier:
     """A memory after its replay: what moved in the step that counts, and what lay where when it ended."""
 
-    def __init__(self, uses: StepUses, budget_bytes: int, events: list[Event]) -> None:
+    def __init__(self, uses: StepUses, budget_bytes: int, events: list[PageUse]) -> None:
         self.memory = Memory(uses.pages, budget_bytes - _kept_free(budget_bytes, max(uses.pages.size_bytes, default=0)))
         phase_count = sum(event.use is Use.mark for event in events)
         per_step = phase_count // STEPS

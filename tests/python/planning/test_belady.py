@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_offload.planning.belady import Event, Memory, Pages, Use
+from torch_offload.planning.belady import Memory, Pages, PageUse, Use
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import optimum
@@ -27,10 +27,10 @@ def pages_of(count: int, size_bytes: int = 1) -> Pages:
     return pages
 
 
-def events_of(text: str) -> list[Event]:
+def events_of(text: str) -> list[PageUse]:
     """`r0 u1` reads page 0 and updates page 1, each use by itself."""
     words = enumerate(text.split(), start=1)
-    return [*(Event(USES[word[0]], int(word[1:]), group=group) for group, word in words), Event(Use.mark)]
+    return [*(PageUse(USES[word[0]], int(word[1:]), group=group) for group, word in words), PageUse(Use.mark)]
 
 
 def moved(text: str, limit_bytes: int, *, stored: bool = True) -> tuple[int, int]:
@@ -64,18 +64,18 @@ def test_bytes_that_were_never_stored_are_not_read():
 
 def test_pages_of_a_group_are_not_evicted_for_each_other():
     """They go beyond the budget instead, and the replay says what would do; a subgroup ends before its group."""
-    group = [Event(Use.read, page, group=1) for page in range(3)]
+    group = [PageUse(Use.read, page, group=1) for page in range(3)]
     memory = Memory(pages_of(3), 2, stored=range(3))
-    list(memory.replay([*group, Event(Use.mark)]))
+    list(memory.replay([*group, PageUse(Use.mark)]))
     assert (memory.needed_bytes, memory.peak_bytes) == (3, 3)
-    subgroups = [Event(Use.read, page, group=1, subgroup=page) for page in range(3)]
+    subgroups = [PageUse(Use.read, page, group=1, subgroup=page) for page in range(3)]
     memory = Memory(pages_of(3), 2, stored=range(3))
-    list(memory.replay([*subgroups, Event(Use.mark)]))
+    list(memory.replay([*subgroups, PageUse(Use.mark)]))
     assert (memory.needed_bytes, memory.peak_bytes) == (2, 2)
 
 
 def test_temporaries_make_pages_leave():
-    events = [Event(Use.update, 0, group=1), Event(Use.temporaries, other_bytes=2), Event(Use.mark)]
+    events = [PageUse(Use.update, 0, group=1), PageUse(Use.temporaries, other_bytes=2), PageUse(Use.mark)]
     memory = Memory(pages_of(1), 2, stored=[0])
     [total] = memory.replay(events)
     assert (total.written_bytes, memory.peak_bytes, memory.needed_bytes) == (1, 2, 2)
@@ -83,9 +83,9 @@ def test_temporaries_make_pages_leave():
 
 def test_a_memory_lists_what_the_one_below_has_to_do():
     """In order; what happens below takes no memory above."""
-    below = Event(Use.update, 1, group=9, is_below=True)
+    below = PageUse(Use.update, 1, group=9, is_below=True)
     memory = Memory(pages_of(2), 1, stored=[0, 1])
-    list(memory.replay([Event(Use.update, 0, group=1), below, Event(Use.sink, 0), Event(Use.mark)]))
+    list(memory.replay([PageUse(Use.update, 0, group=1), below, PageUse(Use.sink, 0), PageUse(Use.mark)]))
     asked = [(event.use, event.page, event.is_below) for event in memory.asked]
     expected = [(Use.read, 0), (Use.update, 1), (Use.create, 0), (Use.mark, -1)]
     assert asked == [(use, page, False) for use, page in expected]
