@@ -253,6 +253,39 @@ bool kernel_moves_mappings() noexcept {
     return moved;
 }
 
+/// Mappings in reserve. Memory that a move has hidden may have become one mapping with its neighbors, and at the limit
+/// of the process it could not be opened again where the move fails: that takes two more.
+class SpareMappings {
+public:
+    SpareMappings() {
+        if (sectors_.empty()) throw OutOfTierMemory(concat("reserving mappings: ", memory_remedy()));
+        hold();
+    }
+
+    bool are_held() const noexcept { return held_.load(std::memory_order_acquire); }
+
+    /// Returns false at the limit. Calls of this and of release() exclude one another.
+    bool hold() noexcept {
+        for (std::size_t i = 1; i < kSectors; i += 2) {
+            if (mprotect(sectors_.data() + i * kSectorBytes, kSectorBytes, PROT_READ) == 0) continue;
+            release();
+            return false;
+        }
+        held_.store(true, std::memory_order_release);
+        return true;
+    }
+
+    void release() noexcept {
+        mprotect(sectors_.data(), sectors_.size(), PROT_NONE);  // takes no mapping, so it cannot fail
+        held_.store(false, std::memory_order_release);
+    }
+
+private:
+    static constexpr std::size_t kSectors = 5;  // each a mapping of its own while every other one is readable
+    std::span<std::byte> sectors_ = map_anonymous(nullptr, kSectors* kSectorBytes, PROT_NONE, 0);
+    std::atomic<bool> held_{false};
+};
+
 struct Reserved {
     std::span<std::byte> arena;
     std::span<std::byte> table;
@@ -291,9 +324,21 @@ struct AddressSpace::State {
                       range.size(), " bytes at ", static_cast<const void*>(range.data()));
     }
 
+    bool hold_spares() {
+        if (spares.are_held()) return true;
+        const std::lock_guard lock(mutex);
+        return spares.hold();
+    }
+
+    void release_spares() {
+        const std::lock_guard lock(mutex);
+        spares.release();
+    }
+
     ManagedAddresses addresses;
-    std::mutex mutex;  // guards arena, the writing of addresses.table, and the installing of the handler; a leaf
+    std::mutex mutex;  // guards arena, spares, the writing of addresses.table and the installing of the handler; a leaf
     AddressArena arena;
+    SpareMappings spares;
 };
 
 namespace {
@@ -376,6 +421,8 @@ void AddressSpace::commit(std::span<std::byte> range, HugePages huge_pages) {
 
 void AddressSpace::decommit(std::span<std::byte> range) {
     state_->check_inside(range, "decommit");
+    if (map_fresh(range, PROT_NONE)) return;
+    state_->release_spares();  // at the limit: the range may take a mapping of its own before it joins others
     if (!map_fresh(range, PROT_NONE)) throw_mapping_error("decommitting", range, errno);
 }
 
@@ -387,15 +434,18 @@ void AddressSpace::move(std::span<std::byte> from, std::byte* to, Protection pro
     OFFLOAD_CHECK(apart, LogicError, "move between overlapping ranges of ", from.size(), " bytes");
     // Both addresses fault from before the move until after it: what stays behind are readable zeros otherwise, and
     // what arrives would be writable before it is read-only. Making PROT_NONE of PROT_NONE costs next to nothing.
+    if (!state_->hold_spares()) throw_mapping_error("moving", from, ENOMEM);
     set_protection(from, PROT_NONE, "hiding");
     if (!remap(from, to)) {
         const int error_number = errno;
+        state_->release_spares();  // for the caller, who opens `from` again
         // Some kernels have unmapped `to` by now; nobody else's mapping may come to lie in the arena.
         map_anonymous(to, from.size(), PROT_NONE, MAP_FIXED_NOREPLACE);
         throw_mapping_error("moving", from, error_number);
     }
     if (mprotect(to, from.size(), protection_bits(protection)) != 0) {
         const int error_number = errno;
+        state_->release_spares();
         if (!remap(target, from.data())) {
             write_to_stderr("torch_offload: no mappings left to move memory back to where it is looked for\n");
             std::abort();

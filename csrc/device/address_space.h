@@ -51,7 +51,8 @@ public:
 
     /// Moves the memory under `from` to the equally long `to`, which must hold none. `from` is left PROT_NONE and
     /// empty; `to` gets `protection`. At no instant is a byte readable at both, or a stale zero at either.
-    /// Both lie in this arena. `from` may have any protection.
+    /// Both lie in this arena. `from` may have any protection. After an error its bytes are where they were, and it may
+    /// be PROT_NONE: protect() opens it again, at the limit of mappings too unless another thread takes the last ones.
     void move(std::span<std::byte> from, std::byte* to, Protection protection) override;
 
     void protect(std::span<std::byte> range, Protection protection) override;
