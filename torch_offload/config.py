@@ -99,7 +99,7 @@ class Emulation(BaseModel):
             try:
                 super().__init__(**settings)
             except ValidationError as error:
-                raise _SettingsError(_clauses(error, type(self), prefix="emulation.")) from None
+                raise _config_error(error, type(self), prefix="emulation.") from None
 
 
 class Config(BaseModel):
@@ -183,7 +183,7 @@ class Config(BaseModel):
             try:
                 super().__init__(**settings)
             except ValidationError as error:
-                raise _SettingsError(_clauses(error, type(self))) from None
+                raise _config_error(error, type(self)) from None
 
     @field_validator("ssd", mode="before")
     @classmethod
@@ -301,8 +301,8 @@ class Config(BaseModel):
         settings, lines = _mapping_of(text, source)
         try:
             return cls(**settings)
-        except _SettingsError as error:
-            raise ConfigError("; ".join(_with_line(source, lines, *clause) for clause in error.clauses)) from None
+        except ConfigError as error:
+            raise ConfigError("; ".join(_with_line(source, lines, *each) for each in error.problems)) from None
 
     def __setattr__(self, name: str, value: object) -> None:
         raise ConfigError(f"a Config does not change; use config.replace({name}=...) for a changed copy")
@@ -338,27 +338,18 @@ def _key_lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
             yield from _key_lines(value, f"{name}.")
 
 
-class _SettingsError(ConfigError):
-    """Settings that cannot be used: for each its name and what is wrong with it."""
-
-    def __init__(self, clauses: Sequence[tuple[str, str]]) -> None:
-        super().__init__("; ".join(text for _, text in clauses))
-        self.clauses = clauses
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_SettingsError, (self.clauses,))
-
-
-def _clauses(error: ValidationError, model: type[BaseModel], *, prefix: str = "") -> list[tuple[str, str]]:
-    clauses: list[tuple[str, str]] = []
+def _config_error(error: ValidationError, model: type[BaseModel], *, prefix: str = "") -> ConfigError:
+    problems: list[tuple[str, str]] = []
     for part in error.errors():
         nested = part.get("ctx", {}).get("error")
-        if isinstance(nested, _SettingsError):
-            clauses += nested.clauses
+        if isinstance(nested, ConfigError) and nested.problems:
+            problems += nested.problems
         else:
             name = prefix + ".".join(str(step) for step in part["loc"])
-            clauses.append((name, _explain(name, part, model)))
-    return clauses
+            problems.append((name, _explain(name, part, model)))
+    found = ConfigError("; ".join(text for _, text in problems))
+    found.problems = problems
+    return found
 
 
 def _with_line(source: str, lines: Mapping[str, int], name: str, text: str) -> str:

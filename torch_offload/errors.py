@@ -1,6 +1,7 @@
 """The types of all errors that torch_offload raises."""
 
 import re
+from collections.abc import Sequence
 
 
 class OffloadError(Exception):
@@ -28,7 +29,13 @@ class PageCorruptError(TierIOError):
 
 
 class ConfigError(OffloadError, ValueError):
-    """A setting that cannot be used."""
+    """Settings that cannot be used.
+
+    Attributes:
+        problems: Name and problem of each setting, where several were checked together.
+    """
+
+    problems: Sequence[tuple[str, str]] = ()
 
 
 class CheckpointError(OffloadError, ValueError):

@@ -20,7 +20,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 import torch_offload
 from torch_offload import Config, ConfigError, Emulation, OffloadError, OutOfTierMemory
-from torch_offload.config import format_size, parse_size
+from torch_offload.config import format_size, parse_size, setting_fields
 from torch_offload.runtime.settings import requested
 
 BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -195,6 +195,26 @@ def test_arguments_of_a_script_are_settings(tmp_path):
     assert training.output_dir == str(tmp_path)
     names = {field.name.removeprefix("offload_") for field in dataclasses.fields(torch_offload.OffloadArguments)}
     assert names == {*Config.model_fields, "config"} - {"emulation"}
+
+
+def test_the_parser_prints_the_help_of_settings(capsys):
+    """argparse formats help texts, which have a percent sign here and there."""
+    with pytest.raises(SystemExit):
+        HfArgumentParser(torch_offload.OffloadArguments).parse_args(["--help"])
+    help_text = " ".join(capsys.readouterr().out.split())
+    for setting in setting_fields():
+        assert f"--offload_{setting.name}" in help_text
+        assert " ".join(setting.description.split()) in help_text.replace("- ", "-")
+
+
+def test_settings_that_cannot_be_used_raise_a_public_type():
+    """Of all of them at once, through a pickle too: a launcher's child sends errors to its parent."""
+    with pytest.raises(ConfigError) as raised:
+        Config(ram="3 lots", queue_depth=0, emulation={"gpus": True})
+    assert type(raised.value) is ConfigError
+    copied = pickle.loads(pickle.dumps(raised.value))
+    assert (str(copied), copied.problems) == (str(raised.value), raised.value.problems)
+    assert [name for name, _ in raised.value.problems] == ["ram", "queue_depth", "emulation.gpus"]
 
 
 def test_running_out_of_memory_has_trainers_try_a_smaller_batch():

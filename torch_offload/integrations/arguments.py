@@ -28,7 +28,7 @@ class _Arguments:
 def _argument(setting: SettingField) -> tuple[str, Any, Any]:
     """Return name, type and field; None stands for a setting that was not given."""
     kind = dict(_TYPES).get(setting.kind, str)
-    metadata: dict[str, Any] = {"help": setting.description}
+    metadata: dict[str, Any] = {"help": setting.description.replace("%", "%%")}  # argparse formats it
     if setting.choices:
         metadata["choices"] = list(setting.choices)
     return f"{PREFIX}{setting.name}", kind | None, dataclasses.field(default=None, metadata=metadata)
