@@ -133,9 +133,9 @@ class CountedExperts(CodedExperts):
 
     chosen = 0
 
-    def announce(self, chosen: Sequence[int]) -> None:
+    def on_routed(self, chosen: Sequence[int]) -> None:
         self.chosen += len(chosen)
-        super().announce(chosen)
+        super().on_routed(chosen)
 
 
 class DensePlane(modules.CodedPlane):
