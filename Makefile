@@ -26,7 +26,7 @@ NEWER_TREE := build/newer-torch
 NEWER_NEEDED_MB := 12000
 
 export MAX_JOBS := $(JOBS)
-export CTEST_PARALLEL_LEVEL := 1
+export CTEST_PARALLEL_LEVEL := $(JOBS)
 # Nothing is fetched from a model hub: every model is made from a configuration or carried by a package.
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
@@ -36,7 +36,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 NATIVE := $(shell find csrc -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \)) $(shell find csrc -type d) \
 	setup.py pyproject.toml torch_offload/_compat.py
 FORMATTED := $(shell find csrc tests/cpp tests/gpu -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
-LINTED := setup.py torch_offload tests examples benchmarks
+LINTED := setup.py tools torch_offload tests examples benchmarks
 RUNS := plain asan tsan
 SANITIZE_plain :=
 SANITIZE_asan := address,undefined

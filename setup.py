@@ -1,10 +1,14 @@
 """Builds the extension `torch_offload._C` from csrc/. Everything else about the package is in pyproject.toml.
 
+Torch is imported when the extension is built, so that metadata and source distributions need none.
+
 Variables that the build reads, those of torch's own extensions: FORCE_CUDA=1 builds the kernels for CUDA (0: never;
 unset: where this torch has CUDA and sees a GPU), CUDA_HOME says where the toolkit is, TORCH_CUDA_ARCH_LIST for which
 GPUs to compile.
 """
 
+import functools
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -14,7 +18,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 LAYERS = ("base", "device", "storage", "codec", "pager", "autograd", "optim", "bindings")
@@ -27,6 +32,8 @@ ARITHMETIC = ("-ffp-contract=off", "-fno-math-errno")
 THREADS = ("-fopenmp",)
 CUDA_ARITHMETIC = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false")
 COMPAT = runpy.run_path(str(ROOT / "torch_offload" / "_compat.py"))
+NAME = "torch_offload._C"
+BINARY_COMMANDS = {"bdist_wheel", "dist_info", "editable_wheel"}  # what they describe runs with one torch only
 
 
 def cuda_home():
@@ -40,54 +47,57 @@ def cuda_home():
     return None
 
 
-CUDA_HOME = cuda_home()
-if CUDA_HOME is not None:
-    os.environ["CUDA_HOME"] = CUDA_HOME  # torch reads it when its module is imported
+def import_torch():
+    """Import torch with the toolkit that is there; ends with a message where torch is missing or not supported."""
+    home = cuda_home()
+    if home is not None:
+        os.environ["CUDA_HOME"] = home  # torch reads it when its module is imported
+    try:
+        import torch
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        sys.exit(
+            f"torch_offload: building needs torch {COMPAT['supported_range']()} in this environment ({error}). "
+            f"Run: pip install torch && {COMPAT['BUILD_COMMAND']}"
+        )
+    unsupported = COMPAT["unsupported_reason"](torch.__version__)
+    if unsupported is not None:
+        sys.exit(f"torch_offload: {unsupported}")
+    return torch, cpp_extension
 
-try:
-    import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
-except ImportError as error:
-    sys.exit(
-        f"torch_offload: building needs torch {COMPAT['supported_range']()} in this environment ({error}). "
-        f"Run: pip install torch && {COMPAT['BUILD_COMMAND']}   (without --no-build-isolation pip hides torch)"
-    )
-UNSUPPORTED = COMPAT["unsupported_reason"](torch.__version__)
-if UNSUPPORTED is not None:
-    sys.exit(f"torch_offload: {UNSUPPORTED}")
 
-
-def cuda_refusal():
+def cuda_refusal(torch):
     """Say why kernels for CUDA cannot be compiled here, or return None."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} has no CUDA; install one that has (pip install torch)"
     wanted = torch.version.cuda.split(".")[0]
-    if CUDA_HOME is None:
+    home = cuda_home()
+    if home is None:
         return (
             f"no CUDA toolkit found (nvcc and cuda_runtime.h): install version {wanted} from "
             "https://developer.nvidia.com/cuda-downloads, and set CUDA_HOME if it is not in "
             f"{USUAL_CUDA_HOME}"
         )
-    answer = subprocess.run([f"{CUDA_HOME}/bin/nvcc", "--version"], capture_output=True, text=True, check=False)
+    answer = subprocess.run([f"{home}/bin/nvcc", "--version"], capture_output=True, text=True, check=False)
     release = re.search(r"release (\d+)\.(\d+)", answer.stdout)
     if release is None:
-        return f"{CUDA_HOME}/bin/nvcc --version fails: {(answer.stderr or answer.stdout).strip()}"
+        return f"{home}/bin/nvcc --version fails: {(answer.stderr or answer.stdout).strip()}"
     if release[1] != wanted:
         return (
-            f"the toolkit in {CUDA_HOME} is CUDA {release[1]}.{release[2]}, torch {torch.__version__} was built with "
+            f"the toolkit in {home} is CUDA {release[1]}.{release[2]}, torch {torch.__version__} was built with "
             f"{torch.version.cuda}: set CUDA_HOME to a toolkit of version {wanted}"
         )
     return None
 
 
-def builds_cuda():
+def builds_cuda(torch):
     """Decide whether kernels for CUDA are compiled; ends with a message where they are asked for and cannot be."""
     forced = os.environ.get("FORCE_CUDA", "")
     if forced not in ("", "0", "1"):
         sys.exit(f"torch_offload: FORCE_CUDA is 1, 0 or not set, got {forced!r}")
     if forced == "0" or (not forced and not (torch.version.cuda and torch.cuda.is_available())):
         return False
-    refusal = cuda_refusal()
+    refusal = cuda_refusal(torch)
     if refusal and forced:
         sys.exit(f"torch_offload: FORCE_CUDA=1, but {refusal}")
     if refusal:
@@ -103,9 +113,6 @@ def cuda_architectures():
         if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", name):
             sys.exit(f"torch_offload: TORCH_CUDA_ARCH_LIST names versions, such as {CUDA_ARCHITECTURES}; got {name!r}")
     return names
-
-
-WITH_CUDA = builds_cuda()
 
 
 def pkg_config(package, option):
@@ -156,7 +163,7 @@ def cuda_options(architectures):
     return flags, ["-std=c++20", "-O3", "--threads", "2", "-DTORCH_OFFLOAD_CUDA=1", *CUDA_ARITHMETIC]
 
 
-def extension():
+def extension(torch, cpp_extension, *, with_cuda):
     cflags, libraries = xxhash_package()
     macros = [("TORCH_OFFLOAD_BUILT_AGAINST", f'"{torch.__version__}"')]
     if has_package("liburing"):
@@ -164,11 +171,11 @@ def extension():
         macros.append(("TORCH_OFFLOAD_HAVE_LIBURING", "1"))
     else:
         print("torch_offload: liburing not found, building without io_uring (apt-get install liburing-dev adds it)")
-    cuda_flags, nvcc_flags = cuda_options(cuda_architectures()) if WITH_CUDA else ([], [])
+    cuda_flags, nvcc_flags = cuda_options(cuda_architectures()) if with_cuda else ([], [])
     cxx_flags = ["-std=c++20", "-O3", "-g0", *ARITHMETIC, *THREADS, *cflags, *cuda_flags]
-    return (CUDAExtension if WITH_CUDA else CppExtension)(
-        name="torch_offload._C",
-        sources=sources(with_cuda=WITH_CUDA),
+    return (cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension)(
+        name=NAME,
+        sources=sources(with_cuda=with_cuda),
         include_dirs=[str(ROOT / "csrc")],
         depends=headers(),
         define_macros=macros,
@@ -177,25 +184,50 @@ def extension():
     )
 
 
-class BuildForThisTorch(BuildExtension):
-    """Keeps a folder of objects per torch version, with CUDA another one; writes down which it was built against."""
-
-    def finalize_options(self):
-        super().finalize_options()
-        python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        kind = "-cuda" if WITH_CUDA else ""
-        self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}-python-{python}{kind}")
-        self.force = True  # ninja knows better than setuptools what is up to date: it sees the included headers
+class BuildForThisTorch(build_ext):
+    """Builds with torch's own command, in a folder of objects per torch version; writes down which version it was."""
 
     def run(self):
-        super().run()
+        torch, cpp_extension = import_torch()
+        with_cuda = builds_cuda(torch)
+        self.distribution.ext_modules = [extension(torch, cpp_extension, with_cuda=with_cuda)]
+        command = cpp_extension.BuildExtension(self.distribution)
+        command.inplace, command.editable_mode, command.build_lib = self.inplace, self.editable_mode, self.build_lib
+        command.force = True  # ninja knows better than setuptools what is up to date: it sees the included headers
+        kind = "-cuda" if with_cuda else ""
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        command.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}-python-{python}{kind}")
+        command.ensure_finalized()
+        command.run()
         folders = [Path(self.build_lib) / "torch_offload"]
         if self.inplace or self.editable_mode:
             folders.append(ROOT / "torch_offload")
         for folder in folders:
             (folder / "_build_info.py").write_text(
-                f'"""Written by setup.py."""\n\nBUILT_AGAINST_TORCH = "{torch.__version__}"\n'
+                '"""Written by setup.py."""\n\n'
+                f'BUILT_AGAINST_TORCH = "{torch.__version__}"\n'
+                f'VERSION = "{self.distribution.get_version()}"\n'
             )
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildForThisTorch})
+@functools.cache
+def torch_pin():
+    """Return the requirement on torch of what is built here, `torch==2.13.*`, or None where there is no torch."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return "torch=={}.{}.*".format(*COMPAT["parse_version"](version))
+
+
+class PinTorch(Distribution):
+    """Adds to a wheel's requirements the minor version of torch that its extension is built against."""
+
+    def _finalize_requires(self):
+        asked = BINARY_COMMANDS.intersection(self.script_args or ())
+        if asked and self.install_requires and torch_pin() and torch_pin() not in self.install_requires:
+            self.install_requires = [*self.install_requires, torch_pin()]
+        super()._finalize_requires()
+
+
+setup(ext_modules=[Extension(NAME, sources=[])], cmdclass={"build_ext": BuildForThisTorch}, distclass=PinTorch)

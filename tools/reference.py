@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/reference: public names, settings, options of the command line, replaced functions.
+"""Writes the generated parts of docs/reference: public names, settings, options, replaced functions.
 
     python tools/reference.py            writes them
     python tools/reference.py --check    exits with status 1 where a file differs

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch_offload.integrations.arguments import OffloadArguments as OffloadArguments
     from torch_offload.integrations.trainer import ReportCallback as ReportCallback
 
-__version__ = "0.1.0"
+__version__ = _compat.package_version()
 
 __all__ = [
     "AdamW",

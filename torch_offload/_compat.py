@@ -6,12 +6,13 @@ library at the top and nothing of this package.
 
 import importlib
 import importlib.util
+from types import ModuleType
 
 OLDEST_TORCH = (2, 11)
 NEWEST_TORCH = (2, 15)
 
-BUILD_COMMAND = "pip install --no-build-isolation -e ."
-REBUILD_COMMAND = "pip install --no-build-isolation --force-reinstall --no-deps ."
+BUILD_COMMAND = "pip install --no-build-isolation --editable ."
+REBUILD_COMMAND = "pip install --force-reinstall --no-deps --no-cache-dir torch-offload"
 
 
 def parse_version(version: str) -> tuple[int, int]:
@@ -27,6 +28,12 @@ def supported_range() -> str:
     return "{}.{} to {}.{}".format(*OLDEST_TORCH, *NEWEST_TORCH)
 
 
+def requirement() -> str:
+    """Return the supported torch versions as packaging tools write them, ``torch>=2.11,<2.16``."""
+    major, minor = NEWEST_TORCH
+    return "torch>={}.{},<{}.{}".format(*OLDEST_TORCH, major, minor + 1)
+
+
 def unsupported_reason(version: str) -> str | None:
     """Say why torch `version` cannot be used, or return None where it can."""
     if OLDEST_TORCH <= parse_version(version) <= NEWEST_TORCH:
@@ -40,23 +47,32 @@ def mismatch_reason(*, built_against: str, found: str) -> str | None:
         return None
     return (
         f"torch_offload was built against torch {built_against}, found {found}; "
-        f"rebuild with: {REBUILD_COMMAND} (in its source tree)"
+        f"build it again for this torch: {REBUILD_COMMAND} (in its source tree, `.` in place of the name)"
     )
 
 
-def built_against_torch() -> str:
-    """Return the version of torch that the extension was compiled against.
+def _build_info() -> ModuleType:
+    """Import what setup.py has written.
 
     Raises:
         ImportError: If the extension has not been built. The message names the command.
     """
     try:
-        build_info = importlib.import_module("torch_offload._build_info")
+        return importlib.import_module("torch_offload._build_info")
     except ModuleNotFoundError:
         raise ImportError(
             f"the extension of torch_offload is not built; run in its source tree: {BUILD_COMMAND}"
         ) from None
-    return str(build_info.BUILT_AGAINST_TORCH)
+
+
+def built_against_torch() -> str:
+    """Return the version of torch that the extension was compiled against."""
+    return str(_build_info().BUILT_AGAINST_TORCH)
+
+
+def package_version() -> str:
+    """Return the version of this package, as pyproject.toml had it when the extension was built."""
+    return str(_build_info().VERSION)
 
 
 def check_torch() -> None:

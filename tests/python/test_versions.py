@@ -5,10 +5,12 @@ Method: processes that lie about the torch they have.
 
 import subprocess
 import sys
+from importlib.metadata import requires, version
 
 import pytest
 import torch
 
+import torch_offload
 from torch_offload import _build_info, _compat
 
 
@@ -58,3 +60,14 @@ def test_patch_releases_and_builds_of_one_minor_are_one():
 def test_what_is_no_version_is_refused(version):
     with pytest.raises(ValueError, match="not a torch version"):
         _compat.parse_version(version)
+
+
+def test_metadata_ask_for_the_versions_that_are_supported():
+    (declared,) = [text for text in requires("torch-offload") if text.startswith("torch<")]
+    assert set(declared.removeprefix("torch").split(",")) == set(_compat.requirement().removeprefix("torch").split(","))
+
+
+def test_what_is_installed_asks_for_the_torch_it_was_built_against():
+    pin = "torch=={}.{}.*".format(*_compat.parse_version(_build_info.BUILT_AGAINST_TORCH))
+    assert pin in requires("torch-offload")
+    assert version("torch-offload") == torch_offload.__version__
