@@ -4,26 +4,19 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 JOBS ?= 2
 PYTHON_TESTS ?= tests/python
-# Several at once: their outcome depends neither on time nor on the memory that others take.
-test_file = tests/python/$(dir $(name))test_$(notdir $(name)).py
-AT_ONCE := $(foreach name,activations/paging activations/policy compression/compress compression/gptq integrations/huggingface \
-	integrations/quantizer_hook launch/scripts moe/inspection moe/lora moe/modules moe/operators optim/adamw \
-	optim/adamw_paged planning/plan runtime/deferred runtime/device runtime/fake_gpu runtime/identity \
-	runtime/loading runtime/operator_sweep runtime/raw_access runtime/saving runtime/wrap,$(test_file))
+AT_ONCE := -n $(JOBS) --dist worksteal
 # Threads of several processes that share the cores give them up while they wait for each other.
 SHARING := OMP_WAIT_POLICY=passive
-# What these test does not depend on the version of torch.
-SAME_ON_ANY_TORCH := $(foreach name,benchmarks/benchmarks benchmarks/expert_quality cli/cli compression/compress compression/gptq config \
-	diagnostics/doctor integrations/quantizer_hook launch/launcher launch/scripts moe/inspection \
-	planning/belady reporting/report reporting/status_line runtime/crash runtime/device runtime/fake_gpu \
-	runtime/memory_limit runtime/striping system/resources,$(test_file))
 GPU_PYTHON ?= $(PYTHON)
+PHASE := $(CURDIR)/tools/phase.sh
 
 VENV := .venv
 NEWER_VENV := .venv-2.15
 NEWER_TREE := build/newer-torch
 # What .venv-2.15 and its build take on the disk beside what pip keeps, in MiB.
 NEWER_NEEDED_MB := 12000
+# What its build compiles kernels for: the oldest and the newest, enough to see that they compile. Empty: all of setup.py.
+NEWER_ARCHITECTURES ?= 8.0;12.0+PTX
 
 export MAX_JOBS := $(JOBS)
 export CTEST_PARALLEL_LEVEL := $(JOBS)
@@ -65,8 +58,8 @@ test: lint cpp-test python-test ## Everything: lint, tidy rules, C++ tests (plai
 .PHONY: test-versions
 test-versions: .gpu-programs $(NEWER_VENV)/.ready ## Build with CUDA for a newer torch (2.15) in .venv-2.15; Python tests on it that may depend on it
 	rm -rf build/lib.* build/bdist.* $(NEWER_TREE)
-	env -u TORCH_CUDA_ARCH_LIST FORCE_CUDA=1 PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" \
-		$(NEWER_VENV)/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
+	env FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST="$(NEWER_ARCHITECTURES)" PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" \
+		$(PHASE) "build the extension with CUDA, newer torch" $(NEWER_VENV)/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 	rm -rf build/lib.* build/bdist.*
 	mkdir -p $(NEWER_TREE)/tests
 	cp -r pyproject.toml requirements CMakeLists.txt csrc examples benchmarks docs tools $(NEWER_TREE)/
@@ -74,10 +67,10 @@ test-versions: .gpu-programs $(NEWER_VENV)/.ready ## Build with CUDA for a newer
 	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -c "import torch, \
 	torch_offload; print('torch', torch.__version__, 'with', torch_offload.__file__); \
 	_C = torch_offload._C; print('CUDA', _C.cuda_architectures); exit(None if _C.built_with_cuda else 'built without CUDA')"
-	cd $(NEWER_TREE) && $(SHARING) PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -m \
-		pytest -n $(JOBS) $(filter-out $(SAME_ON_ANY_TORCH),$(AT_ONCE))
-	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -m pytest \
-		$(AT_ONCE:%=--ignore %) $(SAME_ON_ANY_TORCH:%=--ignore %) tests/python
+	cd $(NEWER_TREE) && $(SHARING) PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(PHASE) "Python tests, newer torch, at once" \
+		$(CURDIR)/$(NEWER_VENV)/bin/python -m pytest $(AT_ONCE) -m "not alone and not any_torch" tests/python
+	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(PHASE) "Python tests, newer torch, alone" \
+		$(CURDIR)/$(NEWER_VENV)/bin/python -m pytest -m "alone and not any_torch" tests/python
 
 .PHONY: gpu-test
 gpu-test: .gpu-build ## On a machine with a GPU, torch 2.11+ and the toolkit, offline: build with CUDA, test kernels and whole models
@@ -100,7 +93,7 @@ lint: $(VENV)/.ready tidy ## Tidy rules, clang-format, ruff and mypy, changing n
 	@$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 	$(VENV)/bin/ruff check $(wildcard $(LINTED))
 	$(VENV)/bin/ruff format --check $(wildcard $(LINTED))
-	$(VENV)/bin/mypy
+	$(PHASE) "mypy" $(VENV)/bin/mypy
 
 .PHONY: tidy
 tidy: $(VENV)/.ready ## Layering, sizes, banned calls, dead files, names in the docs
@@ -114,13 +107,13 @@ format: $(VENV)/.ready ## Format C++ and Python
 
 .PHONY: cpp-test
 cpp-test: $(RUNS:%=cpp-test-%) ## C++ tests, plain and under the sanitizers; the fuzzers for some seconds
-	@$(MAKE) fuzz FUZZ_SECONDS=5
+	@$(PHASE) "fuzz" $(MAKE) fuzz FUZZ_SECONDS=5
 
 .PHONY: $(RUNS:%=cpp-test-%)
 $(RUNS:%=cpp-test-%): cpp-test-%: .system
 	cmake -S . -B build/cpp-$* -G Ninja -DOFFLOAD_SANITIZE=$(SANITIZE_$*) > build/cpp-$*.log || { cat build/cpp-$*.log; exit 1; }
-	cmake --build build/cpp-$* -j $(JOBS)
-	ctest --test-dir build/cpp-$* --output-on-failure
+	$(PHASE) "build C++ tests, $*" cmake --build build/cpp-$* -j $(JOBS)
+	$(PHASE) "run C++ tests, $*" ctest --test-dir build/cpp-$* --output-on-failure
 
 .PHONY: fuzz
 fuzz: $(FUZZERS:%=fuzz-%) fuzz-folder ## Fuzz what reads coded extents and folders of them, each fuzzer for FUZZ_SECONDS (600)
@@ -144,8 +137,24 @@ fuzz-folder: build $(VENV)/.fuzz
 
 .PHONY: python-test
 python-test: build $(VENV)/.demo ## Python tests on the torch in .venv
-	$(SHARING) $(VENV)/bin/python -m pytest -n $(JOBS) $(AT_ONCE)
-	$(VENV)/bin/python -m pytest $(AT_ONCE:%=--ignore %) $(PYTHON_TESTS)
+	$(SHARING) $(PHASE) "Python tests, at once" $(VENV)/bin/python -m pytest $(AT_ONCE) -m "not alone" $(PYTHON_TESTS)
+	$(PHASE) "Python tests, alone" $(VENV)/bin/python -m pytest -m alone $(PYTHON_TESTS)
+
+WHEEL_VENV := build/wheel-venv
+# A folder on a disk, since scratch files of pages are refused in memory, and outside of the tree's own imports.
+WHEEL_RUNS := build/wheel-runs
+
+.PHONY: wheel-test
+wheel-test: build ## Build the wheel, install it in an environment of its own and use it outside of the tree
+	rm -rf dist $(WHEEL_RUNS) $(WHEEL_VENV) build/lib.* build/bdist.*
+	$(PHASE) "build the wheel" $(VENV)/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	rm -rf build/lib.* build/bdist.*
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(PHASE) "install the wheel's torch" $(WHEEL_VENV)/bin/pip install --quiet torch==$(TORCH) pytest
+	$(WHEEL_VENV)/bin/pip install --quiet "$$(ls $(CURDIR)/dist/*.whl)[report]"
+	mkdir -p $(WHEEL_RUNS)
+	cd $(WHEEL_RUNS) && cp $(CURDIR)/tests/wheel/test_wheel.py . && \
+		$(PHASE) "wheel tests" $(CURDIR)/$(WHEEL_VENV)/bin/python -m pytest --basetemp=runs --rootdir=. -p no:cacheprovider test_wheel.py
 
 .PHONY: clean
 clean: ## Remove what was built; the environments stay
@@ -174,7 +183,7 @@ clean: ## Remove what was built; the environments stay
 	@tools/system_packages.sh $(PYTHON) fuzz
 	@cmake -S . -B build/fuzz -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DOFFLOAD_FUZZ=ON -DOFFLOAD_SANITIZE=address,undefined \
 		-DOFFLOAD_TEST_LAYERS= > build/fuzz.log || { cat build/fuzz.log; exit 1; }
-	cmake --build build/fuzz -j $(JOBS) --target write_seeds $(FUZZERS:%=%_fuzz)
+	$(PHASE) "build fuzzers" cmake --build build/fuzz -j $(JOBS) --target write_seeds $(FUZZERS:%=%_fuzz)
 	@build/fuzz/tests/cpp/fuzz/write_seeds build/fuzz/seeds
 
 .PHONY: .system
@@ -184,8 +193,9 @@ clean: ## Remove what was built; the environments stay
 
 $(VENV)/.ready: requirements/test.txt | .system
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip show --quiet torch 2> build/pip-show.log || $(VENV)/bin/pip install --quiet torch==$(TORCH)
-	$(VENV)/bin/pip install --quiet -r requirements/test.txt
+	$(VENV)/bin/pip show --quiet torch 2> build/pip-show.log || \
+		$(PHASE) "install torch" $(VENV)/bin/pip install --quiet torch==$(TORCH)
+	$(PHASE) "install what tests need" $(VENV)/bin/pip install --quiet -r requirements/test.txt
 	touch $@
 
 $(VENV)/.fuzz: requirements/fuzz.txt $(VENV)/.ready
@@ -200,7 +210,7 @@ $(VENV)/.demo: requirements/demo.txt $(VENV)/.ready
 
 # Also depends on the torch that is there, so that another one put into .venv means a new build.
 $(VENV)/.extension: $(VENV)/.ready $(NATIVE) $(wildcard $(VENV)/lib/python3*/site-packages/torch/version.py)
-	$(VENV)/bin/pip install --quiet --no-build-isolation --no-deps --editable . || { rm -f $@; exit 1; }
+	$(PHASE) "build the extension" $(VENV)/bin/pip install --quiet --no-build-isolation --no-deps --editable . || { rm -f $@; exit 1; }
 	touch $@
 
 $(NEWER_VENV)/.ready: requirements/newer-torch.txt requirements/test.txt requirements/demo.txt | .system

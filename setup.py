@@ -107,7 +107,7 @@ def builds_cuda(torch):
 
 def cuda_architectures():
     """Return what to compile for as a list such as ["9.0", "12.0+PTX"]; torch reads the same variable."""
-    text = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
+    text = os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ.get("TORCH_CUDA_ARCH_LIST") or CUDA_ARCHITECTURES
     names = [name for name in re.split(r"[;\s]+", text) if name]
     for name in names:
         if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", name):

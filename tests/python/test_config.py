@@ -23,6 +23,8 @@ from torch_offload import Config, ConfigError, Emulation, OffloadError, OutOfTie
 from torch_offload.config import format_size, parse_size, setting_fields
 from torch_offload.runtime.settings import requested
 
+pytestmark = pytest.mark.any_torch
+
 BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS = {"": 1, "B": 1} | BINARY | DECIMAL

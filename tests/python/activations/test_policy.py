@@ -27,6 +27,8 @@ from torch_offload.activations.recompute import (
 )
 from torch_offload.runtime.process import PROCESS
 
+pytestmark = pytest.mark.alone
+
 DECIDED_STEPS = FIRST_STEPS + MEASURED_STEPS + STEPS_OF_DRIFT + 1
 COSTS = some.lists(
     some.builds(

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.alone, pytest.mark.any_torch]
+
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed: apt-get install fio")

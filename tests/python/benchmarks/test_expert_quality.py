@@ -17,6 +17,8 @@ import expert_quality
 from models import baselines, trained_experts
 from models.trained_experts import RECIPES
 
+pytestmark = pytest.mark.any_torch
+
 
 @pytest.fixture
 def matrix() -> tuple[torch.Tensor, torch.Tensor]:

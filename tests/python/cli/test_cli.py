@@ -15,6 +15,8 @@ from torch_offload import Config, Emulation, OutOfTierMemory
 from torch_offload.cli import app
 from torch_offload.cli.run_arguments import FLAGS, separate_script
 
+pytestmark = pytest.mark.any_torch
+
 
 @pytest.mark.parametrize(
     ("given", "expected"),

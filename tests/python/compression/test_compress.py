@@ -27,7 +27,7 @@ from torch_offload.moe import inspection, ternary
 from torch_offload.moe.activate import experts_of
 from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.any_torch]
 
 SIZES = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2}
 SIZES_OF = {

@@ -11,7 +11,7 @@ from torch_offload import ConfigError, UnsupportedModelError
 from torch_offload.compression import gptq
 from torch_offload.moe import operators, ternary
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.any_torch]
 
 ROWS, COLUMNS = 128, 192
 

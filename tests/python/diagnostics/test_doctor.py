@@ -18,6 +18,8 @@ from torch_offload import Config, OffloadError
 from torch_offload.diagnostics import checks, doctor, ssd_benchmark
 from torch_offload.diagnostics.check_result import State
 
+pytestmark = pytest.mark.any_torch
+
 ROOT = Path(__file__).resolve().parents[3]
 SHARED_MEMORY = Path("/dev/shm")
 

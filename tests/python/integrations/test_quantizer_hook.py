@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from torch_offload.moe import checkpoint
 from torch_offload.runtime.process import PROCESS
 
+pytestmark = pytest.mark.any_torch
+
 OPEN = """
 import sys
 import torch

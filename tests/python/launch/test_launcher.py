@@ -18,6 +18,8 @@ from torch_offload import Config
 from torch_offload.launch import autopage
 from torch_offload.system import environment
 
+pytestmark = pytest.mark.any_torch
+
 WORLD = """
 import json, os, sys, pickle, multiprocessing
 class Kept: pass

@@ -14,6 +14,8 @@ import pytest
 from support.folders import save_model, save_rows
 from support.script_runs import SCRIPTS, Ended, assert_paged, start, start_paged
 
+pytestmark = pytest.mark.any_torch
+
 STEPS = 3
 BUDGET_SHARE = 0.2
 FULL_COPIES, LORA_COPIES, DPO_COPIES = 4, 1, 5  # of the weights: with gradients and moments; frozen; with a reference

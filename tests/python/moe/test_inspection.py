@@ -31,7 +31,7 @@ from torch_offload.moe import checkpoint, inspection, ternary
 from torch_offload.moe.activate import experts_of
 from torch_offload.moe.modules import CodedExperts
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.any_torch]
 
 MODULE = "model.layers.1.mlp.experts"
 PAGE = f"{MODULE}.coded.planes.1.blob_2"

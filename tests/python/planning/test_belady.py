@@ -17,6 +17,8 @@ from torch_offload.planning.belady import Memory, Pages, PageUse, Use
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import optimum
 
+pytestmark = pytest.mark.any_torch
+
 USES = {"r": Use.read, "u": Use.update, "c": Use.create, "d": Use.drop, "s": Use.sink}
 
 

@@ -27,6 +27,8 @@ from torch_offload.reporting.bottleneck import bottleneck_of, wear_of
 from torch_offload.reporting.timeline import Sample, Timeline, between
 from torch_offload.runtime.process import PROCESS
 
+pytestmark = pytest.mark.any_torch
+
 
 def recorded(*, steps, seconds=2.0, read=3, written=5, stall=0.5, cause="read", on_device=False):
     """A run of even steps on a clock that stands still in between."""

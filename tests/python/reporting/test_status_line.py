@@ -16,6 +16,8 @@ from support.figures import device_statistics, statistics
 from torch_offload.reporting import status_line
 from torch_offload.reporting.timeline import Sample
 
+pytestmark = [pytest.mark.alone, pytest.mark.any_torch]
+
 # One painting, the set-up before the first one, and the giving back of the row.
 PAINTED = re.compile(rb"\x1b7\x1b\[\d+;1H\x1b\[2K(.*?)\x1b8", re.DOTALL)
 SET_UP = re.compile(rb"\n\x1b7\x1b\[1;\d+r\x1b8\x1b\[1A")

@@ -8,9 +8,12 @@ import os
 import random
 from pathlib import Path
 
+import pytest
 import torch
 from support.isolation import start_child
 from support.models import VOCABULARY, state_bytes, tiny_model
+
+pytestmark = [pytest.mark.alone, pytest.mark.any_torch]
 
 KILLS = 16
 LONGEST_SECONDS = 3.0

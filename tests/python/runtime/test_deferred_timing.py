@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from torch_offload import _C
 
+pytestmark = pytest.mark.alone
+
 
 def leave_step_pending(run: Run) -> None:
     """A gradient, everything sent away, and a step that is recorded and not ended."""

@@ -15,6 +15,8 @@ from torch import nn
 import torch_offload
 from torch_offload import Config, ConfigError, OutOfTierMemory
 
+pytestmark = pytest.mark.any_torch
+
 
 def placements() -> Iterator[tuple[Case, Placement]]:
     """Every case with activations on the SSD, updates on either side in turn; some on the other side, some in RAM."""

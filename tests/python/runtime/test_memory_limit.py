@@ -13,6 +13,8 @@ import pytest
 from support.memory_limits import UNLIMITED, LimitedRun, run_limited
 from support.models import state_bytes, tiny_model
 
+pytestmark = [pytest.mark.alone, pytest.mark.any_torch]
+
 BUDGET_SHARE = 0.30
 SLACK = 1.02
 SMALLEST = (16, 1)  # hidden, layers

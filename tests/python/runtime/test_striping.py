@@ -11,6 +11,8 @@ from torch import nn
 import torch_offload
 from torch_offload import Config, ConfigError
 
+pytestmark = pytest.mark.any_torch
+
 MIB = 1 << 20
 
 

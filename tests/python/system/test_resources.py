@@ -7,6 +7,8 @@ import pytest
 from torch_offload import ConfigError
 from torch_offload.system import resources
 
+pytestmark = pytest.mark.any_torch
+
 MIB = 1 << 20
 GIB = 1 << 30
 V2_MOUNT = "31 24 0:27 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
