@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 JOBS ?= 2
 PYTHON_TESTS ?= tests/python
+# For the demo, such as --steps 2.
+DEMO_OPTIONS ?=
 AT_ONCE := -n $(JOBS) --dist worksteal
 # Threads of several processes that share the cores give them up while they wait for each other.
 SHARING := OMP_WAIT_POLICY=passive
@@ -50,7 +52,7 @@ help: ## List the targets
 
 .PHONY: demo
 demo: build $(VENV)/.demo ## Train a real model inside a third of its memory and compare it with the run in memory
-	$(VENV)/bin/python examples/demo.py
+	$(PHASE) "demo" $(VENV)/bin/python examples/demo.py $(DEMO_OPTIONS)
 
 .PHONY: test
 test: lint cpp-test python-test ## Everything: lint, tidy rules, C++ tests (plain, ASan+UBSan, TSan), Python tests
@@ -111,7 +113,8 @@ cpp-test: $(RUNS:%=cpp-test-%) ## C++ tests, plain and under the sanitizers; the
 
 .PHONY: $(RUNS:%=cpp-test-%)
 $(RUNS:%=cpp-test-%): cpp-test-%: .system
-	cmake -S . -B build/cpp-$* -G Ninja -DOFFLOAD_SANITIZE=$(SANITIZE_$*) > build/cpp-$*.log || { cat build/cpp-$*.log; exit 1; }
+	cmake -S . -B build/cpp-$* -G Ninja -DOFFLOAD_SANITIZE=$(SANITIZE_$*) \
+		-DOFFLOAD_REQUIRE_ALL=$(if $(SANITIZE_$*),OFF,$(if $(filter 1,$(REQUIRE_ALL)),ON,OFF)) > build/cpp-$*.log || { cat build/cpp-$*.log; exit 1; }
 	$(PHASE) "build C++ tests, $*" cmake --build build/cpp-$* -j $(JOBS)
 	$(PHASE) "run C++ tests, $*" ctest --test-dir build/cpp-$* --output-on-failure
 
