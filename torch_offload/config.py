@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 
 from torch_offload.errors import ConfigError
 
@@ -69,7 +70,8 @@ def format_size(size_bytes: int) -> str:
     return f"{count:.4g} TiB"
 
 
-Bytes = Annotated[int, BeforeValidator(parse_size)]
+_READS_SIZE = BeforeValidator(parse_size)
+Bytes = Annotated[int, _READS_SIZE]
 
 
 class Emulation(BaseModel):
@@ -399,8 +401,8 @@ def setting_fields(model: type[BaseModel] = Config) -> tuple[SettingField, ...]:
     return tuple(
         SettingField(
             name=name,
-            kind="flag" if field.annotation is bool else _KINDS.get(name, "size"),
-            choices=_CHOICES.get(name, ()),
+            kind=_kind(name, field),
+            choices=get_args(field.annotation) if get_origin(field.annotation) is Literal else (),
             default=_default_text(field.default),
             description=" ".join((field.description or "").split()),
         )
@@ -415,21 +417,17 @@ def _default_text(default: object) -> str:
     return format_size(default) if default == DEFAULT_MIN_PAGED_BYTES else str(default).lower()
 
 
-_CHOICES = MappingProxyType(
-    {
-        "activations": get_args(Activations),
-        "optimizer_device": get_args(OptimizerDevice),
-        "io_engine": get_args(IoEngine),
-    }
-)
-_KINDS = MappingProxyType(
-    {
-        **dict.fromkeys(_CHOICES, "choice"),
-        "ssd": "paths",
-        "report": "path",
-        "trace": "path",
-        "status_line": "flag",
-        "page_elements": "count",
-        "queue_depth": "count",
-    }
-)
+def _kind(name: str, field: FieldInfo) -> str:
+    """Return how the value of a setting is written, by its type."""
+    types = get_args(field.annotation)
+    if field.annotation is bool:
+        return "flag"
+    if get_origin(field.annotation) is Literal:
+        return "choice"
+    if Path in types:
+        return "paths" if get_origin(field.annotation) is tuple else "path"
+    if Bytes in types or _READS_SIZE in field.metadata:
+        return "size"
+    if field.annotation is int:
+        return "count"
+    raise TypeError(f"setting {name} has type {field.annotation}, which no option is made for; add a kind")

@@ -209,6 +209,20 @@ def test_the_parser_prints_the_help_of_settings(capsys):
         assert " ".join(setting.description.split()) in help_text.replace("- ", "-")
 
 
+def test_the_kind_of_a_setting_follows_from_its_type():
+    """A field is the whole definition of a setting; a type that no option is made for is an error, not a size."""
+
+    class Settings(Config):
+        rate: float = 1.0
+
+    kinds = {setting.name: setting.kind for setting in setting_fields()}
+    assert kinds["gpu"] == kinds["min_paged_bytes"] == "size"
+    assert (kinds["ssd"], kinds["report"], kinds["trace"]) == ("paths", "path", "path")
+    assert (kinds["activations"], kinds["queue_depth"], kinds["status_line"]) == ("choice", "count", "flag")
+    with pytest.raises(TypeError, match="setting rate has type <class 'float'>"):
+        setting_fields(Settings)
+
+
 def test_settings_that_cannot_be_used_raise_a_public_type():
     """Of all of them at once, through a pickle too: a launcher's child sends errors to its parent."""
     with pytest.raises(ConfigError) as raised:
