@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.machine import DiskProbe
-from harness.reporting import at_least, at_most, emit, machine, progress, spread, usable
+from harness.disk import DiskProbe
+from harness.provenance import machine
+from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import take_turns
 from harness.worker_process import WorkerProcess, worker_command
 
@@ -142,7 +143,7 @@ def main() -> None:
     subprocess.run([sys.executable, str(HERE.parent / "examples" / "demo_model.py"), str(MODEL)], check=True)
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
         result = summarise(measure(plan, scratch), plan)
-    benchmark = {"benchmark": "activations", "machine": machine(), "plan": vars(plan)}
+    benchmark = {"benchmark": "activations", "machine": machine(options.ssd), "plan": vars(plan)}
     emit(benchmark | result | {"bars": bars_of(result)}, as_json=options.json)
 
 

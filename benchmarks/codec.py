@@ -20,7 +20,8 @@ from typing import Any
 
 from harness import native_programs
 from harness.machine import CpuSeconds
-from harness.reporting import at_least, at_most, emit, is_quiet, machine, spread
+from harness.provenance import machine
+from harness.reporting import at_least, at_most, emit, is_quiet, spread
 
 MIN_OF_ENTROPY = 0.96
 MAX_BITS_AT_0885 = 0.665

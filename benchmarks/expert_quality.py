@@ -34,7 +34,8 @@ from typing import Any
 
 import torch
 from harness.cached_files import kept
-from harness.reporting import at_least, at_most, emit, machine, progress, spread
+from harness.provenance import machine
+from harness.reporting import at_least, at_most, emit, progress, spread
 from models import baselines
 from models.trained_experts import (
     RECIPES,

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from harness.reporting import at_least, at_most, emit, machine, progress, spread
+from harness.provenance import machine
+from harness.reporting import at_least, at_most, emit, progress, spread
 from torch import Tensor
 
 import torch_offload

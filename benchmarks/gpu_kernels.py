@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness.reporting import at_least, emit, machine, progress, spread
+from harness.provenance import machine
+from harness.reporting import at_least, emit, progress, spread
 from torch import Tensor
 
 import torch_offload

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from harness.reporting import at_most, emit, machine, progress, spread
+from harness.provenance import machine
+from harness.reporting import at_most, emit, progress, spread
 from harness.worker_process import WorkerProcess
 from models.bare_llama import BareLlama, Shape
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from harness import io_program
 from harness.machine import CpuSeconds
-from harness.reporting import are_enough, emit, is_quiet, machine, progress, spread, usable
+from harness.provenance import machine
+from harness.reporting import are_enough, emit, is_quiet, progress, spread, usable
 
 DIRECTIONS = ("read", "write", "mix")
 SETTLE_SECONDS = 0.2  # until the traffic has filled its queue: the window must see nothing but full traffic
@@ -150,7 +151,7 @@ def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     measured = interference(options.ssd, SMOKE if options.smoke else Plan())
     if options.json:
-        emit({"benchmark": "interference", "machine": machine(), **measured, "bars": []}, as_json=True)
+        emit({"benchmark": "interference", "machine": machine(options.ssd), **measured, "bars": []}, as_json=True)
         return
     for direction in DIRECTIONS:
         row = measured[direction]

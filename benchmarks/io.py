@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import io_program
-from harness.machine import CpuSeconds, DiskProbe
-from harness.reporting import are_enough, at_least, emit, is_quiet, machine, progress, spread, usable
+from harness.disk import DiskProbe
+from harness.machine import CpuSeconds
+from harness.provenance import machine
+from harness.reporting import are_enough, at_least, emit, is_quiet, progress, spread, usable
 
 MIN_SHARE = 0.95
 DIRECTIONS = {"read": "read", "write": "write", "mix": "rw"}  # ours, and fio's word for it
@@ -177,7 +179,7 @@ def main() -> None:
         bars = [at_least(f"ours over fio, {name}", case["ratio"]["median"], MIN_SHARE) for name, case in cases.items()]
     result = {
         "benchmark": "io",
-        "machine": machine(),
+        "machine": machine(options.ssd),
         "fio": version,
         "depth": plan.depth,
         "cases": cases,

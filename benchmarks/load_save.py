@@ -5,16 +5,14 @@
 
 A random-init Llama is saved once. Every round probes the disk, then a fresh process, limited to its base, the budget
 and 2 %, loads the model from a cold cache, wraps it and saves it. Base is what the same process peaks at with a model
-of a few kilobytes. The least time of a phase is what its bytes take at the probed rates: the file and what pages moved.
-A
-round in which somebody else took more than a tenth of the machine's CPU is dropped, where enough others are left.
+of a few kilobytes. The least time of a phase is what its bytes take at the disk's rate (harness/disk.py): the file and
+what pages moved. A round in which somebody else took more than a tenth of the machine's CPU is dropped, where enough
+others are left.
 """
 
 import argparse
 import filecmp
 import json
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.machine import DiskProbe
+from harness.disk import DiskProbe, seconds_at_disk_rate
+from harness.provenance import machine
+from harness.reporting import at_least, at_most, emit, is_quiet, spread
 from harness.worker_process import worker_command
 
 HERE = Path(__file__).resolve().parent
@@ -31,7 +31,6 @@ from support.memory_limits import UNLIMITED, LimitedRun, run_limited  # noqa: E4
 
 SLACK = 1.02
 MIN_SHARE = 0.8
-MAX_OTHER_SHARE = 0.10
 PLAIN_CHECK = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -92,9 +91,8 @@ def measure_base_bytes(root: Path) -> int:
 
 def share_of_disk(phase: dict[str, Any], disk: dict[str, float], *, read_bytes: int, written_bytes: int) -> float:
     """Return the least time of a phase's bytes over the time it took."""
-    read_seconds = (read_bytes + phase["ssd_read_bytes"]) / disk["read_bytes_per_second"]
-    write_seconds = (written_bytes + phase["ssd_written_bytes"]) / disk["write_bytes_per_second"]
-    return float((read_seconds + write_seconds) / phase["seconds"])
+    read, written = read_bytes + phase["ssd_read_bytes"], written_bytes + phase["ssd_written_bytes"]
+    return seconds_at_disk_rate(disk, read_bytes=read, written_bytes=written) / float(phase["seconds"])
 
 
 def measure(plan: Plan, root: Path) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def measure(plan: Plan, root: Path) -> dict[str, Any]:
         disk = probe.bandwidth()
         run = checked(load_and_save(folder, output, budget_bytes, limit_bytes))
         row = json.loads(run.output) | {"disk": disk, "group_peak_bytes": run.peak_bytes}
-        row["quiet"] = all(row[phase]["other_share"] <= MAX_OTHER_SHARE for phase in ("load", "save"))
+        row["quiet"] = all(is_quiet(row[phase]) for phase in ("load", "save"))
         row["load_share"] = share_of_disk(row["load"], disk, read_bytes=size_bytes, written_bytes=0)
         row["save_share"] = share_of_disk(row["save"], disk, read_bytes=0, written_bytes=size_bytes)
         sys.stderr.write(f"load {row['load_share']:.2f}, save {row['save_share']:.2f}, quiet={row['quiet']}\n")
@@ -125,10 +123,6 @@ def measure(plan: Plan, root: Path) -> dict[str, Any]:
     return sizes | limits | results | {"rounds": rounds}
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "count": len(values)}
-
-
 def summarise(result: dict[str, Any], plan: Plan) -> dict[str, Any]:
     quiet = [row for row in result["rounds"] if row["quiet"]]
     used = quiet if len(quiet) >= plan.rounds else result["rounds"]
@@ -138,24 +132,19 @@ def summarise(result: dict[str, Any], plan: Plan) -> dict[str, Any]:
     return result | shares | seconds | {"disk": disk, "disturbed": used is not quiet}
 
 
-def bar(name: str, value: float, target: float, *, at_least: bool = False) -> dict[str, Any]:
-    holds = value >= target if at_least else value <= target
-    return {"name": name, "value": value, "target": target, "at_least": at_least, "holds": holds}
-
-
 def bars_of(result: dict[str, Any], *, is_timed: bool) -> list[dict[str, Any]]:
     """Return what must hold; rates only where a phase is long enough to have one."""
     rounds = result["rounds"]
     bars = [
-        bar("group peak over limit", max(row["group_peak_bytes"] for row in rounds) / result["limit_bytes"], 1),
-        bar("engine peak over budget", max(row["peak_bytes"] for row in rounds) / result["budget_bytes"], 1),
-        bar("saved files that differ", result["files_differ"], 0),
-        bar("tensors that differ in plain transformers", result["tensors_differ"], 0),
+        at_most("group peak over limit", max(row["group_peak_bytes"] for row in rounds) / result["limit_bytes"], 1),
+        at_most("engine peak over budget", max(row["peak_bytes"] for row in rounds) / result["budget_bytes"], 1),
+        at_most("saved files that differ", result["files_differ"], 0),
+        at_most("tensors that differ in plain transformers", result["tensors_differ"], 0),
     ]
     if is_timed:
         for phase in ("load", "save"):
             share = result[f"{phase}_share"]["median"]
-            bars.append(bar(f"{phase} rate over the disk's", share, MIN_SHARE, at_least=True))
+            bars.append(at_least(f"{phase} rate over the disk's", share, MIN_SHARE))
     return bars
 
 
@@ -169,13 +158,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
         result = summarise(measure(plan, Path(scratch).resolve()), plan)
     bars = bars_of(result, is_timed=not options.smoke)
-    if options.json:
-        machine = {"processor": platform.processor() or platform.machine()}
-        print(json.dumps({"benchmark": "load_save", "machine": machine, "result": result, "bars": bars}, indent=1))
-        return
-    for row in bars:
-        sense = "at least" if row["at_least"] else "at most"
-        print(f"{'holds' if row['holds'] else 'FAILS'}  {row['name']}: {row['value']:.3f} ({sense} {row['target']})")
+    benchmark = {"benchmark": "load_save", "machine": machine(options.ssd), "result": result, "bars": bars}
+    emit(benchmark, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import deepspeed_setup
-from harness.machine import DiskProbe
+from harness.disk import DiskProbe, seconds_at_disk_rate
 from harness.memory_group import (
     LimitsUnavailable,
     MemoryGroup,
@@ -39,7 +39,8 @@ from harness.memory_group import (
     remove_leftovers,
     scratch_directory,
 )
-from harness.reporting import at_least, at_most, emit, machine, progress, spread, usable
+from harness.provenance import machine
+from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import take_turns
 from harness.worker_process import WorkerProcess, worker_command
 from models.workloads import TINY, Workload
@@ -184,14 +185,14 @@ def summarise(rows: Rows, rounds: list[dict[str, Any]], final: dict[str, Any]) -
 
 
 def share_of_probe(row: dict[str, Any], name: str) -> float:
-    """Return the share of a step's seconds that its traffic takes at the rate of this round's probe.
+    """Return the share of a step's seconds that its traffic takes at the rate of the disk in this round.
 
     What a process reads counts what it swaps in, what it writes does not count what it swaps out.
     """
     step, disk = row["steps"][name], row["disk"]
     written = step["process_write_bytes"] + (step["swap_out_bytes"] if name == "swap" else 0)
-    seconds = step["process_read_bytes"] / disk["read_bytes_per_second"] + written / disk["write_bytes_per_second"]
-    return float(seconds / step["seconds"])
+    seconds = seconds_at_disk_rate(disk, read_bytes=step["process_read_bytes"], written_bytes=written)
+    return seconds / float(step["seconds"])
 
 
 def ratio(rounds: list[dict[str, Any]], slow: str, fast: str) -> dict[str, float]:
@@ -293,7 +294,7 @@ def main() -> None:
         raise SystemExit(f"{reason}; or leave swap out: --peers deepspeed") from reason
     used = [row for row, counts in zip(result["rounds"], result["used_rounds"], strict=True) if counts]
     bars = bars_of(plan, result, used, is_timed=not options.smoke)
-    emit({"benchmark": "peers", "machine": machine(), **result, "bars": bars}, as_json=options.json)
+    emit({"benchmark": "peers", "machine": machine(options.ssd), **result, "bars": bars}, as_json=options.json)
 
 
 if __name__ == "__main__":

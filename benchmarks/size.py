@@ -18,8 +18,9 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from harness.machine import DiskProbe
-from harness.reporting import are_enough, at_least, at_most, emit, is_quiet, machine, progress, spread, usable
+from harness.disk import DiskProbe, seconds_at_disk_rate
+from harness.provenance import machine
+from harness.reporting import are_enough, at_least, at_most, emit, is_quiet, progress, spread, usable
 from harness.worker_process import WorkerProcess, worker_command
 from models.workloads import TINY, Workload
 
@@ -94,8 +95,7 @@ def figures(
     beyond = worker.peak_resident_bytes - told["base_bytes"] - report["host_peak_bytes"]
     traffic = [row["ssd_read_bytes"] + row["ssd_written_bytes"] for row in used]
     at_probe = [
-        row["ssd_read_bytes"] / row["disk"]["read_bytes_per_second"]
-        + row["ssd_written_bytes"] / row["disk"]["write_bytes_per_second"]
+        seconds_at_disk_rate(row["disk"], read_bytes=row["ssd_read_bytes"], written_bytes=row["ssd_written_bytes"])
         for row in used
     ]
     return {
@@ -105,7 +105,7 @@ def figures(
         "state_bytes": told["parameters"] * BYTES_PER_PARAMETER[plan.dtype],
         "seconds": spread([row["seconds"] for row in used]),
         "ssd_bytes_per_parameter": spread([count / told["parameters"] for count in traffic]),
-        "share_of_probe": spread([a / row["seconds"] for a, row in zip(at_probe, used, strict=True)]),
+        "share_of_disk_rate": spread([a / row["seconds"] for a, row in zip(at_probe, used, strict=True)]),
         "build_seconds": told["build_seconds"],
         "build_peak_resident_bytes": told["build_peak_resident_bytes"],
         "peak_resident_bytes": worker.peak_resident_bytes,
@@ -215,7 +215,7 @@ def main() -> None:
     check_disk(plan, options.ssd)
     runs, large = measure(plan, options.ssd)
     bars = bars_of(plan, runs, large, is_timed=not options.smoke)
-    result = {"benchmark": "size", "machine": machine(), "dtype": plan.dtype, "runs": runs, "large": large}
+    result = {"benchmark": "size", "machine": machine(options.ssd), "dtype": plan.dtype, "runs": runs, "large": large}
     emit(result | {"bars": bars}, as_json=options.json)
 
 

@@ -24,7 +24,8 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from harness.reporting import at_least, at_most, emit, machine, progress, spread, usable
+from harness.provenance import machine
+from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import take_turns
 from harness.worker_process import WorkerProcess, worker_command
 
@@ -199,7 +200,7 @@ def main() -> None:
     bars = [bar for result in results for bar in bars_of(result, is_timed=not options.smoke)]
     scale = {"scale": rates.operations_per_second / CARD_OPERATIONS, **asdict(rates)}
     emit(
-        {"benchmark": "three_tiers", "machine": machine(), "rates": scale, "points": results, "bars": bars},
+        {"benchmark": "three_tiers", "machine": machine(options.ssd), "rates": scale, "points": results, "bars": bars},
         as_json=options.json,
     )
 

@@ -18,8 +18,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import interference
-from harness.machine import DiskProbe
-from harness.reporting import at_least, at_most, emit, machine, progress, spread, usable
+from harness.disk import DiskProbe, seconds_at_disk_rate
+from harness.provenance import machine
+from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import Round, take_turns
 from harness.worker_process import WorkerProcess, worker_command
 from models.workloads import LARGE, SMOKE, USUAL, Plan, VariantPlan, Workload, with_each_activations
@@ -126,11 +127,11 @@ def phase_limit(
 ) -> tuple[float, float]:
     """Return the seconds of a computation under its own traffic, and those of the traffic at the disk's rate.
 
-    The rate is the best of three measured in this run: each direction by itself just before the step, each direction
-    beside a computation, or the mix that our I/O engine moved beside a computation.
+    The rate is the best of three measured in this run: the disk's just before the step, each direction beside a
+    computation, or the mix beside a computation.
     """
     lost = interference.interference_seconds(price, read_bytes=read, written_bytes=written)
-    probed = read / disk["read_bytes_per_second"] + written / disk["write_bytes_per_second"]
+    probed = seconds_at_disk_rate(disk, read_bytes=read, written_bytes=written)
     rates = {way: price[way]["bytes_per_second"]["max"] for way in interference.DIRECTIONS}
     apart = read / rates["read"] + written / rates["write"]
     return seconds + lost, min(probed, apart, (read + written) / rates["mix"])
@@ -217,7 +218,12 @@ def main() -> None:
         price = interference.interference(scratch, interference.SMOKE if options.smoke else interference.Plan())
         results = [measure(workload, variants, plan, price, scratch) for workload, variants in chosen]
     bars = [bar for result in results for bar in bars_of(result, is_timed=not options.smoke)]
-    benchmark = {"benchmark": "train_step", "machine": machine(), "interference": price, "workloads": results}
+    benchmark = {
+        "benchmark": "train_step",
+        "machine": machine(options.ssd),
+        "interference": price,
+        "workloads": results,
+    }
     emit(benchmark | {"bars": bars}, as_json=options.json)
 
 

@@ -2,11 +2,11 @@
 
 import json
 import math
-import os
-import platform
 import statistics
 import sys
 from typing import Any
+
+from harness import provenance
 
 MAX_OTHER_SHARE = 0.10  # of the machine's CPU seconds, taken by others while something was measured
 MIN_QUIET_ROUNDS = 5
@@ -49,12 +49,6 @@ def _bar(name: str, value: float, target: float, *, holds: bool, relation: str) 
     return {"name": name, "value": value, "target": target, "relation": relation, "holds": is_number and holds}
 
 
-def machine() -> dict[str, Any]:
-    """Describe the machine."""
-    processor = platform.processor() or platform.machine()
-    return {"processor": processor, "cores": os.cpu_count(), "kernel": platform.release()}
-
-
 def progress(line: str) -> None:
     """Tell a person who waits at a terminal."""
     if sys.stderr.isatty():
@@ -64,7 +58,7 @@ def progress(line: str) -> None:
 def emit(result: dict[str, Any], *, as_json: bool) -> None:
     """Print everything as one JSON object, or the bars for a reader."""
     if as_json:
-        print(json.dumps(result, indent=1))
+        print(json.dumps({"code": provenance.code()} | result, indent=1))
         return
     for row in result["bars"]:
         verdict = "holds" if row["holds"] else "FAILS"

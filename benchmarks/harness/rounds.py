@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from harness.machine import DiskProbe
+from harness.disk import DiskProbe
 from harness.reporting import are_enough, is_quiet, progress
 
 Round = dict[str, Any]
