@@ -10,6 +10,9 @@ from torch import nn
 import torch_offload
 from support.bits import fingerprint
 
+KINDS = ("parameter", "gradient", "state")
+"""Kinds of pages that every training has."""
+
 
 def assert_bitwise_equal(found: Any, expected: Any) -> None:
     """Every tensor in two nests has the same dtype, shape and bits, every other value the same text."""

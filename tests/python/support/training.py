@@ -1,14 +1,19 @@
 """One training run of a case of the identity table, in memory or paged, and everything about it that must be equal."""
 
 import contextlib
+import hashlib
+import math
+import random
+import sys
 import tempfile
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Trainer, TrainingArguments
 
-from support.bits import digest
+from support.bits import digest, fingerprint
 from support.models import VOCABULARY, state_bytes, tiny_model
 
 STEPS = 8
@@ -69,6 +74,11 @@ class Case:
         return 0.5 if self.clipping == "clip" else 0.0
 
     @property
+    def has_lists(self) -> bool:
+        """Whether the optimizer's operators take lists of tensors: those are what can be put off."""
+        return self.optimizer in ("fused", "foreach", "fusedsgd")
+
+    @property
     def moments(self) -> int:
         return 1 if self.optimizer in ("sgd", "fusedsgd") else 2
 
@@ -82,6 +92,11 @@ class Placement:
     optimizer_device: str = "auto"
     trace: bool = False
     kind: str = "emulated"  # of the device
+    threads: int = 1
+    hidden: int | None = None  # None: small, so that an operator runs on one thread anyway
+    layers: int | None = None
+    page_elements: int = PAGE_ELEMENTS
+    steps: int = STEPS
 
     @property
     def name(self) -> str:
@@ -93,12 +108,17 @@ class Placement:
         return self.kind if self.device and self.kind == "cuda" else "cpu"
 
     @property
+    def is_long(self) -> bool:
+        """Whether batches are long: as long as activations matter, or threads have something to share."""
+        return self.activations != "keep" or self.threads > 1
+
+    @property
     def rows(self) -> int:
-        return ROWS if self.activations == "keep" else LONG_ROWS
+        return LONG_ROWS if self.is_long else ROWS
 
     @property
     def tokens(self) -> int:
-        return TOKENS if self.activations == "keep" else LONG_TOKENS
+        return LONG_TOKENS if self.is_long else TOKENS
 
 
 @dataclass
@@ -108,14 +128,21 @@ class Outcome:
     losses: list[str] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
 
+    def assert_trained(self, micro_batches: int) -> None:
+        """As many losses as there were batches, all of them numbers, and not one and the same."""
+        assert len(self.losses) == micro_batches
+        assert all(math.isfinite(float.fromhex(loss)) for loss in self.losses), self.losses
+        assert len(set(self.losses)) > 1, self.losses
+
 
 def make_model(case: Case, placement: Placement = Placement()) -> torch.nn.Module:
     dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
     # Frozen weights have no gradient and no moments: a wider model, so that a share of its state is more than what one
     # operation needs at once.
     is_lora = case.tuning == "lora"
-    hidden = 384 if is_lora else 128
-    model = tiny_model(case.model, tied=case.head == "tied", dtype=dtype, lora=is_lora, hidden=hidden)
+    hidden = placement.hidden or (384 if is_lora else 128)
+    tied = case.head == "tied"
+    model = tiny_model(case.model, tied=tied, dtype=dtype, lora=is_lora, hidden=hidden, layers=placement.layers)
     if placement.place != "cpu":
         model.config._attn_implementation = "eager"  # the fake GPU has none of the fused kernels
     if case.checkpointing != "stored":
@@ -140,7 +167,7 @@ def make_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def make_rows(case: Case, placement: Placement) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    count = STEPS * case.micro_batch_count * placement.rows
+    count = placement.steps * case.micro_batch_count * placement.rows
     ids = torch.randint(0, VOCABULARY, (count, placement.tokens), generator=generator)
     return [{"input_ids": row, "labels": row} for row in ids]
 
@@ -155,7 +182,7 @@ def make_batches(case: Case, placement: Placement) -> list[dict[str, torch.Tenso
 def run_plain_loop(case: Case, placement: Placement, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     batches = make_batches(case, placement)
     autocast = torch.autocast(placement.place, dtype=torch.bfloat16, enabled=case.precision == "autocast")
-    for step in range(STEPS):
+    for step in range(placement.steps):
         optimizer.zero_grad()
         for batch in batches[step * case.micro_batch_count :][: case.micro_batch_count]:
             with autocast:
@@ -173,7 +200,7 @@ def run_trainer(
     checkpointed = case.checkpointing != "stored"
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
-        max_steps=STEPS,
+        max_steps=placement.steps,
         per_device_train_batch_size=placement.rows,
         gradient_accumulation_steps=case.micro_batch_count,
         gradient_checkpointing=checkpointed,
@@ -193,13 +220,31 @@ def run_trainer(
     return trainer.optimizer.optimizer
 
 
+def seed_all(seed: int) -> None:
+    """Set the state of every generator that a training run may draw from."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def random_states() -> dict[str, str]:
+    """Hash the states of the same generators."""
+    return {
+        "random state of Python": hashlib.sha256(repr(random.getstate()).encode()).hexdigest(),
+        "random state of NumPy": digest(torch.from_numpy(np.random.get_state(legacy=False)["state"]["key"])),
+        "random state of torch": digest(torch.get_rng_state()),
+    }
+
+
 def digest_run(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Hash every weight, gradient and optimizer state."""
-    digests = {}
+    """Hash every weight, buffer, gradient and optimizer state."""
+    digests = {name: digest(buffer) for name, buffer in model.named_buffers()}
     for name, weight in model.named_parameters():
         digests[name] = digest(weight)
         if weight.grad is not None:
-            digests[f"{name}.grad"] = digest(weight.grad)
+            digests[f"{name}.grad"] = (
+                digest(weight.grad) if weight.grad.layout is torch.strided else repr(fingerprint(weight.grad))
+            )
         for key, value in optimizer.state.get(weight, {}).items():
             if isinstance(value, torch.Tensor):
                 digests[f"{name}.{key}"] = digest(value)
@@ -207,23 +252,26 @@ def digest_run(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def train(case: Case, placement: Placement, model: torch.nn.Module) -> Outcome:
-    """Train a model of the case and describe the result."""
+    """Train a model of the case and describe the result. Nothing is seeded here: what came before shows."""
     outcome = Outcome()
     hook = model.register_forward_hook(lambda _m, _i, output: outcome.losses.append(output.loss.item().hex()))
-    torch.manual_seed(2)
     optimizer = make_optimizer(case, model)
     if case.loop == "trainer":
         optimizer = run_trainer(case, placement, model, optimizer)
     else:
         run_plain_loop(case, placement, model, optimizer)
     hook.remove()
-    outcome.digests = digest_run(model, optimizer)
+    outcome.digests = random_states() | digest_run(model, optimizer)
     return outcome
 
 
 def train_plain(case: Case, placement: Placement) -> Outcome:
-    torch.set_num_threads(1)
-    return train(case, placement, make_model(case, placement).to(placement.place))
+    """Train in memory; nothing of the package has been imported by then."""
+    assert "torch_offload" not in sys.modules
+    torch.set_num_threads(placement.threads)
+    model = make_model(case, placement).to(placement.place)
+    seed_all(2)
+    return train(case, placement, model)
 
 
 def activation_bytes(case: Case, placement: Placement) -> int:
@@ -249,8 +297,8 @@ def budgets(case: Case, placement: Placement, model: torch.nn.Module) -> dict[st
     Activations that are paged have longer rows: a share of them is added, or all where they stay in the memory below.
     """
     state = state_bytes(model, moments=case.moments)
-    is_long = placement.activations != "keep"
-    layers = activation_bytes(replace(case, checkpointing="stored"), placement) if is_long else 0
+    is_paged = placement.activations != "keep"
+    layers = activation_bytes(replace(case, checkpointing="stored"), placement) if is_paged else 0
     compute = int(BUDGET_SHARE * state + ACTIVATION_SHARE * layers)
     if not placement.device:
         return {"ram": compute}
@@ -264,10 +312,11 @@ def train_paged(case: Case, placement: Placement, scratch: str) -> tuple[Outcome
     """Train within the budgets; return also the engine's report."""
     import torch_offload
 
+    torch.set_num_threads(placement.threads)
     model = make_model(case, placement)
     config = torch_offload.Config(
         min_paged_bytes=0,
-        page_elements=PAGE_ELEMENTS,
+        page_elements=placement.page_elements,
         activations=placement.activations,
         optimizer_device=placement.optimizer_device,
         trace=placement.trace,
@@ -275,6 +324,7 @@ def train_paged(case: Case, placement: Placement, scratch: str) -> tuple[Outcome
         ssd=scratch,
         **budgets(case, placement, model),
     )
+    seed_all(2)  # before wrapping, so that a number drawn there shows
     torch_offload.wrap(model, config=config)
     outcome = train(case, placement, model)
     return outcome, torch_offload.report()
