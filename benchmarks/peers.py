@@ -5,12 +5,13 @@
     python benchmarks/peers.py --smoke
 
 A random-init Llama of 218 M parameters, batch 1 x 256 tokens, AdamW. Needs root (a memory cgroup, a swap file: both
-are removed at the end, leftovers of killed runs at the next start), libaio-dev, 20 GB of disk and 16 GB of memory; some
-20 minutes for fp32 and 15 for bf16 on two cores, plus 10 on the first use of DeepSpeed, which is installed into
+are removed at the end, leftovers of killed runs at the next start), libaio-dev, 24 GiB of disk and 24 of memory; some
+50 minutes for fp32 and 35 for bf16 on two cores, plus 10 on the first use of DeepSpeed, which is installed into
 --deepspeed-venv with the torch and transformers of this environment and builds its operators there.
 
 Rows, each in a process of its own, all alive at once and taking turns step by step, with a raw-disk probe per round:
     plain              stock torch in memory; bf16: fp32 masters, stock fused AdamW over them
+    plain_huge         the same with malloc and torch asking for huge pages; beside plain alone, in rounds of its own
     in_memory          bf16 only: torch_offload.AdamW without paging, whose losses and weights ours must equal
     deepspeed          parameters, gradients and states on NVMe; the fastest of the settings that were tried
     ours_at_peer       the process limited to the peak resident memory of DeepSpeed's (of plain's without DeepSpeed)
@@ -18,18 +19,22 @@ Rows, each in a process of its own, all alive at once and taking turns step by s
     swap               fp32 only: plain torch in a memory cgroup of 40 % of the state, the rest in a swap file
     ours_at_swap       in a cgroup of the same limit that may not swap
 A process limit becomes a budget: the limit less 2 %, less what the process holds without the model.
+
+DeepSpeed is faster with more memory. So of all settings that were tried (harness/deepspeed_search.py) each of which no
+other one is both faster and smaller also takes turns with ours, limited to the memory at which that one peaked.
 """
 
 import argparse
 import math
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import deepspeed_setup
+from harness import deepspeed_search, deepspeed_setup
 from harness.disk import DiskProbe, seconds_at_disk_rate
 from harness.memory_group import (
     LimitsUnavailable,
@@ -39,10 +44,11 @@ from harness.memory_group import (
     remove_leftovers,
     scratch_directory,
 )
+from harness.process_memory import PLAIN_HUGE
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import take_turns
-from harness.worker_process import WorkerProcess, worker_command
+from harness.worker_process import WorkerFailed, WorkerProcess, worker_command
 from models.workloads import TINY, Workload
 
 import torch_offload
@@ -52,6 +58,8 @@ MIN_FREE_BYTES = 24 << 30
 BARS = {"fp32": {"ours_at_peer": 4.0, "ours_at_half": 2.5}, "bf16": {"ours_at_peer": 3.0, "ours_at_half": 1.5}}
 SWAP_BAR = 6.0
 PEERS = ("deepspeed", "swap")
+FIRST_PORT = 29511
+MIN_IN_HUGE_PAGES = 0.5  # of the state, without which plain_huge is no other than plain
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class Rows:
         self.workers: dict[str, WorkerProcess] = {}
         self.limits: dict[str, float] = {}
         self.groups: dict[str, MemoryGroup] = {}
+        self.nvme: dict[Path, WorkerProcess | None] = {}  # of DeepSpeed, by folder; none where it did not start
         self.stack = ExitStack()
 
     def __enter__(self) -> "Rows":
@@ -93,13 +102,20 @@ class Rows:
 
     def add(self, name: str, *options: str, group: MemoryGroup | None = None) -> WorkerProcess:
         """Start a worker of ours and let it warm up."""
-        page_elements = str(self.plan.workload.page_elements)
-        command = [*worker_command("step"), *self.shape(), "--page-elements", page_elements]
-        command += options
         if group is not None:
             self.groups[name] = group
-            command = group.command(command)
-        return self.keep(WorkerProcess(name, command, log_directory=self.scratch))
+        return self.keep(self.start(name, *options, group=group))
+
+    def start(self, name: str, *options: str, group: MemoryGroup | None = None, **environment: str) -> WorkerProcess:
+        """Start a worker of ours that the caller ends."""
+        page_elements = str(self.plan.workload.page_elements)
+        command = [*worker_command("step"), *self.shape(), "--page-elements", page_elements, *options]
+        command = command if group is None else group.command(command)
+        return WorkerProcess(name, command, log_directory=self.scratch, **environment)
+
+    def start_limited(self, name: str, limit_bytes: float) -> WorkerProcess:
+        """Start a paged worker whose process is limited, which the caller ends."""
+        return self.start(name, "--process-limit-bytes", str(int(limit_bytes)), *self.optimizer())
 
     def add_ours(self, name: str, limit_bytes: float, *, group: MemoryGroup | None = None) -> None:
         """Start a paged worker whose process is limited."""
@@ -117,15 +133,21 @@ class Rows:
         progress(f"{worker.name}: {worker.description} peak {worker.peak_resident_bytes / 1e9:.2f} GB")
         return worker
 
-    def start_deepspeed(self, settings: dict[str, Any]) -> WorkerProcess:
-        folder = Path(self.scratch, "deepspeed-nvme")
-        if folder.exists():
-            shutil.rmtree(folder)  # of the settings tried before, whose process has ended
+    def start_deepspeed(self, settings: dict[str, Any], name: str = "deepspeed") -> WorkerProcess:
+        for used, ended in list(self.nvme.items()):
+            if ended is None or ended.process.poll() is not None:  # of settings tried before
+                shutil.rmtree(used)
+                del self.nvme[used]
+        folder = Path(self.scratch, f"{name}-nvme")
         folder.mkdir()
+        self.nvme[folder] = None
         script = [*worker_command("deepspeed", python=str(self.venv / "bin" / "python"))]
         words = [*self.shape(), "--ssd", str(folder), "--settings", deepspeed_setup.as_option(settings)]
         environment = deepspeed_setup.environment(self.venv)
-        return WorkerProcess("deepspeed", [*script, *words], log_directory=self.scratch, **environment)
+        environment["MASTER_PORT"] = str(FIRST_PORT + len(self.nvme))
+        worker = WorkerProcess(name, [*script, *words], log_directory=self.scratch, **environment)
+        self.nvme[folder] = worker
+        return worker
 
     def make_group(self, name: str, limit_bytes: int, *, may_swap: bool) -> MemoryGroup:
         group = MemoryGroup(name, limit_bytes, may_swap=may_swap)
@@ -133,17 +155,75 @@ class Rows:
         return group
 
 
-def start(rows: Rows, settings: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Start all rows, smallest surprise first; return the settings of DeepSpeed that were tried."""
+def choose_deepspeed(rows: Rows, settings: dict[str, Any] | None, probe: DiskProbe) -> dict[str, Any]:
+    """Find DeepSpeed's settings, unless they are given, and put ours beside each that is not dominated."""
+    deepspeed_setup.ensure(rows.venv)
+    if settings is not None:
+        return {"settings": settings, "tried": [], "pareto": []}
+    tried = deepspeed_search.search(rows.start_deepspeed)
+    final = deepspeed_search.fastest(tried, rows.start_deepspeed)
+    pareto = [
+        beside_ours(rows, row, probe)
+        for row in deepspeed_search.not_dominated(tried)
+        if row["settings"] != final["settings"]  # it is a row of its own
+    ]
+    return {"settings": final["settings"], "final": final, "tried": tried, "pareto": pareto}
+
+
+def beside_ours(rows: Rows, row: dict[str, Any], probe: DiskProbe) -> dict[str, Any]:
+    """Let DeepSpeed with some settings and ours, limited to the peak that it had, take turns."""
+    try:
+        return row | {
+            "beside_ours": compared(
+                rows,
+                {
+                    "deepspeed": lambda: rows.start_deepspeed(row["settings"]),
+                    "ours": lambda: rows.start_limited("ours_at_pareto", row["peak_resident_bytes"]),
+                },
+                probe,
+            )
+        }
+    except WorkerFailed as failure:
+        return row | {"failure_beside_ours": str(failure)}  # such as a limit that our base does not fit
+
+
+def compared(rows: Rows, starts: dict[str, Callable[[], WorkerProcess]], probe: DiskProbe) -> dict[str, Any]:
+    """Let two workers take turns and end; return spreads of each, of the first over the second, and the rounds."""
+    workers: dict[str, WorkerProcess] = {}
+    try:
+        for name, start_worker in starts.items():
+            workers[name] = start_worker()
+            for _ in range(rows.plan.warmup):
+                workers[name].step()
+        turns = {name: worker.step for name, worker in workers.items()}
+        rounds = take_turns(turns, wanted=rows.plan.rounds, most=rows.plan.most_rounds, probe=probe)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    used, is_disturbed = usable(rounds, wanted=rows.plan.rounds)
+    first, second = starts
+    return {
+        "disturbed": is_disturbed,
+        "seconds": {name: spread([row["steps"][name]["seconds"] for row in used]) for name in starts},
+        "highest_resident_bytes": {name: worker.peak_resident_bytes for name, worker in workers.items()},
+        "ratio": ratio(used, first, second),
+        "rounds": rounds,
+    }
+
+
+def compare_huge_pages(rows: Rows, probe: DiskProbe) -> dict[str, Any]:
+    """Put plain torch with huge pages beside plain torch as it is, before the others need the memory."""
+    starts = {"plain_huge": lambda: rows.start("plain_huge", **PLAIN_HUGE), "plain": lambda: rows.start("plain")}
+    return compared(rows, starts, probe)
+
+
+def start(rows: Rows, settings: dict[str, Any] | None) -> None:
+    """Start all rows, smallest surprise first; `settings` are those of DeepSpeed."""
     plan = rows.plan
-    tried: list[dict[str, Any]] = []
     has_optimizer = plan.dtype == "fp32" or hasattr(torch_offload, "AdamW")
     plain = rows.add("plain")
     peer_bytes = plain.peak_resident_bytes
-    if "deepspeed" in plan.peers:
-        deepspeed_setup.ensure(rows.venv)
-        if settings is None:
-            settings, tried = deepspeed_setup.search(rows.start_deepspeed)
+    if settings is not None:
         peer_bytes = rows.keep(rows.start_deepspeed(settings)).peak_resident_bytes
     if plan.dtype == "bf16" and has_optimizer:
         rows.add("in_memory", *rows.optimizer())
@@ -153,7 +233,6 @@ def start(rows: Rows, settings: dict[str, Any] | None) -> list[dict[str, Any]]:
             rows.add_ours("ours_at_half", peer_bytes / 2)
     if "swap" in plan.peers and plan.dtype == "fp32":
         start_swap(rows)
-    return tried
 
 
 def start_swap(rows: Rows) -> None:
@@ -212,7 +291,13 @@ def bars_of(plan: Plan, result: dict[str, Any], used: list[dict[str, Any]], *, i
         wanted.append(("swap", "ours_at_swap", SWAP_BAR))
     for peer, name, target in wanted if is_timed else ():
         bars.append(at_least(f"{peer} over {name}, {plan.dtype}", ratio(used, peer, name)["median"], target))
-    rows = result["rows"]
+    rows, huge = result["rows"], result["plain_huge"]
+    differing = sum(row["steps"]["plain_huge"]["loss"] != row["steps"]["plain"]["loss"] for row in huge["rounds"])
+    bars.append(at_most("plain_huge losses that differ from plain", differing, 0))
+    if is_timed:
+        in_huge_pages = min(row["steps"]["plain_huge"]["huge_page_bytes"] for row in huge["rounds"])
+        share = in_huge_pages / plan.workload.state_bytes
+        bars.append(at_least(f"plain_huge memory in huge pages over its state, {plan.dtype}", share, MIN_IN_HUGE_PAGES))
     for name, row in rows.items():
         if row["limit_bytes"] is not None:
             peak = row["highest_resident_bytes"] / row["limit_bytes"]
@@ -229,7 +314,9 @@ def bars_of(plan: Plan, result: dict[str, Any], used: list[dict[str, Any]], *, i
 def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | None) -> dict[str, Any]:
     probe = DiskProbe(scratch, probe_bytes=plan.probe_bytes)
     with Rows(plan, scratch, venv) as rows:
-        tried = start(rows, settings)
+        huge = compare_huge_pages(rows, probe)
+        deepspeed = choose_deepspeed(rows, settings, probe) if "deepspeed" in plan.peers else {}
+        start(rows, deepspeed.get("settings"))
         turns = {name: worker.step for name, worker in rows.workers.items()}
         rounds = take_turns(turns, wanted=rows.plan.rounds, most=rows.plan.most_rounds, probe=probe)
         final = {name: worker.ask("finish") for name, worker in rows.workers.items()}
@@ -239,7 +326,10 @@ def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | Non
             "dtype": plan.dtype,
             "disturbed": is_disturbed,
             "disk": {key: spread([row["disk"][key] for row in used]) for key in used[0]["disk"]},
-            "deepspeed_settings_tried": tried,
+            "plain_huge": huge,
+            "deepspeed_settings_tried": deepspeed.get("tried", []),
+            "deepspeed_final": deepspeed.get("final"),
+            "deepspeed_pareto": deepspeed.get("pareto", []),
             "rows": summarise(rows, used, final),
             "times_plain": {name: ratio(used, name, "plain") for name in rows.workers},
             "times_ours": {

@@ -1,17 +1,14 @@
-"""DeepSpeed in an environment of its own, and the search for its best settings."""
+"""DeepSpeed in an environment of its own, and what can be set."""
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from harness.reporting import progress
-from harness.worker_process import WorkerFailed, WorkerProcess
 
 VERSION = "0.19.8"
 HEADER = Path("/usr/include/libaio.h")
@@ -24,7 +21,7 @@ START = {
     "queue_depth": 16,
     "io_threads": 1,
 }
-# Tried one after the other on top of the best so far; a change is kept if it is faster.
+# deepspeed_search.py tries them one after the other on top of the best so far; a change is kept if it is faster.
 CHANGES: list[dict[str, Any]] = [
     {"pipelined": True, "optimizer_buffers": 12},
     {"pipelined": True, "optimizer_buffers": 20},
@@ -35,8 +32,6 @@ CHANGES: list[dict[str, Any]] = [
     {"sub_group_elements": 100_000_000},
     {"parameter_buffers": 12},
 ]
-WARMUP_STEPS = 1
-MEASURED_STEPS = 3
 
 
 def ensure(venv: Path) -> Path:
@@ -82,37 +77,3 @@ def environment(venv: Path) -> dict[str, str]:
         lock.unlink()  # of a build that was killed; the next one would wait for it for ever
     threads = str(os.cpu_count() or 1)
     return {"TORCH_EXTENSIONS_DIR": str(extensions), "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "ignore"}
-
-
-def search(start: Callable[[dict[str, Any]], WorkerProcess]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the fastest settings and all that were tried, those that failed included."""
-    tried = [_try(start, START)]
-    best = tried[0]
-    for change in CHANGES:
-        settings = {**best["settings"], **change}
-        if any(row["settings"] == settings for row in tried):
-            continue
-        tried.append(_try(start, settings))
-        if tried[-1].get("seconds", float("inf")) < best.get("seconds", float("inf")):
-            best = tried[-1]
-    if "seconds" not in best:
-        raise SystemExit(f"DeepSpeed took no step with any settings: {json.dumps(tried, indent=1)}")
-    return best["settings"], tried
-
-
-def _try(start: Callable[[dict[str, Any]], WorkerProcess], settings: dict[str, Any]) -> dict[str, Any]:
-    row: dict[str, Any] = {"settings": settings}
-    worker = None
-    try:
-        worker = start(settings)
-        steps = [worker.step() for _ in range(WARMUP_STEPS + MEASURED_STEPS)][WARMUP_STEPS:]
-        row["seconds"] = statistics.median(step["seconds"] for step in steps)
-        row["other_share"] = [step["other_share"] for step in steps]
-        row["peak_resident_bytes"] = worker.peak_resident_bytes
-    except WorkerFailed as failure:
-        row["failure"] = str(failure)
-    finally:
-        if worker is not None:
-            worker.close()
-    progress(json.dumps(row)[:300])
-    return row

@@ -1,7 +1,10 @@
-"""Resident memory of this process, and what the machine swapped."""
+"""Resident memory of this process, how plain torch gets huge pages, and what the machine swapped."""
 
 import os
 from pathlib import Path
+
+PLAIN_HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
+"""Environment in which malloc and torch ask for huge pages, as the pager does for its frames."""
 
 
 def _status_bytes(name: str) -> int:
@@ -18,6 +21,14 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     """Return the most that was resident since the start or the last `forget_peak`."""
     return _status_bytes("VmHWM")
+
+
+def huge_page_bytes() -> int:
+    """Return how much of this process's own memory lies in huge pages."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def forget_peak() -> None:

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from harness.belady_check import least_traffic
 from harness.machine import CpuSeconds
-from harness.process_memory import forget_peak, peak_resident_bytes, resident_bytes, swapped_bytes
+from harness.process_memory import forget_peak, huge_page_bytes, peak_resident_bytes, resident_bytes, swapped_bytes
 from models.mixed_precision import MasterAdamW
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -147,7 +146,7 @@ class Worker:
         traffic = {name: between[name] + forward_traffic[name] + count for name, count in later.items()}
         traffic |= {f"{name}_forward": count for name, count in forward_traffic.items()}
         outside = {f"{name}_between_steps": count for name, count in between.items()}
-        memory = {"peak_resident_bytes": float(peak_resident_bytes())}
+        memory = {"peak_resident_bytes": float(peak_resident_bytes()), "huge_page_bytes": float(huge_page_bytes())}
         return measured | traffic | outside | memory | {"loss": loss.item().hex()}
 
     def replay(self) -> dict[str, Any]:
@@ -155,6 +154,8 @@ class Worker:
 
         A plain worker takes the steps as well, so that the weights at the end can be compared.
         """
+        from harness.belady_check import least_traffic
+
         from torch_offload.runtime.process import PROCESS
 
         current = PROCESS.session
