@@ -6,8 +6,9 @@
 
 Trains Llamas of 0.1, 0.4, 1.2 and 3 B parameters that differ in depth only, one after the other, each within the same
 budget (--ram) and built within it too, batch 1 x 256 tokens with gradient checkpointing; then the largest once more in
-a process limited to --large-limit. fp32 with stock AdamW takes 16 bytes per parameter on SSD, bf16 with
-torch_offload.AdamW 14: 48 or 42 GB for 3 B, checked before anything starts. The raw disk is probed before every step.
+a process limited to --large-limit, whose losses must be the same. fp32 with stock AdamW takes 16 bytes per parameter on
+SSD, bf16 with torch_offload.AdamW 14: 48 or 42 GB for 3 B, checked before anything starts. The raw disk is probed
+before every step; every step is listed, those that do not count included, with what it waited for.
 
 Some 25 minutes on two cores and a disk of 1.5 GB/s, nearly all of it for the 3 B model.
 """
@@ -18,7 +19,7 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from harness.disk import DiskProbe, seconds_at_disk_rate
+from harness.disk import DiskCounters, DiskProbe, seconds_at_disk_rate
 from harness.provenance import machine
 from harness.reporting import are_enough, at_least, at_most, emit, is_quiet, progress, spread, usable
 from harness.worker_process import WorkerProcess, worker_command
@@ -67,23 +68,24 @@ def train(plan: Plan, workload: Workload, limit: list[str], probe: DiskProbe, sc
     worker = WorkerProcess(f"{workload.parameters}", [*worker_command("size"), *words], log_directory=scratch)
     try:
         progress(f"{workload.parameters / 1e9:.2f} B parameters, built in {worker.description['build_seconds']:.1f} s")
-        rounds = take_steps(plan, worker, probe)
+        rounds = take_steps(plan, worker, probe, scratch)
         final = worker.ask("finish")
     finally:
         worker.close()
     return figures(plan, workload, worker, rounds, final["report"])
 
 
-def take_steps(plan: Plan, worker: WorkerProcess, probe: DiskProbe) -> list[dict[str, Any]]:
+def take_steps(plan: Plan, worker: WorkerProcess, probe: DiskProbe, scratch: str) -> list[dict[str, Any]]:
     losses = [worker.step()["loss"] for _ in range(plan.warmup)]
     rounds: list[dict[str, Any]] = []
     while not are_enough(rounds, wanted=plan.steps, most=plan.most_steps):
         disk = probe.bandwidth()
-        step = worker.step()
+        counters = DiskCounters(scratch)
+        step = worker.step() | counters.since()
         losses.append(step["loss"])
         rounds.append(step | {"quiet": is_quiet(step), "disk": disk})
         progress(f"    step of {step['seconds']:.2f} s, loss {float.fromhex(step['loss']):.4f} {rounds[-1]['quiet']=}")
-    rounds[-1]["losses"] = losses
+    rounds[-1]["losses"] = losses  # of all steps, warm-up included
     return rounds
 
 
@@ -114,10 +116,29 @@ def figures(
         "budget_peak_bytes": report["host_peak_bytes"],
         "bytes_beyond_base_and_budget": beyond,
         "ssd_file_bytes": report["ssd_file_bytes"],
-        "losses": [float.fromhex(loss) for loss in rounds[-1]["losses"]],
+        "losses": [float.fromhex(loss) for loss in rounds[-1]["losses"]],  # no bit is lost
         "disturbed": is_disturbed,
         "steps": rounds,
     }
+
+
+def step_line(step: dict[str, Any]) -> str:
+    """Return what a step took and what it waited for, beside the disk's rate just before it."""
+    rates = (step["disk"][f"{direction}_bytes_per_second"] / 1e9 for direction in ("read", "write", "mix"))
+    probe = "/".join(f"{rate:.2f}" for rate in rates)
+    verdict = "quiet" if step["quiet"] else f"NOT QUIET, others {step['other_share']:.0%}"
+    waited = f"{step['seconds']:7.2f} s, stall_read {step['stall_read_seconds']:7.2f} s"
+    queue = f"busy {step.get('disk_busy_share', 0):.0%}, {step.get('disk_requests_at_once', 0):.1f} requests at once"
+    return f"    {waited}, disk {probe} GB/s, {queue}, {verdict}"
+
+
+def print_steps(runs: list[dict[str, Any]]) -> None:
+    """List every step of every model, those that do not count included."""
+    for run in runs:
+        took = run["seconds"]
+        name = f"{run['parameters'] / 1e9:.2f} B in {run['budget_bytes'] / (1 << 30):.2f} GiB"
+        print(f"{name}: {took['median']:.2f} s a step ({took['min']:.2f} to {took['max']:.2f}, {took['count']} steps)")
+        print("\n".join(step_line(step) for step in run["steps"]))
 
 
 def deviation_from_line(runs: list[dict[str, Any]]) -> float:
@@ -155,6 +176,9 @@ def bars_of(
         bars.append(at_most("step time off the line over parameters", deviation_from_line(runs), MAX_DEVIATION))
     if large:
         bars.append(at_least("parameters of the large run", large["parameters"], LARGE_PARAMETERS))
+        pairs = list(zip(large["losses"], last["losses"], strict=False))  # one run may have taken more steps
+        differing = sum(one != other for one, other in pairs)
+        bars.append(at_most("losses of the large run that differ from those within the budget", differing, 0))
         limit = large["peak_resident_bytes"] / plan.large_limit_bytes
         bars.append(at_most("peak resident memory of the large run over its limit", limit, 1))
     return bars
@@ -215,6 +239,8 @@ def main() -> None:
     check_disk(plan, options.ssd)
     runs, large = measure(plan, options.ssd)
     bars = bars_of(plan, runs, large, is_timed=not options.smoke)
+    if not options.json:
+        print_steps([*runs, *([large] if large else [])])
     result = {"benchmark": "size", "machine": machine(options.ssd), "dtype": plan.dtype, "runs": runs, "large": large}
     emit(result | {"bars": bars}, as_json=options.json)
 

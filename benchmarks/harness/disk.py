@@ -5,7 +5,9 @@ in huge pages: the fastest way that is known here, up to twice as fast as buffer
 their mix are measured one after the other, between the steps of the run that is judged.
 """
 
+import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,34 @@ class DiskProbe:
         shape = {"file_bytes": self.probe_bytes, "direction": direction, "mib": self.probe_bytes // MIB}
         moved = io_program.run(self._program, self._file, huge_pages=True, **shape)
         return float((moved["read_bytes"] + moved["written_bytes"]) / moved["seconds"])
+
+
+class DiskCounters:
+    """What the kernel counted of the disk below a directory since this was made: was it busy while somebody waited?"""
+
+    def __init__(self, directory: str) -> None:
+        device = os.stat(directory).st_dev
+        self._file = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
+        self._before, self._started = self._counts(), time.perf_counter()
+
+    def since(self) -> dict[str, float]:
+        """Return the share of the time in which requests were under way, how many at once, and what a read took.
+
+        A slow step beside a busy disk with a full queue waited for the disk; beside an idle one, for the engine.
+        Empty where the file system lies on no block device of its own.
+        """
+        if not self._before:
+            return {}
+        delta = [after - before for after, before in zip(self._counts(), self._before, strict=True)]
+        reads, read_ms, busy_ms, waited_ms = delta[0], delta[3], delta[9], delta[10]
+        return {
+            "disk_busy_share": busy_ms / 1e3 / (time.perf_counter() - self._started),
+            "disk_requests_at_once": waited_ms / max(1, busy_ms),
+            "disk_read_milliseconds": read_ms / max(1, reads),
+        }
+
+    def _counts(self) -> list[int]:
+        return [int(word) for word in self._file.read_text().split()[:11]] if self._file.exists() else []
 
 
 def seconds_at_disk_rate(disk: dict[str, Any], *, read_bytes: float, written_bytes: float) -> float:
