@@ -1,0 +1,109 @@
+"""Every example runs as a user starts it, pages within its budget and leaves what it promises.
+
+Method: each script in a process of its own, without a network and without --model, so that it makes its tiny model. The
+reports that processes write when they end say that bytes moved and what was the most in memory.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+HELPERS = {"example_run", "tiny_model"}
+MAX_LINES = 60
+BUDGET_BYTES = 24 << 20
+TRAINED = {"plain_loop", "trainer", "dpo"}
+ALL = {*TRAINED, "lora", "generate", "compressed_moe"}
+
+pytestmark = pytest.mark.any_torch
+
+
+def run_example(name: str, folder: Path, scratch: Path, *options: str, **settings: Any) -> tuple[str, list[Any]]:
+    """Run it in `folder`; return what it printed and the reports of its processes, the last to end last."""
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_OFFLOAD_CONFIG": json.dumps({"report": str(folder / "reports"), **settings}),
+    }
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--ssd", str(scratch), *options]
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    assert "paging: peak" in ended.stdout
+    files = sorted((folder / "reports").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    return ended.stdout, [json.loads(file.read_text()) for file in files]
+
+
+def assert_paged(report: dict[str, Any], *, budget_bytes: int = BUDGET_BYTES) -> None:
+    assert report["budget_bytes"] == budget_bytes
+    assert 0 < report["host_peak_bytes"] <= budget_bytes
+    assert report["evictions"] > 0
+    assert report["ssd_read_bytes"] > budget_bytes
+    assert report["ssd_written_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", sorted(TRAINED))
+def test_training(tmp_path, scratch, name):
+    """All weights are trained and saved."""
+    printed, (report,) = run_example(name, tmp_path, scratch, "--out", "tuned")
+    assert "3 steps" in printed
+    assert_paged(report)
+    assert report["written_bytes"]["state"] > 0
+    base = load_file(tmp_path / ".cache" / "tiny-llama" / "model.safetensors")
+    tuned = load_file(tmp_path / "tuned" / "model.safetensors")
+    assert tuned.keys() == base.keys()
+    assert [name for name, weight in tuned.items() if weight.equal(base[name])] == []
+
+
+def test_lora(tmp_path, scratch):
+    """The adapter is saved. The frozen base is written at most once, as it first leaves memory."""
+    _, (report,) = run_example("lora", tmp_path, scratch, "--out", "adapter")
+    assert_paged(report)
+    base_bytes = (tmp_path / ".cache" / "tiny-llama" / "model.safetensors").stat().st_size
+    assert report["written_bytes"]["parameter"] < 1.1 * base_bytes
+    assert report["clean_drops"] > 0
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any(weight.count_nonzero() for name, weight in adapter.items() if "lora_B" in name)  # which begins with 0
+
+
+def test_generate(tmp_path, scratch):
+    printed, (report,) = run_example("generate", tmp_path, scratch, "--tokens", "8", "--ram", "12MiB")
+    assert "generate: 8 tokens in" in printed
+    assert_paged(report, budget_bytes=12 << 20)
+
+
+def test_compressed_moe(tmp_path, scratch):
+    """Compressing pages, the folder verifies, and generating and training from it page as well.
+
+    Tiny experts are a few sectors each, so everything is paged here.
+    """
+    options = ["--out", "coded", "--rows", "16", "--tokens", "32", "--ram", "10MiB"]
+    printed, (compressed, used) = run_example("compressed_moe", tmp_path, scratch, *options, min_paged_bytes=0)
+    assert "0 problems" not in printed
+    assert "12 blobs" in printed
+    assert "no damage found" in printed
+    assert "generate: " in printed
+    assert "adapter: 3 steps" in printed
+    saved = load_file(tmp_path / ".cache" / "tiny-experts" / "model.safetensors")
+    weights = sum(weight.numel() for name, weight in saved.items() if ".experts." in name)
+    blob_bytes = sum(file.stat().st_size for file in (tmp_path / "coded").glob("experts-*.safetensors"))
+    assert 0.5 * weights < 8 * blob_bytes < 0.8 * weights  # of 0.8 bits per weight; small experts have large scales
+    bits = re.search(r"([\d.]+) bits per weight", printed)
+    assert bits is not None
+    assert 0.75 < float(bits[1]) <= 0.8
+    assert_paged(compressed, budget_bytes=10 << 20)
+    assert_paged(used, budget_bytes=10 << 20)
+
+
+def test_each_example_is_short_and_tested():
+    scripts = {path.stem: path for path in EXAMPLES.glob("*.py") if not path.stem.startswith("demo")}
+    assert scripts.keys() == ALL | HELPERS
+    assert {name for name in ALL if len(scripts[name].read_text().splitlines()) > MAX_LINES} == set()
