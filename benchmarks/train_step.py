@@ -5,7 +5,8 @@
     python benchmarks/train_step.py --smoke
 
 A random-init Llama: fp32 with stock fused AdamW, bf16 with torch_offload.AdamW, which keeps fp32 masters. The variants
-live in processes of their own and take turns step by step; between turns the raw disk is probed. A round in which
+live in processes of their own and take turns step by step, plain torch once as it is and once with huge pages, which
+the pager's frames have; between turns the raw disk is probed. A round in which
 somebody else took more than a tenth of the machine's CPU during a step is discarded, up to a limit; figures are medians
 over the rounds that are left, ratios medians of the ratios within a round. What binds a step of few tokens is the later
 of two: computing with the interference of its traffic, measured beforehand in this run, and the bytes over the probed
@@ -19,6 +20,7 @@ from typing import Any
 
 import interference
 from harness.disk import DiskProbe, seconds_at_disk_rate
+from harness.process_memory import PLAIN_HUGE
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import Round, take_turns
@@ -33,6 +35,7 @@ MAX_OVER_OPTIMUM = 1.05
 MAX_CLIPPING_RATIO = 1.03
 MAX_ACTIVATIONS_RATIO = 1.02  # of activations that may leave memory, over those that stay
 TOKENS_BOUND_BY_DISK = 128
+MIN_IN_HUGE_PAGES = 0.5  # of the state, without which plain_huge is no other than plain
 
 
 def start(workload: Workload, name: str, variant: VariantPlan, ssd: str) -> WorkerProcess:
@@ -42,7 +45,8 @@ def start(workload: Workload, name: str, variant: VariantPlan, ssd: str) -> Work
     shape |= {"activations": variant.activations} if variant.activations else {}
     shape |= {"budget_bytes": int(variant.budget_share * workload.state_bytes), "ssd": ssd}
     options = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    return WorkerProcess(name, [*worker_command("step"), *options], log_directory=ssd)
+    environment = PLAIN_HUGE if variant.in_huge_pages else {}
+    return WorkerProcess(name, [*worker_command("step"), *options], log_directory=ssd, **environment)
 
 
 def measure(
@@ -145,8 +149,9 @@ def bars_of(result: dict[str, Any], *, is_timed: bool) -> list[dict[str, Any]]:
     for name, variant in result["variants"].items():
         if name == "plain":
             continue
-        report = variant["final"]["report"]
-        bars.append(at_most(f"{name} peak over budget, {label}", report["host_peak_bytes"] / report["budget_bytes"], 1))
+        if report := variant["final"].get("report"):  # of a paged one
+            peak = report["host_peak_bytes"] / report["budget_bytes"]
+            bars.append(at_most(f"{name} peak over budget, {label}", peak, 1))
         if name != "quarter_clipped":  # the plain variant does not clip
             differing = sum(row["steps"][name]["loss"] != row["steps"]["plain"]["loss"] for row in result["rounds"])
             differing += variant["final"]["weights_sha256"] != plain["final"]["weights_sha256"]
@@ -173,6 +178,10 @@ def timed_bars(result: dict[str, Any]) -> list[dict[str, Any]]:
     if "quarter" in variants:
         excess = over_optimum(variants["quarter"])
         bars.append(at_most(f"quarter SSD bytes over the optimum, {label}", excess, MAX_OVER_OPTIMUM))
+        moved = moved_bytes(variants["quarter"]) / variants["quarter"]["floor_bytes_without_activations"]
+        bars.append(at_most(f"quarter SSD bytes over the floor without activations, {label}", moved, MAX_OVER_OPTIMUM))
+    if "plain_huge" in variants:
+        bars += huge_page_bars(result, used)
     for name, base in ((name, name.replace("_page", "_keep")) for name in variants if name.endswith("_page")):
         if base in variants:
             ratio = ratios(used, name, base)["median"]
@@ -186,10 +195,27 @@ def timed_bars(result: dict[str, Any]) -> list[dict[str, Any]]:
     return bars
 
 
+def huge_page_bars(result: dict[str, Any], rounds: list[Round]) -> list[dict[str, Any]]:
+    """Judge ours beside plain torch that has huge pages as well, and whether it had them."""
+    label, variants = result["workload"]["name"], result["variants"]
+    in_huge_pages = variants["plain_huge"]["huge_page_bytes"]["min"] / result["description"]["state_bytes"]
+    bars = [at_least(f"plain_huge memory in huge pages over its state, {label}", in_huge_pages, MIN_IN_HUGE_PAGES)]
+    tokens = result["workload"]["batch"] * result["workload"]["sequence"]
+    for name, most in (("resident", MAX_RESIDENT_RATIO), ("quarter", MAX_QUARTER_RATIO)):
+        if name in variants and (name == "resident" or tokens > TOKENS_BOUND_BY_DISK):
+            ratio = ratios(rounds, name, "plain_huge")["median"]
+            bars.append(at_most(f"{name} step over plain_huge step, {label}", ratio, most))
+    return bars
+
+
+def moved_bytes(variant: dict[str, Any]) -> float:
+    """Return what the median step moved to and from the SSD."""
+    return float(variant["ssd_read_bytes"]["median"] + variant["ssd_written_bytes"]["median"])
+
+
 def over_optimum(variant: dict[str, Any]) -> float:
     """Return the bytes of the median step as a share of what the replayed steps had needed."""
-    moved = variant["ssd_read_bytes"]["median"] + variant["ssd_written_bytes"]["median"]
-    return float(moved / (variant["traffic"]["least_read_bytes"] + variant["traffic"]["least_written_bytes"]))
+    return moved_bytes(variant) / (variant["traffic"]["least_read_bytes"] + variant["traffic"]["least_written_bytes"])
 
 
 def main() -> None:

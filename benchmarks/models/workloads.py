@@ -43,10 +43,12 @@ class VariantPlan:
     budget_share: float = 0  # of the state; 0: plain torch
     max_grad_norm: float = 0  # 0: gradients are not clipped
     activations: str = ""  # "": the package's default
+    in_huge_pages: bool = False  # plain torch with malloc and allocator asking for them
 
 
 RESIDENT = 2.0  # more than the state, so that activations fit as well
 PLAIN = {"plain": VariantPlan()}
+HUGE = {"plain_huge": VariantPlan(in_huge_pages=True)}
 IN_MEMORY = PLAIN | {"resident": VariantPlan(RESIDENT)}
 QUARTER = {"quarter": VariantPlan(0.25)}
 CLIPPED = {"quarter_clipped": VariantPlan(0.25, max_grad_norm=1.0)}
@@ -87,7 +89,7 @@ def workloads_of(**shape: int) -> list[tuple[Workload, dict[str, VariantPlan]]]:
     ]
 
 
-USUAL = Plan(workloads_of())
+USUAL = Plan([(workload, PLAIN | HUGE | variants) for workload, variants in workloads_of()])
 LARGE = Plan(workloads_of(hidden=2048, intermediate=8192, layers=14))
 
 TINY = Workload(
@@ -104,7 +106,7 @@ TINY = Workload(
 )
 SMOKE = Plan(
     [
-        (TINY, IN_MEMORY | QUARTER | CLIPPED),
+        (TINY, HUGE | IN_MEMORY | QUARTER | CLIPPED),
         (replace(TINY, name="smoke bf16", dtype="bf16"), PLAIN | QUARTER),
     ],
     rounds=2,
