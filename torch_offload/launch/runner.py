@@ -121,7 +121,7 @@ def _end_on_signal(process: int, number: int, frame: FrameType | None) -> None:
 
 def _set_first_path(directory: str) -> None:
     """Put the script's directory where Python puts it."""
-    if not sys.flags.safe_path:
+    if sys.version_info < (3, 11) or not sys.flags.safe_path:  # Python 3.10 always puts it there
         sys.path[0] = directory
 
 

@@ -31,7 +31,8 @@ def page_of(report: Figures, *, endurance_bytes: int | None = None) -> str:
         raise OffloadError(
             f"an HTML report needs jinja2 and plotly ({error}); install them with: pip install 'torch-offload[report]'"
         ) from None
-    source = resources.files("torch_offload.reporting").joinpath("templates", TEMPLATE).read_text(encoding="utf-8")
+    templates = resources.files("torch_offload.reporting") / "templates"
+    source = (templates / TEMPLATE).read_text(encoding="utf-8")
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
     return template.render(
         cards=_cards(report),
