@@ -1,0 +1,66 @@
+"""What a step of a small fixed model reads and writes, to 3 %: the one figure of speed that other programs leave alone.
+
+Method: counters of the engine, the median of twelve steps in which a recorded step is followed, and the same uses of
+pages replayed with the best eviction. A change of these figures is a change of the traffic of every training.
+"""
+
+import itertools
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.isolation import in_child
+from torch import nn
+
+from torch_offload import Config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+from harness.belady_check import least_traffic
+
+pytestmark = [pytest.mark.alone, pytest.mark.any_torch]
+
+LAYERS, WIDTH = 24, 256
+FIRST_STEPS = 6
+COUNTED_STEPS = 12
+STATE_BYTES_PER_PARAMETER = 16
+
+
+def train(scratch: str, budget_share: float) -> tuple[list[float], list[float]]:
+    """Return bytes read and written per step and parameter, as counted and as the replay had to."""
+    import torch_offload
+    from torch_offload.runtime.process import PROCESS
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    parameters = LAYERS * WIDTH * WIDTH
+    budget_bytes = int(budget_share * STATE_BYTES_PER_PARAMETER * parameters)
+    torch_offload.wrap(module, config=Config(ram=budget_bytes, ssd=scratch, min_paged_bytes=0, page_elements=4096))
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    batch = torch.ones(4, WIDTH)
+    counts = []
+    for step in range(FIRST_STEPS + COUNTED_STEPS):
+        if step == FIRST_STEPS:
+            PROCESS.session.engine.start_use_log()
+        module(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report = torch_offload.report()
+        counts.append((report.ssd_read_bytes, report.ssd_written_bytes))
+    least = least_traffic(PROCESS.session.engine.take_use_log(), budget_bytes)
+    steps = itertools.pairwise(counts[FIRST_STEPS - 1 :])
+    moved = [[end - start for start, end in zip(before, after, strict=True)] for before, after in steps]
+    counted = [statistics.median(counts) for counts in zip(*moved, strict=True)]
+    return [count / parameters for count in counted], [count / parameters for count in least]
+
+
+@pytest.mark.parametrize(
+    ("budget_share", "read", "written", "over_the_least"), [(0.3, 12.57, 12.58, 1.12), (0.5, 8.62, 8.60, 1.04)]
+)
+def test_a_step_moves_what_it_moved_before(budget_share, read, written, over_the_least, scratch):
+    """Each direction by itself, and both together against the best eviction."""
+    counted, least = in_child(train, str(scratch), budget_share)
+    assert counted == [pytest.approx(read, rel=0.03), pytest.approx(written, rel=0.03)]
+    assert sum(least) <= sum(counted) <= over_the_least * sum(least)
