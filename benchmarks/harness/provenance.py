@@ -14,7 +14,7 @@ from torch_offload.system.environment import processor_name
 
 ROOT = Path(__file__).resolve().parents[2]
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-MEASURED = ("benchmarks", "csrc", "torch_offload", "examples", "setup.py", "CMakeLists.txt", ":!benchmarks/results")
+MEASURED = ("benchmarks", "csrc", "torch_offload", "examples/demo_*.py", "setup.py", ":!benchmarks/results")
 
 
 def git(*arguments: str) -> str:
