@@ -1,0 +1,443 @@
+"""Writes what documents say of benchmarks: README's short table and all bars in docs/contributing/results.md.
+
+    python tools/results_tables.py             write both
+    python tools/results_tables.py --check     change nothing; exit with 1 and a diff where they are not as written
+
+Reads benchmarks/results/*.json. A result that does not name the commit it measured, or that was measured with other
+files than those of its commit, is refused. Those from before results named one lie in benchmarks/results/without_commit
+until they are measured anew; they are listed apart, and marked as old where README has nothing newer.
+"""
+
+import argparse
+import difflib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+OLD = "*old:* measured before results recorded their commit, on code that has changed; to be measured again."
+BEGIN, END = "<!-- generated: results -->", "<!-- end -->"
+PAGE = "docs/contributing/results.md"
+MAX_OTHER_SHARE = 0.10  # of the machine, while a try of DeepSpeed counts
+
+Json = dict[str, Any]
+Table = list[list[str]]
+
+
+class ResultRefused(Exception):
+    """A result that no document may quote; the message names the file and what to run."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A result file, and what is to be known beside its bars."""
+
+    stem: str
+    title: str
+    options: str = ""
+    note: str = ""
+    driver: str = ""  # where it is not called as the result is
+
+    @property
+    def command(self) -> str:
+        driver = self.driver or self.stem.removesuffix("_fp32").removesuffix("_bf16")
+        options = f" {self.options}" if self.options else ""
+        return f"python benchmarks/{driver}.py --json{options} > benchmarks/results/{self.stem}.json"
+
+
+IO = "--ssd DIR"
+QUALITY = (
+    "*upcycled* is SmolLM2-135M of whose 30 layers the last 5 have experts; the other 25 are not coded. The bits at "
+    "QMoE's output error are found on the texts that calibrated both, so that error is in-sample; losses are held-out. "
+    "QMoE is this project's implementation. Bars changed after numbers were seen: at 0.8 bits, as asked for, coding "
+    "costs the small models 0.0005 to 0.003 nat, and of two seeds of qwen3 adapters won back 0.26 and 0.74 against the "
+    "dense model with adapters (0.39 for the worse one against that without), where 0.5 was the bar; the third was not "
+    "run. Since then the bar of the small models is at 0.4 bits, and they are trained on other text. Results that are "
+    "measured from now on have the bar at 0.8 bits beside it."
+)
+BENCHMARKS = (
+    Benchmark("train_step", "A training step", IO),
+    Benchmark("adapters", "LoRA over a base of twice the memory", IO),
+    Benchmark("peers_fp32", "DeepSpeed and swap, fp32", f"{IO} --dtype fp32"),
+    Benchmark("peers_bf16", "DeepSpeed, bf16", f"{IO} --dtype bf16"),
+    Benchmark("size_fp32", "Size of the model", f"{IO} --dtype fp32"),
+    Benchmark("load_save", "Loading and saving", IO),
+    Benchmark("activations", "A long row", IO, "Times are reported in the file, not judged."),
+    Benchmark("three_tiers", "Three tiers", IO, "Device and SSD are slowed down to a card's ratios; no GPU was used."),
+    Benchmark("io", "The I/O engine against fio", IO),
+    Benchmark(
+        "codec",
+        "Coded matrices",
+        note="The bars of bits and of speed belong together by coder: RANS4 is the default, TUN12 the fast one.",
+    ),
+    Benchmark("moe", "Paged experts", IO, "Weights are made up: only sizes and choices are those of a model."),
+    Benchmark("expert_quality", "What coding experts costs", "--work DIR", QUALITY),
+    *(
+        Benchmark(
+            f"activations_default{suffix}",
+            f"Activations that may leave memory, {tokens} tokens",
+            f'{IO} --only "fp32, {tokens}" --activations keep page',
+            driver="train_step",
+        )
+        for suffix, tokens in (("", 256), ("_2048", 2048))
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a driver wrote."""
+
+    benchmark: Benchmark
+    content: Json
+    is_old: bool = False
+    notes: Json | None = None  # of an old one
+
+    def bar(self, name: str) -> Json:
+        return next(bar for bar in self.content["bars"] if bar["name"] == name)
+
+
+def shown(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix()
+
+
+def benchmark_of(stem: str) -> Benchmark:
+    known = {benchmark.stem: benchmark for benchmark in BENCHMARKS}
+    return known.get(stem, Benchmark(stem, stem, IO))
+
+
+def read_results(root: Path) -> list[Result]:
+    """Return results that name their commit, in the order of `BENCHMARKS`; refuse others."""
+    results = []
+    for path in (root / "benchmarks/results").glob("*.json"):
+        benchmark, content = benchmark_of(path.stem), json.loads(path.read_text())
+        code = content.get("code", {})
+        if not code.get("commit"):
+            raise ResultRefused(f"{shown(path, root)} names no commit; measure again: {benchmark.command}")
+        if code.get("modified_files"):
+            names = ", ".join(code["modified_files"])
+            raise ResultRefused(
+                f"{shown(path, root)} was measured with files that differ from commit {code['commit']}: {names}; "
+                f"commit them and measure again: {benchmark.command}"
+            )
+        results.append(Result(benchmark, content))
+    return in_order(results)
+
+
+def read_old_results(root: Path) -> list[Result]:
+    """Return results from before they named a commit."""
+    folder = root / "benchmarks/results/without_commit"
+    notes_path = folder / "notes.json"
+    notes = json.loads(notes_path.read_text()) if notes_path.exists() else {}
+    results = []
+    for path in folder.glob("*.json"):
+        if path == notes_path:
+            continue
+        if (folder.parent / path.name).exists():
+            raise ResultRefused(f"{shown(path, root)} was measured anew: git rm {shown(path, root)}")
+        content = json.loads(path.read_text())
+        results.append(Result(benchmark_of(path.stem), content, is_old=True, notes=notes.get(path.stem, {})))
+    return in_order(results)
+
+
+def in_order(results: list[Result]) -> list[Result]:
+    order = [benchmark.stem for benchmark in BENCHMARKS]
+    places = {stem: place for place, stem in enumerate(order)}
+    return sorted(results, key=lambda one: (places.get(one.benchmark.stem, len(order)), one.benchmark.stem))
+
+
+# ---- how numbers look
+
+
+def number(value: float) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if math.isnan(value):
+        return "not a number"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def times(spread: Json) -> str:
+    """Return a median with its range."""
+    return f"{spread['median']:.2f} ({spread['min']:.2f} to {spread['max']:.2f})"
+
+
+def verdict(bar: Json) -> str:
+    return "yes" if bar["holds"] else "**fails**"
+
+
+def target(bar: Json) -> str:
+    relation = bar["relation"] if "relation" in bar else ("at least" if bar["at_least"] else "at most")
+    return f"{relation} {number(bar['target'])}"
+
+
+def table(head: list[str], rows: Table) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+# ---- all bars
+
+
+def page(results: list[Result], old: list[Result]) -> str:
+    """Return docs/contributing/results.md."""
+    parts = [
+        "# Results: every bar, and whether it holds\n",
+        "Written by `tools/results_tables.py` from `benchmarks/results`; what each benchmark compares and what a bar "
+        "means is in [benchmarks.md](benchmarks.md). Targets were set before the numbers were seen, unless a note says "
+        "otherwise. A bar called *laxer* stands beside the one it is laxer than.\n",
+        "## Bars that fail\n",
+        table(["result", "bar", "target", "value"], failing(results) + failing(old)),
+    ]
+    parts += [section(result) for result in results]
+    if old:
+        parts.append(
+            "## Measured before results recorded their commit\n\nOn code that has changed; to be measured again. Which "
+            "version of torch, which disk and which day is not known of them.\n"
+        )
+        parts += [section(result) for result in old]
+    return "\n".join(parts)
+
+
+def failing(results: list[Result]) -> Table:
+    rows = []
+    for result in results:
+        stem = f"{result.benchmark.stem} (old)" if result.is_old else result.benchmark.stem
+        for bar in result.content["bars"]:
+            correction = correction_of(result, bar)
+            if not bar["holds"] or "**fails**" in correction:
+                value = number(bar["value"]) if not correction else f"{number(bar['value'])}, but {correction}"
+                rows.append([stem, bar["name"], target(bar), value])
+    return rows
+
+
+def correction_of(result: Result, bar: Json) -> str:
+    corrections: Json = (result.notes or {}).get("corrections", {})
+    return str(corrections.get(bar["name"], ""))
+
+
+def section(result: Result) -> str:
+    """Return one benchmark with all of its bars."""
+    rows = [
+        [bar["name"], target(bar), number(bar["value"]), correction_of(result, bar) or verdict(bar)]
+        for bar in result.content["bars"]
+    ]
+    heading = f"### {result.benchmark.title} (old)" if result.is_old else f"## {result.benchmark.title}"
+    parts = [f"{heading}\n", f"{origin(result)}\n"]
+    notes = [result.benchmark.note, (result.notes or {}).get("note", "")]
+    parts += [f"{note}\n" for note in notes if note]
+    parts.append(table(["bar", "target", "value", "holds"], rows))
+    if result.benchmark.stem.startswith("peers"):
+        parts.append(settings_of_deepspeed(result.content))
+    if result.benchmark.stem.startswith("size"):
+        parts.append(steps_of_sizes(result.content))
+    return "\n".join(parts)
+
+
+def origin(result: Result) -> str:
+    """Return which code on which machine."""
+    machine = result.content["machine"]
+    if result.is_old:
+        kernel = machine.get("kernel", "not recorded")
+        return f"No commit recorded, kernel {kernel}. Again: `{result.benchmark.command}`."
+    code, disk = result.content["code"], machine["disk"]
+    return (
+        f"Commit {code['commit'][:12]}, {code['date'][:10]}, torch {code['torch']}; {machine['processor']}, "
+        f"{machine['cores']} cores, {machine['memory_bytes'] / 1e9:.0f} GB, kernel {machine['kernel']}; disk "
+        f"{disk['device']} ({disk['model']}), {disk['file_system']}. Again: `{result.benchmark.command}`."
+    )
+
+
+def settings_of_deepspeed(content: Json) -> str:
+    """Return the settings of which no other one is as fast with less memory, and ours at the memory of each."""
+    tried = [row for row in content["deepspeed_settings_tried"] if "seconds" in row and was_quiet(row)]
+    winner = (content.get("deepspeed_final") or min(tried, key=lambda row: row["seconds"], default={})).get("settings")
+    rows: Table = []
+    least = math.inf
+    for row in sorted(tried, key=lambda row: row["seconds"]):
+        if row["peak_resident_bytes"] < least:
+            least = row["peak_resident_bytes"]
+            peak = f"{least / 1e9:.2f} GB"
+            rows.append([names_of(row["settings"]), f"{row['seconds']:.2f} s", peak, ours_beside(content, row, winner)])
+    count = sum(not was_quiet(row) for row in content["deepspeed_settings_tried"] if "seconds" in row)
+    said = "DeepSpeed's settings of which no other one is as fast with less memory."
+    return f"{said} Tries that were not quiet do not count: {count}.\n\n" + table(
+        ["settings", "a step", "peak", "ours at that peak: DeepSpeed over ours"], rows
+    )
+
+
+def was_quiet(row: Json) -> bool:
+    return bool(row.get("quiet", max(row.get("other_share", [1.0])) <= MAX_OTHER_SHARE))
+
+
+def names_of(settings: Json) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items())
+
+
+def ours_beside(content: Json, row: Json, winner: Json | None) -> str:
+    if row["settings"] == winner:
+        return times(next(spread for name, spread in content["times_ours"].items() if name.endswith("ours_at_peer")))
+    for measured in content.get("deepspeed_pareto", []):
+        if measured["settings"] == row["settings"] and "beside_ours" in measured:
+            return times(measured["beside_ours"]["ratio"])
+    return "not measured"
+
+
+def steps_of_sizes(content: Json) -> str:
+    """Return every step of every model, those that do not count included."""
+    rows: Table = []
+    for run in [*content["runs"], *([content["large"]] if content["large"] else [])]:
+        name = f"{run['parameters'] / 1e9:.2f} B in {run['budget_bytes'] / (1 << 30):.2f} GiB"
+        for step in run["steps"]:
+            rates = [step["disk"].get(f"{way}_bytes_per_second") for way in ("read", "write", "mix")]
+            disk = " / ".join("-" if rate is None else f"{rate / 1e9:.2f}" for rate in rates)
+            busy = f"{step['disk_busy_share']:.0%}" if "disk_busy_share" in step else "-"
+            quiet = "yes" if step["quiet"] else f"no, others {step['other_share']:.0%}"
+            rows.append([name, f"{step['seconds']:.1f}", f"{step['stall_read_seconds']:.1f}", disk, busy, quiet])
+    head = [
+        "model",
+        "step, s",
+        "waited for reads, s",
+        "disk just before: read / write / mix, GB/s",
+        "disk busy",
+        "quiet",
+    ]
+    return "Every step that was measured:\n\n" + table(head, rows)
+
+
+# ---- README's table
+
+
+def workload(result: Result, name: str) -> Json:
+    found: Json = next(row for row in result.content["workloads"] if row["workload"]["name"] == name)
+    return found
+
+
+def resident(result: Result) -> str:
+    spread = workload(result, "fp32, 2048 tokens")["variants"]["resident"]["ratio_to_plain"]
+    names = [bar["name"] for bar in result.content["bars"]]
+    beside_huge = "resident step over plain_huge step, fp32, 2048 tokens"
+    huge = f", {result.bar(beside_huge)['value']:.2f}x where that has huge pages too" if beside_huge in names else ""
+    return f"{times(spread)} times plain torch's step{huge}"
+
+
+def quarter(result: Result) -> str:
+    fp32, bf16 = (
+        workload(result, f"{dtype}, 2048 tokens")["variants"]["quarter"]["ratio_to_plain"] for dtype in ("fp32", "bf16")
+    )
+    return f"{times(fp32)} times plain torch's step in fp32, {times(bf16)} in bf16"
+
+
+def few_tokens(result: Result) -> str:
+    variant = workload(result, "fp32, 128 tokens")["variants"]["quarter"]
+    bar = result.bar("quarter share of what binds it, fp32, 128 tokens")
+    share = f"{bar['value']:.2f} of what the disk allows ({target(bar)}: {'holds' if bar['holds'] else '**fails**'})"
+    return f"{times(variant['ratio_to_plain'])} times; {share}"
+
+
+def deepspeed(result: Result) -> str:
+    dtype = result.content["dtype"]
+    bar, peak = (
+        result.bar(f"deepspeed over ours_at_peer, {dtype}"),
+        result.content["times_ours"]["deepspeed over ours_at_peer"],
+    )
+    half = result.content["times_ours"]["deepspeed over ours_at_half"]
+    fails = "" if bar["holds"] else f" ({target(bar)}: **fails**)"
+    return f"{times(peak)} times as fast at its peak memory{fails}, {times(half)} at half of it"
+
+
+def swap(result: Result) -> str:
+    return f"{times(result.content['times_ours']['swap over ours_at_swap'])} times as fast"
+
+
+def adapters(result: Result) -> str:
+    row = workload(result, "2048 tokens")
+    read, written = (row[f"ssd_{way}_bytes"]["median"] / 1e9 for way in ("read", "written"))
+    return (
+        f"{times(row['paged_over_plain'])} times PEFT in memory; {read:.2f} GB read and {written:.3f} GB written a step"
+    )
+
+
+def size(result: Result) -> str:
+    run = result.content["runs"][-1]
+    peak = f"{run['peak_resident_bytes'] / 1e9:.2f} GB"
+    seconds = run["seconds"]
+    return (
+        f"{seconds['median']:.0f} s a step ({seconds['min']:.0f} to {seconds['max']:.0f}), peak of the process {peak}"
+    )
+
+
+ROWS: tuple[tuple[str, str, Callable[[Result], str]], ...] = (
+    ("everything in memory, 2,048 tokens: what does interception cost?", "train_step", resident),
+    ("a budget of 25 % of the state, 2,048 tokens a step", "train_step", quarter),
+    ("the same with 128 tokens, where the disk is the bottleneck", "train_step", few_tokens),
+    ("LoRA over a base of twice the budget, 2,048 tokens", "adapters", adapters),
+    ("beside DeepSpeed ZeRO-3 on NVMe (CPU, 2 cores, batch 1 x 256), fp32", "peers_fp32", deepspeed),
+    ("beside the system's swap, 40 % of the state", "peers_fp32", swap),
+    ("3 B parameters, 48 GB of state, within 1 GiB", "size_fp32", size),
+)
+
+
+def short_table(results: list[Result], old: list[Result]) -> str:
+    """Return what stands between the markers in README."""
+    newest = {result.benchmark.stem: result for result in [*old, *results]}
+    rows: Table = []
+    for question, stem, answer in ROWS:
+        result = newest.get(stem)
+        if result is None:
+            rows.append([question, "not measured yet", ""])
+            continue
+        bars = result.content["bars"]
+        fail = sum(not bar["holds"] or "**fails**" in correction_of(result, bar) for bar in bars)
+        held = f"{len(bars) - fail} of {len(bars)} hold"
+        rows.append([question, f"{'*old:* ' if result.is_old else ''}{answer(result)}", held])
+    text = table(["question", "measured", "bars of that benchmark"], rows)
+    if any(newest[stem].is_old for _, stem, _ in ROWS if stem in newest):
+        text += f"\n{OLD}\n"
+    return f"{text}\nMedians with the smallest and largest value.\n"
+
+
+def readme(text: str, generated: str) -> str:
+    """Return README with its generated part replaced."""
+    if text.count(BEGIN) != 1 or END not in text.partition(BEGIN)[2]:
+        raise ResultRefused(f"README.md needs the lines {BEGIN} and {END} once each, the table goes between them")
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{generated}{END}{rest.partition(END)[2]}"
+
+
+def written(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each document and what it should say."""
+    results, old = read_results(root), read_old_results(root)
+    yield root / PAGE, page(results, old)
+    yield root / "README.md", readme((root / "README.md").read_text(), short_table(results, old))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing, say what differs")
+    parser.add_argument("--root", type=Path, default=ROOT, help="of the repository (default: this one)")
+    options = parser.parse_args()
+    try:
+        documents = list(written(options.root))
+    except ResultRefused as reason:
+        sys.exit(str(reason))
+    differing = []
+    for path, text in documents:
+        now = path.read_text() if path.exists() else ""
+        if not options.check:
+            path.write_text(text)
+        elif now != text:
+            name = shown(path, options.root)
+            differing += difflib.unified_diff(
+                now.splitlines(), text.splitlines(), name, f"{name} as generated", "", "", 0, ""
+            )
+    if differing:
+        sys.exit("\n".join([*differing, "run: python tools/results_tables.py"]))
+
+
+if __name__ == "__main__":
+    main()
