@@ -47,6 +47,7 @@ def test_an_error_that_is_out_of_reach_takes_more_than_all_bits(matrix, monkeypa
 def result(*, rates: list[float], loss_adapted: float = 2.7) -> dict[str, Any]:
     """One seed: coding costs 0.4 nat."""
     losses = {"bf16": (16.0, 2.5), "zeroed": (0.0, 7.0), "ours": (0.8, 2.9)}
+    adapters = {"bits": 0.8, "parameters_share": 0.009, "loss_adapted": loss_adapted, "loss_dense_adapted": 2.45}
     return {
         "model": "made up",
         "held_out_tokens": 100_000,
@@ -56,7 +57,8 @@ def result(*, rates: list[float], loss_adapted: float = 2.7) -> dict[str, Any]:
         ],
         "rate_at_qmoes_error": rates,
         "bytes_by_classes": [{"2": 0.98, "4": 0.97, "8": 0.97, "16": 0.97}],
-        "adapters": {"bits": 0.8, "parameters_share": 0.009, "loss_adapted": loss_adapted, "loss_dense_adapted": 2.45},
+        "adapters": adapters,
+        "adapters_at_most_bits": adapters,
     }
 
 
@@ -73,7 +75,10 @@ def test_bars_hold_what_was_found():
     out_of_reach = result(rates=[math.inf, math.inf, 0.5], loss_adapted=2.6)
     assert broken_bars([out_of_reach] * 3) == ["made up: bits over QMoE's at its output error"]
     weak = result(rates=[0.5], loss_adapted=2.68)
-    assert broken_bars([weak] * 3) == ["made up: part of the loss that adapters win back"]
+    won_back = "made up: part of the loss that adapters win back"
+    assert broken_bars([weak] * 3) == [f"{won_back} at 0.8 bits", won_back]
+    weak_there = good | {"adapters_at_most_bits": weak["adapters"]}
+    assert broken_bars([weak_there] * 3) == [f"{won_back} at 0.8 bits"]
     assert broken_bars([good | {"held_out_tokens": 99_999}, good, good]) == ["made up: held-out tokens"]
 
 
@@ -81,7 +86,7 @@ def test_what_is_known_of_a_model_needs_no_model(tmp_path, monkeypatch):
     """All numbers are read; without one of them the model is made, with the weights that the others are of."""
     recipe = RECIPES["mixtral"]
     known: dict[str, Any] = {"rate_at_qmoes_error": [0.5], "bytes_by_classes": []}
-    known |= {"adapters": {}, "dense_adapters": {}}
+    known |= {"adapters": {}, "adapters_at_most_bits": {}, "dense_adapters": {}}
     known["sizes"] = {"held_out_tokens": 100_000}
     losses = {"bf16": 2.0, "zeroed": 6.0, "qmoe": 4.0, "qmoe_of_equal_tokens": 3.0, "ours-0.8": 3.0}
     variants = losses | {f"nearest-{zeros}": 5.0 for zeros in expert_quality.NEAREST_ZEROS}
