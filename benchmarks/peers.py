@@ -263,6 +263,15 @@ def summarise(rows: Rows, rounds: list[dict[str, Any]], final: dict[str, Any]) -
     }
 
 
+def row_of(comparison: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return what a row needs of a worker that had rounds of its own."""
+    return {
+        "limit_bytes": None,
+        "seconds": comparison["seconds"][name],
+        "highest_resident_bytes": comparison["highest_resident_bytes"][name],
+    }
+
+
 def share_of_probe(row: dict[str, Any], name: str) -> float:
     """Return the share of a step's seconds that its traffic takes at the rate of the disk in this round.
 
@@ -304,7 +313,7 @@ def bars_of(plan: Plan, result: dict[str, Any], used: list[dict[str, Any]], *, i
             bars.append(at_most(f"{name} peak resident memory over its limit, {plan.dtype}", peak, 1))
     reference = "plain" if plan.dtype == "fp32" else "in_memory"
     for name in rows:
-        if reference in rows and name not in ("plain", "in_memory", "deepspeed"):
+        if reference in rows and name not in ("plain", "plain_huge", "in_memory", "deepspeed"):
             count = sum(row["steps"][name]["loss"] != row["steps"][reference]["loss"] for row in result["rounds"])
             count += rows[name]["final"]["weights_sha256"] != rows[reference]["final"]["weights_sha256"]
             bars.append(at_most(f"{name} losses and weight hashes that differ from {reference}", count, 0))
@@ -330,7 +339,7 @@ def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | Non
             "deepspeed_settings_tried": deepspeed.get("tried", []),
             "deepspeed_final": deepspeed.get("final"),
             "deepspeed_pareto": deepspeed.get("pareto", []),
-            "rows": summarise(rows, used, final),
+            "rows": summarise(rows, used, final) | {"plain_huge": row_of(huge, "plain_huge")},
             "times_plain": {name: ratio(used, name, "plain") for name in rows.workers},
             "times_ours": {
                 f"{peer} over {name}": ratio(used, peer, name)
