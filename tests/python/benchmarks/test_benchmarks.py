@@ -95,6 +95,27 @@ def test_train_step_compares_equal_work(scratch):
         assert row["variants"]["plain"]["final"]["weights_sha256"] == quarter["final"]["weights_sha256"]
 
 
+def test_adapters_read_the_base_and_do_not_write_it(scratch):
+    """Paged adapters over a base of twice the budget came out as in memory; of the base, everything was only read."""
+    result = smoke("adapters", scratch)
+    (row,) = result["workloads"]
+    report = row["final"]["paged"]["report"]
+    assert row["description"]["base_bytes"] >= 2 * row["budget_bytes"]
+    assert row["ssd_read_bytes"]["min"] > 10 * row["ssd_written_bytes"]["max"] > 0
+    assert report["written_bytes"]["parameter"] <= row["description"]["base_bytes"]  # once, when it first left
+    assert len({step["steps"]["paged"]["loss"] for step in row["rounds"]}) > 1
+    assert len(result["bars"]) == 4
+
+
+def test_load_save_moves_a_model_of_three_times_the_budget(scratch):
+    """A process limited to base and budget loaded and saved it, and the files are the same."""
+    result = smoke("load_save", scratch)
+    measured = result["result"]
+    assert measured["model_bytes"] >= 3 * measured["budget_bytes"]
+    assert measured["rounds"][0]["load"]["ssd_written_bytes"] > 0
+    assert len(result["bars"]) == 4
+
+
 def test_three_tiers_computes_what_plain_torch_does(scratch):
     """Bytes crossed every link, within both budgets, and a plan was made."""
     result = smoke("three_tiers", scratch)
