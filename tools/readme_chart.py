@@ -1,0 +1,143 @@
+"""Draws the README's chart and writes its leading figures, from benchmarks/results.
+
+    python tools/readme_chart.py            writes docs/images/step_by_memory.svg, and README.md between its markers
+    python tools/readme_chart.py --check    exits with status 1 where a file differs
+
+Rows of the chart that a result does not have are left out; results without a commit are named as such.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PEERS, PEERS_BF16, STEPS = "peers_fp32.json", "peers_bf16.json", "train_step.json"
+README = ROOT / "README.md"
+PART = re.compile(r"(<!-- generated: figures -->\n).*?(<!-- end -->)", re.DOTALL)
+NO_COMMIT = "measured before results recorded their commit"
+CHART = ROOT / "docs" / "images" / "step_by_memory.svg"
+ROWS = {  # of the result, in the order of the chart
+    "plain": "plain torch, all in memory",
+    "plain_huge": "plain torch in huge pages",
+    "ours_at_peer": "torch_offload, at DeepSpeed's peak",
+    "deepspeed": "DeepSpeed ZeRO-3 on NVMe",
+    "ours_at_half": "torch_offload, at half of that",
+    "ours_at_swap": "torch_offload, at 40 % of the state",
+    "swap": "plain torch with swap, at 40 %",
+}
+OURS, OTHERS = "#2b6cb0", "#a0aec0"
+WIDTH, LEFT, RIGHT, TOP, ROW = 760, 270, 170, 56, 30
+SCALE_SECONDS = 10.0  # a longer bar is cut; its number stands beside it
+
+
+def load(name: str) -> dict[str, Any]:
+    """Return a result, the one in the folder itself if there are two.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    files = sorted(RESULTS.rglob(name), key=lambda file: len(file.parts))
+    if not files:
+        raise FileNotFoundError(
+            f"{RESULTS} has no {name}; docs/contributing/benchmarks.md has the command that makes it"
+        )
+    return dict(json.loads(files[0].read_text(encoding="utf-8")))
+
+
+def commit_of(result: dict[str, Any]) -> str | None:
+    """Return the first digits of the commit that was measured, None where the result does not say."""
+    commit = result.get("code", {}).get("commit")
+    return commit[:10] if commit else None
+
+
+def times(ratio: dict[str, float]) -> str:
+    """Return a ratio with its range."""
+    median, least, most = (f"{ratio[name]:.{2 if ratio[name] < 10 else 0}f}" for name in ("median", "min", "max"))
+    return f"{median}x ({least} to {most})"
+
+
+def figures() -> str:
+    """Return the three points of the README that have numbers."""
+    steps, peers, peers_bf16 = load(STEPS), load(PEERS), load(PEERS_BF16)
+    bars = [bar for result in (steps, peers, peers_bf16) for bar in result["bars"]]
+    compared = [bar for bar in bars if "that differ" in bar["name"] and not bar["name"].startswith("swap")]
+    differing = sum(bar["value"] for bar in compared)
+    ratio = {w["workload"]["name"]: w["variants"].get("quarter", {}).get("ratio_to_plain") for w in steps["workloads"]}
+    state_bytes = steps["workloads"][0]["description"]["state_bytes"]
+    commits = [commit_of(result) for result in (steps, peers, peers_bf16)]
+    origin = f"commits {', '.join(dict.fromkeys(filter(None, commits)))}" if all(commits) else NO_COMMIT
+    return f"""\
+- **The same bits.** {differing:g} losses and weights differ from those of runs in memory, in {len(compared)} \
+comparisons.
+- **Little time where there is work to hide the disk behind.** With a quarter of the memory, a step of 2,048 tokens \
+takes {times(ratio["fp32, 2048 tokens"])} as long as in plain torch ({state_bytes / 1e9:.1f} GB of weights, gradients \
+and moments, fp32). With 128 tokens the disk is the bottleneck: {times(ratio["fp32, 128 tokens"])}.
+- **Less time than the alternatives on a CPU.** At the same memory, swap takes \
+{times(peers["times_ours"]["swap over ours_at_swap"])} as long; DeepSpeed ZeRO-3 on NVMe, at its own peak, where ours \
+has everything in memory, {times(peers["times_ours"]["deepspeed over ours_at_peer"])}.
+
+Medians and ranges of five rounds on two cores; {origin}.
+"""
+
+
+def bar(number: int, name: str, row: dict[str, Any]) -> str:
+    """Return one bar with its label, its seconds and the most memory that its process had."""
+    seconds, memory = row["seconds"]["median"], row["highest_resident_bytes"]
+    top = TOP + number * ROW
+    length = min(seconds / SCALE_SECONDS, 1.0) * (WIDTH - LEFT - RIGHT)
+    color = OURS if name.startswith("ours") else OTHERS
+    cut = f'<path d="M{LEFT + length - 14:.0f} {top - 3} l6 26" stroke="#fff" stroke-width="4"/>' * (
+        seconds > SCALE_SECONDS
+    )
+    return (
+        f'<text x="{LEFT - 10}" y="{top + 15}" text-anchor="end">{escape(ROWS[name])}</text>'
+        f'<rect x="{LEFT}" y="{top}" width="{length:.1f}" height="20" fill="{color}"/>{cut}'
+        f'<text x="{LEFT + length + 8:.1f}" y="{top + 15}">{seconds:.1f} s, {memory / 1e9:.1f} GB</text>'
+    )
+
+
+def draw(result: dict[str, Any]) -> str:
+    """Return the chart as SVG."""
+    names = [name for name in ROWS if name in result["rows"]]
+    state_bytes = result["rows"]["plain"]["description"]["state_bytes"]
+    height = TOP + len(names) * ROW + 28
+    commit = commit_of(result)
+    origin = f"commit {commit}" if commit else NO_COMMIT
+    bars = "\n".join(bar(number, name, result["rows"][name]) for number, name in enumerate(names))
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" \
+viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="13" fill="#1a202c">
+<rect width="{WIDTH}" height="{height}" fill="#fff"/>
+<text x="16" y="24" font-size="15" font-weight="bold">Seconds per step, and the process's peak memory</text>
+<text x="16" y="43" fill="#4a5568">Llama of {result["rows"]["plain"]["description"]["parameters"] / 1e6:.0f} M \
+parameters, fp32, {state_bytes / 1e9:.1f} GB of weights, gradients and moments, 256 tokens a step</text>
+{bars}
+<text x="16" y="{height - 10}" font-size="11" fill="#4a5568">benchmarks/peers.py, \
+{result["machine"]["cores"]} cores; {origin}</text>
+</svg>
+"""
+
+
+def main() -> int:
+    """Write or check both files."""
+    points = figures()
+    readme = PART.sub(lambda part: part[1] + points + part[2], README.read_text(encoding="utf-8"))
+    stale = [
+        (path, text)
+        for path, text in ((CHART, draw(load(PEERS))), (README, readme))
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
+    is_check = "--check" in sys.argv[1:]
+    for path, text in stale:
+        if is_check:
+            sys.stdout.write(f"{path.relative_to(ROOT)} is not current: run python tools/readme_chart.py\n")
+        else:
+            path.write_text(text, encoding="utf-8")
+    return 1 if is_check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
