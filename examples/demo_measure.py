@@ -6,19 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from demo_progress import Progress
 from transformers import TrainerCallback
 
 PROMPT = "In Python, a dictionary is"
 
 
 class StepClock(TrainerCallback):
-    """Notes how long each optimizer step takes, its micro-batches included."""
+    """Notes how long each optimizer step takes, its micro-batches included, and shows how far the run is."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int, progress: Progress) -> None:
+        self.steps = steps
+        self.progress = progress
         self.started = 0.0
         self.seconds: list[float] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.progress.show(f"step {len(self.seconds) + 1} of {self.steps}")
         self.started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+from demo_progress import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 
@@ -30,15 +31,17 @@ def convert_model(folder: Path) -> None:
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     source = packaged_gguf()
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        gguf_file=source.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    tokenizer.save_pretrained(unfinished)
-    model.save_pretrained(unfinished)
+    with Progress("SmolLM2-135M") as progress:
+        progress.show("converting it to fp32, once")
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        tokenizer.save_pretrained(unfinished)
+        model.save_pretrained(unfinished)
     unfinished.rename(folder)
 
 

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from demo_measure import StepClock, generate, rss_peak_bytes, weight_hashes
 from demo_model import training_rows
+from demo_progress import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 KINDS_OF_STATE = 4  # parameters, gradients, two moments
 
 
-def train(model: Any, rows: list[dict[str, list[int]]], steps: int) -> dict[str, Any]:
+def train(model: Any, rows: list[dict[str, list[int]]], steps: int, progress: Progress) -> dict[str, Any]:
     """Fine-tune `model`; return every loss with all its digits and the seconds of every step."""
     losses: list[str] = []
     hook = model.register_forward_hook(lambda _m, _i, output: losses.append(output.loss.item().hex()))
-    clock = StepClock()
+    clock = StepClock(steps, progress)
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         max_steps=steps,
@@ -35,11 +36,37 @@ def train(model: Any, rows: list[dict[str, list[int]]], steps: int) -> dict[str,
         save_strategy="no",
         logging_strategy="no",
         report_to=[],
-        disable_tqdm=False,
+        disable_tqdm=True,
     )
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[clock]).train()
     hook.remove()
     return {"losses": losses, "step_seconds": clock.seconds}
+
+
+def run(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Generate, train and generate again; return what the other run is compared with."""
+    progress.show("loading the model")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    state_bytes = KINDS_OF_STATE * sum(weight.nbytes for weight in model.parameters())
+    result: dict[str, Any] = {"state_bytes": state_bytes, "parameters": model.num_parameters()}
+    if options.budget_share is not None:
+        import torch_offload
+
+        torch_offload.wrap(model, ram=int(options.budget_share * state_bytes))
+    progress.show("generating 24 tokens")
+    result["generated_before"] = generate(model, tokenizer)
+    rows = training_rows(tokenizer, rows=2 * options.steps, tokens=options.tokens)
+    result |= train(model, rows, options.steps, progress)
+    progress.show("generating 24 tokens")
+    result["generated_after"] = generate(model, tokenizer)
+    progress.show("hashing the weights")
+    result["weights"] = weight_hashes(model)
+    if options.budget_share is not None:
+        report = torch_offload.report()
+        result |= {"budget_bytes": report.budget_bytes, "peak_bytes": report.host_peak_bytes}
+        result |= {"ssd_read_bytes": report.ssd_read_bytes, "ssd_written_bytes": report.ssd_written_bytes}
+    return result | {"process_rss_peak_bytes": rss_peak_bytes()}
 
 
 def main() -> None:
@@ -51,23 +78,8 @@ def main() -> None:
     parser.add_argument("--budget-share", type=float, help="of parameters + gradients + moments; not given: in memory")
     options = parser.parse_args()
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    state_bytes = KINDS_OF_STATE * sum(weight.nbytes for weight in model.parameters())
-    result: dict[str, Any] = {"state_bytes": state_bytes, "parameters": model.num_parameters()}
-    if options.budget_share is not None:
-        import torch_offload
-
-        torch_offload.wrap(model, ram=int(options.budget_share * state_bytes))
-    result["generated_before"] = generate(model, tokenizer)
-    result |= train(model, training_rows(tokenizer, rows=2 * options.steps, tokens=options.tokens), options.steps)
-    result["generated_after"] = generate(model, tokenizer)
-    result["weights"] = weight_hashes(model)
-    if options.budget_share is not None:
-        report = torch_offload.report()
-        result |= {"budget_bytes": report.budget_bytes, "peak_bytes": report.host_peak_bytes}
-        result |= {"ssd_read_bytes": report.ssd_read_bytes, "ssd_written_bytes": report.ssd_written_bytes}
-    result["process_rss_peak_bytes"] = rss_peak_bytes()
+    with Progress("in memory" if options.budget_share is None else "paged") as progress:
+        result = run(options, progress)
     options.output.write_text(json.dumps(result))
 
 

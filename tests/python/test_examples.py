@@ -4,8 +4,11 @@ Method: each script in a process of its own, without a network and without --mod
 reports that processes write when they end say that bytes moved and what was the most in memory.
 """
 
+import importlib
+import io
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,3 +111,49 @@ def test_each_example_is_short_and_tested():
     scripts = {path.stem: path for path in EXAMPLES.glob("*.py") if not path.stem.startswith("demo")}
     assert scripts.keys() == ALL | HELPERS
     assert {name for name in ALL if len(scripts[name].read_text().splitlines()) > MAX_LINES} == set()
+
+
+@pytest.fixture
+def progress_class(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("demo_progress").Progress
+
+
+def test_the_demo_says_what_it_does_without_a_terminal(progress_class):
+    """Method: an activity that ends only when a second line came, so that silence is a timeout."""
+    lines = LineQueue()
+    with progress_class("paged", console=Console(file=lines, force_terminal=False), interval_seconds=0.01) as progress:
+        assert re.fullmatch(r"paged: starting, \d+ s\n", lines.get())
+        progress.show("step 2 of 20")
+        while "step 2 of 20" not in lines.get():
+            pass
+    assert re.fullmatch(r"paged: done after \d+ s\n", lines.last())
+
+
+def test_the_demo_redraws_one_line_on_a_terminal(progress_class):
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with progress_class("paged", console=console) as progress:
+        progress.show("step 2 of 20")
+    assert "paged: done after" in console.file.getvalue()
+    assert "\r" in console.file.getvalue()
+
+
+class LineQueue(io.TextIOBase):
+    """A file whose lines can be waited for."""
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[str] = queue.Queue()
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            self._lines.put(text)
+        return len(text)
+
+    def get(self) -> str:
+        return self._lines.get(timeout=60)
+
+    def last(self) -> str:
+        found = [self.get()]
+        while not self._lines.empty():
+            found.append(self.get())
+        return found[-1]
