@@ -13,7 +13,8 @@
 
 namespace torch_offload::test {
 
-/// Keeps bytes in memory by place. What is submitted waits for open() or for its turn in finish_one().
+/// Keeps bytes in memory by place. What is submitted waits for open() or for its turn in finish_one(). Waits for events
+/// only, never for a time.
 /// Threads: any.
 class GatedEngine : public IoEngine {
 public:
@@ -29,10 +30,11 @@ public:
         return requests.size();
     }
 
-    std::size_t reap(std::span<IoRequest*> finished, std::chrono::milliseconds timeout) override {
+    std::size_t reap(std::span<IoRequest*> finished, std::chrono::milliseconds) override {
         std::unique_lock lock(mutex_);
+        ++reaps_;
         const auto can_finish = [&] { return !waiting_.empty() && (is_open_ || allowed_ > 0); };
-        changed_.wait_for(lock, timeout, [&] { return woken_ || can_finish(); });
+        changed_.wait(lock, [&] { return woken_ || can_finish(); });
         woken_ = false;
         std::size_t count = 0;
         for (; count < finished.size() && can_finish(); ++count) {
@@ -85,6 +87,12 @@ public:
         return most_;
     }
 
+    /// The calls of reap() that have begun.
+    std::uint64_t reaps() const {
+        const std::lock_guard lock(mutex_);
+        return reaps_;
+    }
+
 private:
     void move_bytes(IoRequest& request) {
         std::vector<std::byte>& place = places_[request.offset_bytes];
@@ -103,6 +111,7 @@ private:
     std::string order_;
     std::size_t most_ = 0;
     std::size_t allowed_ = 0;
+    std::uint64_t reaps_ = 0;
     bool is_open_ = true;
     bool woken_ = false;
 };
