@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
@@ -13,9 +14,11 @@
 #include <functional>
 #include <random>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "base/check.h"
 #include "base/units.h"
 #include "device/address_space.h"
 
@@ -103,23 +106,36 @@ inline std::size_t resident_bytes() {
     return resident_pages * kSectorBytes;
 }
 
-/// The sum of one line of smaps over the mappings that touch `bytes`.
-inline std::size_t smaps_bytes(std::span<const std::byte> bytes, const std::string& name) {
+/// One line of smaps, without its name, of each mapping that touches `bytes`.
+inline std::vector<std::string> smaps_lines(std::span<const std::byte> bytes, const std::string& name) {
     std::ifstream smaps("/proc/self/smaps");
     bool inside = false;
-    std::size_t total = 0;
+    std::vector<std::string> found;
     for (std::string line; std::getline(smaps, line);) {
         void* begin = nullptr;
         void* end = nullptr;
-        std::size_t kib = 0;
         if (std::sscanf(line.c_str(), "%p-%p ", &begin, &end) == 2) {
             inside = begin < bytes.data() + bytes.size() && end > bytes.data();
-        } else if (inside && line.rfind(name + ":", 0) == 0 &&
-                   std::sscanf(line.c_str() + name.size() + 1, "%zu", &kib) == 1) {
-            total += kib * kKiB;
+        } else if (inside && line.rfind(name + ":", 0) == 0) {
+            found.push_back(line.substr(name.size() + 1));
         }
     }
+    return found;
+}
+
+/// The sum of one line of smaps over the mappings that touch `bytes`.
+inline std::size_t smaps_bytes(std::span<const std::byte> bytes, const std::string& name) {
+    std::size_t total = 0;
+    for (const std::string& line : smaps_lines(bytes, name)) total += std::stoul(line) * kKiB;
     return total;
+}
+
+/// Whether all mappings that touch `bytes` have a flag of two letters of smaps' VmFlags.
+inline bool has_flag(std::span<const std::byte> bytes, std::string_view flag) {
+    const std::vector<std::string> mappings = smaps_lines(bytes, "VmFlags");
+    return !mappings.empty() && std::ranges::all_of(mappings, [flag](const std::string& flags) {
+        return (flags + ' ').find(concat(' ', flag, ' ')) != std::string::npos;
+    });
 }
 
 }  // namespace torch_offload::test
