@@ -8,6 +8,7 @@
 
 #include "support/device_tiers.h"
 #include "support/fake_gpu.h"
+#include "support/seeds.h"
 
 namespace torch_offload::test {
 namespace {
@@ -65,7 +66,7 @@ int compute_a_little(GpuTiers& tiers, std::uint64_t seed) {
 // What a GPU has no room for lies on the host and on the SSD, and comes back the same, under kernels that are still
 // running; the budget holds in the driver's own count. Method: seeds, delays in every stream, four times the memory.
 TEST(CudaPager, KernelsFindTheirBytes) {
-    for (std::uint64_t seed = 0; seed < 16; ++seed) {
+    for (const std::uint64_t seed : seeds({.usual = 16, .full = 400})) {
         GpuTiers tiers({.longest_delay = microseconds(seed % 4 * 100), .seed = seed});
         int wrong = -1;
         ASSERT_NO_THROW(wrong = compute_a_little(tiers, seed)) << "seed " << seed;

@@ -9,6 +9,7 @@
 
 #include "device/emulated_device.h"
 #include "support/device_tiers.h"
+#include "support/seeds.h"
 
 namespace torch_offload::test {
 namespace {
@@ -57,7 +58,7 @@ void compute_a_little(Uses& uses, Pager& pager, std::uint64_t seed, Segments& se
 // A kernel that outlives the guard of its arguments finds them where they were, whatever its delay. Method: seeds,
 // kernels over four times the memory there is.
 TEST(InFlightUses, KernelsFindWhatTheyWereGiven) {
-    for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    for (const std::uint64_t seed : seeds({.usual = 20, .full = 500})) {
         Uses uses(seed, static_cast<std::int64_t>(seed % 4) * 200);
         Segments segments;
         ASSERT_NO_THROW(compute_a_little(uses, uses.tiers.top, seed, segments));

@@ -3,6 +3,7 @@
 #include <random>
 
 #include "support/pager_fixture.h"
+#include "support/seeds.h"
 #include "support/sim_engine.h"
 
 namespace torch_offload::test {
@@ -85,21 +86,21 @@ TEST(PagerFaults, RawAccessToALostPageIsRaisedByTheNextPin) {
     EXPECT_TRUE(holds(*sound, 2));
 }
 
-// Whatever a disk does, a pin gives exact bytes or a typed error, and the pager goes on. Method: 200 seeds of mixed
-// faults, 40 random accesses each; a segment that raised is not asked again.
+// Whatever a disk does, a pin gives exact bytes or a typed error, and the pager goes on. Method: seeds of mixed
+// faults, 40 random accesses each, also of segments that raised before.
 TEST(PagerFaults, ExactBytesOrTypedErrorUnderAnyFault) {
     const SimChances chances{100, 60, 60, 100, 20, 2, 10, 10, 3, 3};
     int checked = 0;
     int raised = 0;
-    for (std::uint64_t seed = 0; seed < 200; ++seed) {
+    for (const std::uint64_t seed : seeds({.usual = 200, .full = 5'000})) {
         FaultyPager f(seed, chances, 6);
         std::mt19937_64 random(seed);
         std::vector<std::shared_ptr<Segment>> segments;
-        std::vector<std::uint32_t> seeds;
+        std::vector<std::uint32_t> holding;
         for (std::uint32_t i = 0; i < 6; ++i) {
             try {
                 segments.push_back(filled_segment(f.pager, 2, i));
-                seeds.push_back(i);
+                holding.push_back(i);
             } catch (const TierIoError&) {
                 ++raised;  // of an earlier write-back; this segment was not made
             }
@@ -109,8 +110,8 @@ TEST(PagerFaults, ExactBytesOrTypedErrorUnderAnyFault) {
             try {
                 const bool is_write = random() % 2 == 0;
                 const PinGuard guard = pin(f.pager, segments[i], is_write ? Access::write : Access::read);
-                ASSERT_TRUE(holds(*segments[i], seeds[i])) << "seed " << seed << " step " << step;
-                if (is_write) fill(*segments[i], ++seeds[i]);
+                ASSERT_TRUE(holds(*segments[i], holding[i])) << "seed " << seed << " step " << step;
+                if (is_write) fill(*segments[i], ++holding[i]);
                 ++checked;
             } catch (const TierIoError&) {
                 ++raised;

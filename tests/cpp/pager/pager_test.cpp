@@ -12,6 +12,7 @@
 #include "support/pager_fixture.h"
 #include "support/sanitizer_options.h"
 #include "support/scratch_directory.h"
+#include "support/seeds.h"
 
 namespace torch_offload::test {
 namespace {
@@ -162,9 +163,9 @@ TEST(Pager, RandomWorkloadKeepsEveryByte) {
     Pager pager(options_with(24));
     constexpr std::uint32_t kSegments = 12;
     std::vector<std::shared_ptr<Segment>> segments;
-    std::vector<std::uint32_t> seeds(kSegments);
+    std::vector<std::uint32_t> holding(kSegments);
     for (std::uint32_t i = 0; i < kSegments; ++i) {
-        seeds[i] = i;
+        holding[i] = i;
         segments.push_back(filled_segment(pager, 1 + i % 5, i));
         segments.back()->trace_id = pager.new_trace_id();
     }
@@ -172,15 +173,15 @@ TEST(Pager, RandomWorkloadKeepsEveryByte) {
     std::atomic<int> wrong{0};
     for (std::uint32_t t = 0; t < 3; ++t) {
         threads.emplace_back([&, t] {
-            std::mt19937 random(t);
+            std::mt19937_64 random(base_seed() + t);
             for (int step = 0; step < 400; ++step) {
                 const std::uint32_t i = (random() % (kSegments / 3)) * 3 + t;  // each thread has its own segments
                 pager.touch(segments[i]);
                 switch (random() % 5) {
                     case 0: {
                         const PinGuard guard = pin(pager, segments[i], Access::write);
-                        if (!holds(*segments[i], seeds[i])) ++wrong;
-                        fill(*segments[i], ++seeds[i]);
+                        if (!holds(*segments[i], holding[i])) ++wrong;
+                        fill(*segments[i], ++holding[i]);
                         break;
                     }
                     case 1: {
@@ -193,11 +194,11 @@ TEST(Pager, RandomWorkloadKeepsEveryByte) {
                         pager.evict(segments[i]);
                         break;
                     case 3:
-                        if (!holds(*segments[i], seeds[i])) ++wrong;  // raw
+                        if (!holds(*segments[i], holding[i])) ++wrong;  // raw
                         break;
                     default: {
                         const PinGuard guard = pin(pager, segments[i], Access::read);
-                        if (!holds(*segments[i], seeds[i])) ++wrong;
+                        if (!holds(*segments[i], holding[i])) ++wrong;
                     }
                 }
                 if (t == 0 && step % 50 == 0) pager.end_step();

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "device/emulated_device.h"
+#include "support/seeds.h"
 #include "support/three_tiers.h"
 
 namespace torch_offload::test {
@@ -194,16 +194,10 @@ std::size_t SmallTraining::differences() {
     return different;
 }
 
-/// Seeds to try: as many as OFFLOAD_TEST_SEEDS says.
-std::uint64_t seed_count() {
-    const char* const wanted = std::getenv("OFFLOAD_TEST_SEEDS");
-    return wanted ? std::strtoull(wanted, nullptr, 10) : 40;
-}
-
 // Whatever the delays and capacities and wherever updates run, every read gives what was written, no memory is used
 // before its copy has passed, and no budget is exceeded. Method: seeds.
 TEST(SmallTraining, RandomDelaysAndCapacitiesChangeNothing) {
-    for (std::uint64_t seed = 0; seed < seed_count(); ++seed) {
+    for (const std::uint64_t seed : seeds({.usual = 40, .full = 10'000})) {
         SCOPED_TRACE(testing::Message() << "seed " << seed);
         std::mt19937_64 random(seed);
         EmulatedDevice device({.longest_delay = std::chrono::microseconds(random() % 4 * 50), .seed = seed});

@@ -2,6 +2,7 @@
 
 #include "conformance/io_engine_contract.h"
 #include "storage/checksum.h"
+#include "support/seeds.h"
 
 namespace torch_offload::test {
 namespace {
@@ -120,14 +121,14 @@ SimChances draw_chances(std::uint64_t seed, std::uint32_t most, std::uint32_t si
     return chances;
 }
 
-constexpr std::uint64_t kCases = 2000;
+constexpr SeedCounts kCases{.usual = 2000, .full = 20'000};
 
 // A disk that admits its faults never gives wrong bytes: exact data or an error, also without checksums.
-// Method: 2,000 seeds, every honest fault.
+// Method: seeds, every honest fault.
 TEST(SimulatedFaults, HonestFaultsNeverGiveWrongBytes) {
     Outcome total;
     SimChances injected{};
-    for (std::uint64_t seed = 0; seed < kCases; ++seed) {
+    for (const std::uint64_t seed : seeds(kCases)) {
         const Outcome outcome = run_case(seed, draw_chances(seed, 150, 0), injected);
         ASSERT_EQ(outcome.wrong_count, 0) << "seed " << seed;
         total += outcome;
@@ -139,11 +140,11 @@ TEST(SimulatedFaults, HonestFaultsNeverGiveWrongBytes) {
     for (std::size_t i = 0; i < kHonestCount; ++i) EXPECT_GT(injected[i], 1000u) << i;
 }
 
-// A disk that lies is found out by the checksum. Method: 2,000 seeds with silently torn writes and flipped bits.
+// A disk that lies is found out by the checksum. Method: seeds with silently torn writes and flipped bits.
 TEST(SimulatedFaults, SilentFaultsAreCaughtByTheChecksum) {
     Outcome total;
     SimChances injected{};
-    for (std::uint64_t seed = 0; seed < kCases; ++seed) {
+    for (const std::uint64_t seed : seeds(kCases)) {
         const Outcome outcome = run_case(seed, draw_chances(seed, 20, 100), injected);
         ASSERT_EQ(outcome.silent_count, 0) << "seed " << seed;
         ASSERT_EQ(outcome.wrong_count, outcome.mismatch_count) << "seed " << seed;

@@ -2,8 +2,10 @@
 // tests fault on purpose.
 #pragma once
 
-#if defined(__SANITIZE_ADDRESS__)
+#include "support/sanitized.h"
+
+#if defined(OFFLOAD_UNDER_ASAN)
 extern "C" const char* __asan_default_options() { return "handle_segv=0:allow_user_segv_handler=1"; }
-#elif defined(__SANITIZE_THREAD__)
+#elif defined(OFFLOAD_UNDER_TSAN)
 extern "C" const char* __tsan_default_options() { return "handle_segv=0:allow_user_segv_handler=1"; }
 #endif
