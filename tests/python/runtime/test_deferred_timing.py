@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bare_training import PAGE_ELEMENTS, Run, adamw, assert_equal_bits, make_engine
+from support.paging import wait_until
 from torch import Tensor, nn
 
 from torch_offload import _C
@@ -155,11 +156,12 @@ def test_prefetch_runs_the_work_beside_the_program(scratch: Path) -> None:
             nn.utils.clip_grad_norm_(run.parameters, 0.5)
             run.unended_step()
     weight = paged.parameters[0]
-    for _ in range(100_000):
-        if not paged.engine.has_pending_work(weight):
-            break
+
+    def is_done() -> bool:
         paged.engine.prefetch(weight)
-    assert not paged.engine.has_pending_work(weight)
+        return not paged.engine.has_pending_work(weight)
+
+    wait_until(is_done, "a prefetch had applied the work of its weight")
     assert_equal_bits(paged.everything(), plain.everything())
 
 

@@ -37,7 +37,7 @@ def measure_base_bytes(scratch: Path) -> int:
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"hidden{size[0]}x{size[1]}")
 def test_limited_process_is_never_killed(size, scratch, capsys):
-    """Paged training fits in base + budget + 2 % and equals unlimited plain training; plain torch does not fit."""
+    """Paged, it ends, with the losses and weights of plain training without a limit; plain torch is killed."""
     state = state_bytes(tiny_model("llama", tied=True, hidden=size[0], layers=size[1]), moments=2)
     budget = int(BUDGET_SHARE * state)
     base = measure_base_bytes(scratch)
@@ -48,10 +48,13 @@ def test_limited_process_is_never_killed(size, scratch, capsys):
         megabytes = ", ".join(f"{name} {count / 1e6:.1f} MB" for name, count in figures.items())
         sys.stdout.write(f"\n{paged.kind}: {megabytes}\n")
     assert paged.status == 0, paged.errors[-3000:]
-    assert paged.peak_bytes <= limit
     engine = json.loads(paged.output)
-    assert engine["peak_bytes"] <= budget
-    assert engine["ssd_read_bytes"] > 0
-    unlimited = train(scratch, size, 0)
-    assert json.loads(unlimited.output)["losses"] == engine["losses"]
-    assert train(scratch, size, 0, limit).was_killed
+    assert engine.pop("peak_bytes") <= budget
+    assert engine.pop("ssd_read_bytes") > 0
+    assert len(set(engine["losses"])) > 1
+    assert engine == json.loads(train(scratch, size, 0).output)
+    plain = train(scratch, size, 0, limit)
+    assert plain.was_killed
+    assert plain.kind == paged.kind
+    if not paged.kind.startswith("cgroup"):
+        pytest.skip(f"a {paged.kind} watched the limit: no memory cgroup can be made here, which would enforce it")

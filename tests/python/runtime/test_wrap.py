@@ -10,7 +10,16 @@ import weakref
 
 import pytest
 import torch
-from support.paging import assert_bitwise_equal, page_out, reading, reading_nothing
+from support.bits import digest
+from support.paging import (
+    assert_an_update_was_recorded,
+    assert_bitwise_equal,
+    assert_was_paged,
+    page_out,
+    reading,
+    reading_nothing,
+    wait_until,
+)
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,6 +29,7 @@ from torch_offload.runtime import session
 from torch_offload.runtime.process import PROCESS
 
 MIB = 1 << 20
+TIGHT = "576KiB"  # half of the state of `make_module`
 
 
 def make_module() -> nn.Sequential:
@@ -40,24 +50,30 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2, fused=True)
 
 
-def snapshot(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict:
-    content = {name: value.clone() for name, value in module.state_dict().items()}
+def snapshot(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, str]:
+    """Hash every tensor, one after the other: copies of all of them would not fit a tight budget."""
+    content = {name: digest(value) for name, value in module.state_dict().items()}
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
-            content[f"{name}.grad"] = parameter.grad.clone()
+            content[f"{name}.grad"] = digest(parameter.grad)
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
-            content[f"{name}.{key}"] = value.clone()
+            content[f"{name}.{key}"] = digest(value)
     return content
 
 
 def assert_usable(scratch) -> None:
-    """A module can be wrapped, trained and unwrapped, and trains as in memory."""
-    plain, paged = make_module(), make_module()
-    config = Config(ram=8 * MIB, ssd=scratch, min_paged_bytes=0, page_elements=4096)
+    """A module can be wrapped, trained in half of its state and unwrapped, and trains as in memory."""
+
+    def train(module: nn.Module) -> list:
+        optimizer = adamw(module)
+        return [[step(module, optimizer) for _ in range(3)], snapshot(module)]
+
+    expected = train(make_module())
+    paged = make_module()
+    config = Config(ram=TIGHT, ssd=scratch, min_paged_bytes=0, page_elements=4096)
     assert torch_offload.wrap(paged, config=config) is paged
-    losses = [[step(module, optimizer) for _ in range(2)] for module in (plain, paged) for optimizer in [adamw(module)]]
-    assert_bitwise_equal(losses[1], losses[0])
-    assert_bitwise_equal(snapshot(paged), snapshot(plain))
+    assert_bitwise_equal(train(paged), expected)
+    assert_was_paged()
     torch_offload.unwrap(paged)
 
 
@@ -147,10 +163,11 @@ def test_momentum_made_from_a_decayed_gradient_is_paged(config):
 
 def test_an_optimizer_step_that_raises_leaves_the_engine_as_it_was(config):
     """Results of the forward after it are ordinary, and training goes on equal."""
-    plain, paged = make_module(), make_module()
-    torch_offload.wrap(paged, config=config)
     outcomes = []
-    for module in (plain, paged):
+    for is_paged in (False, True):
+        module = make_module()
+        if is_paged:
+            torch_offload.wrap(module, config=config, ram=TIGHT)
         optimizer = adamw(module)
         step(module, optimizer)
 
@@ -163,15 +180,24 @@ def test_an_optimizer_step_that_raises_leaves_the_engine_as_it_was(config):
         step(module, optimizer, seed=2)
         outcomes.append(snapshot(module, optimizer))
     assert_bitwise_equal(outcomes[1], outcomes[0])
+    assert_was_paged()
 
 
 def test_unwrap_gives_ordinary_tensors_back(config):
-    """Parameters, gradients and moments keep values, address nothing of ours and need no engine; hooks are gone."""
+    """With pages away and an update pending. Values stay, nothing addresses memory of ours, hooks are gone."""
     plain, paged = make_module(), make_module()
-    torch_offload.wrap(paged, config=config)
     optimizers = [adamw(plain), adamw(paged)]
     for module, optimizer in zip((plain, paged), optimizers, strict=True):
+        if module is paged:
+            torch_offload.wrap(paged, config=config, ram=TIGHT)
         step(module, optimizer)
+        module(torch.ones(8, 128)).square().mean().backward()
+        if module is paged:
+            page_out(paged)
+        optimizer.step()
+    assert_an_update_was_recorded()
+    assert PROCESS.session.engine.has_pending_work(paged[0].weight)
+    assert not torch_offload.is_resident(paged[2].weight)
     assert torch_offload.unwrap(paged) is paged
     assert PROCESS.session is None
     tensors = list(paged.parameters())
@@ -235,13 +261,17 @@ def test_large_buffers_are_paged(config):
 
 
 def test_prefetch_reads_ahead_and_evict_sends_away(config):
-    """Hints for a tensor and for a module; unknown things are a TypeError."""
+    """Hints for a tensor and for a module, without any other access; unknown things are a TypeError."""
     module = make_module()
     torch_offload.wrap(module, config=config)
-    page_out(module)
-    torch_offload.prefetch(module)
-    module[0].weight.sum()
-    assert torch_offload.is_resident(module[0].weight)
+    tensors = [*module.parameters(), module[3].running_mean]
+    for target, hinted in ((module[0].weight, tensors[:1]), (module, tensors)):
+        page_out(module)
+        assert not any(torch_offload.is_resident(tensor) for tensor in tensors)
+        torch_offload.prefetch(target)
+        wait_until(lambda hinted=hinted: all(map(torch_offload.is_resident, hinted)), "a prefetch had read its pages")
+        with reading_nothing():
+            assert [tensor.detach().sum() for tensor in hinted]
     assert torch_offload.evict(module[0].weight) == 0
     assert not torch_offload.is_resident(module[0].weight)
     for verb in (torch_offload.evict, torch_offload.prefetch):
@@ -281,14 +311,15 @@ def test_parameters_made_trainable_later_are_hooked_and_equal(config):
     plain, paged = make_module(), make_module()
     for module in (plain, paged):
         module.requires_grad_(False)
-    torch_offload.wrap(paged, config=config)
-    for module in (plain, paged):
+        if module is paged:
+            torch_offload.wrap(paged, config=config, ram=TIGHT)
         module.requires_grad_(True)
         optimizer = adamw(module)
         step(module, optimizer)
         step(module, optimizer)
     assert _C.is_managed(paged[0].weight.grad)
     assert_bitwise_equal(snapshot(paged), snapshot(plain))
+    assert_was_paged()
 
 
 @pytest.mark.parametrize("convert", [nn.Module.bfloat16, nn.Module.double, lambda module: module.to(torch.float16)])
@@ -329,8 +360,9 @@ def test_a_paged_module_is_not_moved_to_another_device(config, is_wrapped):
 def test_states_loaded_into_an_optimizer_are_paged(config):
     """optimizer.load_state_dict makes new states; training goes on equal."""
     plain, paged = make_module(), make_module()
-    torch_offload.wrap(paged, config=config)
     for module in (plain, paged):
+        if module is paged:
+            torch_offload.wrap(paged, config=config, ram=TIGHT)
         optimizer = adamw(module)
         step(module, optimizer)
         saved = copy.deepcopy(optimizer.state_dict())
@@ -340,6 +372,7 @@ def test_states_loaded_into_an_optimizer_are_paged(config):
         step(module, optimizer)
     assert _C.is_managed(optimizer.state[paged[0].weight]["exp_avg"])
     assert_bitwise_equal(snapshot(paged), snapshot(plain))
+    assert_was_paged()
 
 
 def test_copies_and_pickles_are_ordinary_modules(config):

@@ -2,10 +2,12 @@
 
     python -m support.memory_worker --hidden 512 --layers 8 --scratch DIRECTORY [--budget-bytes 90000000]
 
-Prints the engine's peak and the losses as a JSON line.
+Prints the losses, hashes of the weights and what the engine counted as a JSON line. In memory it does not import the
+package.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 from typing import Any
@@ -26,9 +28,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(2)
     model: Any = tiny_model("llama", tied=True, hidden=options.hidden, layers=options.layers)
-    import torch_offload
-
     if options.budget_bytes:
+        import torch_offload
+
         config = torch_offload.Config(min_paged_bytes=0, page_elements=1 << 16)
         torch_offload.wrap(model, ram=options.budget_bytes, ssd=options.scratch, config=config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -41,10 +43,13 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item().hex())
-    result: dict[str, Any] = {"losses": losses}
+    weights = {name: hashlib.sha256(weight.detach().numpy()).hexdigest() for name, weight in model.named_parameters()}
+    result: dict[str, Any] = {"losses": losses, "weights": weights}
     if options.budget_bytes:
         report = torch_offload.report()
         result |= {"peak_bytes": report.host_peak_bytes, "ssd_read_bytes": report.ssd_read_bytes}
+    else:
+        assert "torch_offload" not in sys.modules
     sys.stdout.write(json.dumps(result) + "\n")
 
 

@@ -1,6 +1,7 @@
 """Ways to page things out, to see what was fetched, and to compare paged with plain."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +34,23 @@ def read_bytes() -> int:
 def assert_an_update_was_recorded() -> None:
     """A step was written down, not run; the engine may apply it at any time before the next read."""
     assert torch_offload.report().counters["recorded_elements"] > 0
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Give other threads the time they need. Fails after two minutes."""
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline, f"two minutes passed before {what}"
+        time.sleep(0.001)
+
+
+def assert_was_paged() -> None:
+    """Pages left memory and were read again, and the budget held."""
+    report = torch_offload.report()
+    assert report.evictions > 0
+    assert report.ssd_written_bytes > 0
+    assert report.ssd_read_bytes > 0
+    assert report.host_peak_bytes <= report.budget_bytes
 
 
 @contextmanager
