@@ -32,16 +32,21 @@ pytestmark = pytest.mark.any_torch
 
 def run_example(name: str, folder: Path, scratch: Path, *options: str, **settings: Any) -> tuple[str, list[Any]]:
     """Run it in `folder`; return what it printed and the reports of its processes, the last to end last."""
+    printed, reports = run_script(EXAMPLES / f"{name}.py", folder, "--ssd", str(scratch), *options, **settings)
+    assert "paging: peak" in printed
+    return printed, reports
+
+
+def run_script(script: Path, folder: Path, *options: str, **settings: Any) -> tuple[str, list[Any]]:
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCH_OFFLOAD_CONFIG": json.dumps({"report": str(folder / "reports"), **settings}),
     }
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--ssd", str(scratch), *options]
+    command = [sys.executable, str(script), *options]
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-5000:]
-    assert "paging: peak" in ended.stdout
     files = sorted((folder / "reports").iterdir(), key=lambda file: file.stat().st_mtime_ns)
     return ended.stdout, [json.loads(file.read_text()) for file in files]
 
@@ -111,6 +116,40 @@ def test_each_example_is_short_and_tested():
     scripts = {path.stem: path for path in EXAMPLES.glob("*.py") if not path.stem.startswith("demo")}
     assert scripts.keys() == ALL | HELPERS
     assert {name for name in ALL if len(scripts[name].read_text().splitlines()) > MAX_LINES} == set()
+
+
+SAMPLES = {"README.md": "out/model.safetensors", "docs/guides/lora.md": "adapter/adapter_model.safetensors"}
+SAMPLE_DATA = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(EXAMPLES)!r})
+from example_run import training_rows
+from tiny_model import save_model
+from transformers import AutoTokenizer
+save_model(Path("tiny"))
+dataset = training_rows(AutoTokenizer.from_pretrained("tiny"), rows=3, tokens=64)
+"""
+
+
+@pytest.mark.parametrize("document", SAMPLES)
+def test_the_first_sample_of_a_document_runs(tmp_path, scratch, document):
+    """Method: as it is written, with another model, budget and directory."""
+    sample = re.search(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+    assert sample is not None
+    script = SAMPLE_DATA + sample[1]
+    for written, value in {"path/to/model": "tiny", "8GiB": str(BUDGET_BYTES // 2), "/mnt/nvme": str(scratch)}.items():
+        assert written in script
+        script = script.replace(written, value)
+    (tmp_path / "sample.py").write_text(script)
+    _, (report,) = run_script(tmp_path / "sample.py", tmp_path)
+    assert_paged(report, budget_bytes=BUDGET_BYTES // 2)
+    assert load_file(tmp_path / SAMPLES[document])
+
+
+def test_the_chart_of_the_readme_is_current():
+    command = [sys.executable, str(ROOT / "tools" / "readme_chart.py"), "--check"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
 
 
 @pytest.fixture
