@@ -66,13 +66,15 @@ def figures() -> str:
     bars = [bar for result in (steps, peers, peers_bf16) for bar in result["bars"]]
     compared = [bar for bar in bars if "that differ" in bar["name"] and not bar["name"].startswith("swap")]
     differing = sum(bar["value"] for bar in compared)
+    equality = (
+        f"{differing:g} losses and weights differ" if differing else "All losses and weights were equal bit for bit"
+    )
     ratio = {w["workload"]["name"]: w["variants"].get("quarter", {}).get("ratio_to_plain") for w in steps["workloads"]}
     state_bytes = steps["workloads"][0]["description"]["state_bytes"]
     commits = [commit_of(result) for result in (steps, peers, peers_bf16)]
     origin = f"commits {', '.join(dict.fromkeys(filter(None, commits)))}" if all(commits) else NO_COMMIT
     return f"""\
-- **The same bits.** {differing:g} losses and weights differ from those of runs in memory, in {len(compared)} \
-comparisons.
+- **The same bits.** {equality} in {len(compared)} comparisons with runs in memory.
 - **Little time where there is work to hide the disk behind.** With a quarter of the memory, a step of 2,048 tokens \
 takes {times(ratio["fp32, 2048 tokens"])} as long as in plain torch ({state_bytes / 1e9:.1f} GB of weights, gradients \
 and moments, fp32). With 128 tokens the disk is the bottleneck: {times(ratio["fp32, 128 tokens"])}.
