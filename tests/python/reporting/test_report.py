@@ -14,9 +14,11 @@ import threading
 import pytest
 import torch
 from rich.console import Console
+from support.bits import digest
 from support.confined import command_line
 from support.figures import device_statistics, statistics
 from support.models import tiny_model
+from support.paging import assert_was_paged, wait_until
 from torch import nn
 
 import torch_offload
@@ -126,18 +128,32 @@ def test_nothing_is_recorded_unless_asked(config):
     assert not model.get_input_embeddings()._forward_pre_hooks
 
 
-def test_recording_changes_no_bit_and_leaves_no_hook(config, scratch):
-    """Method: the same run recorded and not, with samples taken all the time."""
+def test_recording_changes_no_bit_and_leaves_no_hook(config, scratch, monkeypatch):
+    """Method: a run in memory, a paged one, and one with samples every millisecond, ten and more in each step."""
+    monkeypatch.setattr(recorders, "MIN_PERIOD_SECONDS", 1e-3)
+    monkeypatch.setattr(recorders, "SAMPLES_PER_STEP", 10**6)
+
+    def wait_for_samples(*_) -> None:
+        recorder = PROCESS.monitors.recorder
+        taken = len(recorder.timeline().recent)
+        wait_until(lambda: len(recorder.timeline().recent) >= taken + 10, "ten samples were taken")
+
     weights = []
-    for report in (None, scratch / "report.json"):
+    for settings in (None, {}, {"report": scratch / "report.json"}):
         torch.manual_seed(3)
         model = tiny_model("llama", tied=True)
-        torch_offload.wrap(model, config=config.replace(report=report))
+        if settings is not None:
+            torch_offload.wrap(model, config=config.replace(ram="3MiB", **settings))
+        if settings:
+            model.model.layers[1].register_forward_hook(wait_for_samples)
         train(model, steps=3)
-        torch_offload.unwrap(model)
-        weights.append([weight.detach().clone() for weight in model.parameters()])
+        if settings is not None:
+            assert_was_paged()
+            torch_offload.unwrap(model)
+        weights.append([digest(weight) for weight in model.parameters()])
         assert not model.get_input_embeddings()._forward_pre_hooks
-    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    assert len(torch_offload.report().timeline.recent) > 3 * 10
+    assert weights[2] == weights[1] == weights[0]
 
 
 def test_a_report_is_written_when_the_process_ends(scratch):

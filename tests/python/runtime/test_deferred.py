@@ -285,19 +285,22 @@ def test_elements_that_share_storage(scratch: Path) -> None:
 
 
 def test_layouts(scratch: Path) -> None:
-    """Transposed and strided tensors give the same bits, recorded where their elements lie alike."""
+    """Transposed and strided tensors give the same bits; a list is recorded where the elements of its tensors lie alike."""
     results = []
     for run in (Run(), Run(make_engine(scratch))):
         run.optimizer = sgd(run.parameters)
         run.evict()
         weights = [run.parameters[0].detach().t(), run.parameters[1].detach()]
-        others = [run.random((161, 129)), run.random((256, 64)).t()]
+        others = [run.random((161, 129)), run.random((256, 64)).t(), run.random((129, 161)).t()]
         for other in others:
             run.manage(other, "other", "other")
             run.evict()
-        torch._foreach_add_(weights, others)
-        torch._foreach_mul_([weights[0]], [others[0].t().contiguous().t()])
+        with torch.no_grad():
+            torch._foreach_add_(weights, others[:2])
+            assert run.engine is None or run.count("recorded_elements") == 0
+            torch._foreach_mul_([weights[0]], others[2:])
         results.append(run.everything())
+    assert run.count("recorded_elements") == 1
     assert_equal_bits(results[1], results[0])
 
 
