@@ -285,7 +285,7 @@ def test_elements_that_share_storage(scratch: Path) -> None:
 
 
 def test_layouts(scratch: Path) -> None:
-    """Transposed and strided tensors give the same bits; a list is recorded where the elements of its tensors lie alike."""
+    """Transposed and strided tensors give the same bits; a list is recorded where its tensors lie alike."""
     results = []
     for run in (Run(), Run(make_engine(scratch))):
         run.optimizer = sgd(run.parameters)
