@@ -1,5 +1,6 @@
 """What every test file may ask for. Each test starts and ends without an engine."""
 
+import datetime
 import gc
 import os
 import shutil
@@ -8,6 +9,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,15 +21,31 @@ ROOT = Path(__file__).resolve().parents[2]
 # What a machine with everything installed may still lack. Any other skipped test fails where REQUIRE_ALL=1.
 EXPECTED_SKIPS = ("this extension was built without CUDA", "this CPU does not flush denormals")
 
+IS_CI = os.environ.get("REQUIRE_ALL") == "1"
+
+# Time is no criterion where cores are shared. In continuous integration examples are drawn from the seed of the day, so
+# that a failure there can be had again; elsewhere they are drawn anew, and a failure prints how to have it again.
+SEED = int(os.environ.get("HYPOTHESIS_SEED") or datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d"))
+hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("project")
+if IS_CI and hypothesis.core.global_force_seed is None:
+    hypothesis.core.global_force_seed = SEED
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell runs in the background: children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the seed, also of a run that succeeds."""
+    if IS_CI:
+        terminalreporter.write_line(f"examples of hypothesis: HYPOTHESIS_SEED={SEED}")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Fail what is skipped in continuous integration, where everything that a test needs is to be installed."""
     report = yield
-    if report.skipped and os.environ.get("REQUIRE_ALL") == "1":
+    if report.skipped and IS_CI:
         *_, reason = report.longrepr if isinstance(report.longrepr, tuple) else (str(report.longrepr),)
         if not reason.removeprefix("Skipped: ").startswith(EXPECTED_SKIPS):
             report.outcome = "failed"

@@ -113,6 +113,9 @@ def test_layers_that_switch_between_steps_give_the_same_numbers(config: Config):
             set_recomputed(layer, on=(index + step) % 2 == 0)
 
     assert train(model, 6, after_step=switch) == expected
+    report = torch_offload.report()
+    assert report.written_bytes["activation"] > 0
+    assert report.read_bytes["activation"] > 0
 
 
 def test_auto_decides_and_explains(config: Config):
