@@ -70,8 +70,7 @@ def format_size(size_bytes: int) -> str:
     return f"{count:.4g} TiB"
 
 
-_READS_SIZE = BeforeValidator(parse_size)
-Bytes = Annotated[int, _READS_SIZE]
+Bytes = Annotated[int, BeforeValidator(parse_size)]
 
 
 class Emulation(BaseModel):
@@ -426,7 +425,7 @@ def _kind(name: str, field: FieldInfo) -> str:
         return "choice"
     if Path in types:
         return "paths" if get_origin(field.annotation) is tuple else "path"
-    if Bytes in types or _READS_SIZE in field.metadata:
+    if Bytes in types or BeforeValidator(parse_size) in field.metadata:
         return "size"
     if field.annotation is int:
         return "count"
