@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 OLD = "*old:* measured before results recorded their commit, on code that has changed; to be measured again."
+DISTURBED = "**Disturbed:** others took part of the machine, and too few rounds were quiet."
 BEGIN, END = "<!-- generated: results -->", "<!-- end -->"
 PAGE = "docs/contributing/results.md"
 MAX_OTHER_SHARE = 0.10  # of the machine, while a try of DeepSpeed counts
@@ -118,6 +119,8 @@ def read_results(root: Path) -> list[Result]:
         code = content.get("code", {})
         if not code.get("commit"):
             raise ResultRefused(f"{shown(path, root)} names no commit; measure again: {benchmark.command}")
+        if "--smoke" in code.get("command", ""):
+            raise ResultRefused(f"{shown(path, root)} is of a smoke run; measure again: {benchmark.command}")
         if code.get("modified_files"):
             names = ", ".join(code["modified_files"])
             raise ResultRefused(
@@ -229,6 +232,7 @@ def section(result: Result) -> str:
     heading = f"### {result.benchmark.title} (old)" if result.is_old else f"## {result.benchmark.title}"
     parts = [f"{heading}\n", f"{origin(result)}\n"]
     notes = [result.benchmark.note, (result.notes or {}).get("note", "")]
+    notes += [DISTURBED] if is_disturbed(result.content) else []
     parts += [f"{note}\n" for note in notes if note]
     parts.append(table(["bar", "target", "value", "holds"], rows))
     if result.benchmark.stem.startswith("peers"):
@@ -236,6 +240,13 @@ def section(result: Result) -> str:
     if result.benchmark.stem.startswith("size"):
         parts.append(steps_of_sizes(result.content))
     return "\n".join(parts)
+
+
+def is_disturbed(content: object) -> bool:
+    """Whether a part of a result says that too few rounds were quiet, so that all of them count."""
+    if isinstance(content, dict):
+        return bool(content.get("disturbed")) or any(is_disturbed(part) for part in content.values())
+    return isinstance(content, list) and any(is_disturbed(part) for part in content)
 
 
 def origin(result: Result) -> str:

@@ -95,6 +95,7 @@ def test_a_changed_number_is_found(tree, document):
     [
         ({"commit": ""}, "names no commit"),
         ({"modified_files": ["csrc/pager/pager.cpp"]}, "csrc/pager/pager.cpp"),
+        ({"command": "python benchmarks/io.py --smoke --json"}, "is of a smoke run"),
     ],
 )
 def test_a_result_of_unknown_code_is_refused(tree, code, said):
@@ -119,6 +120,14 @@ def test_a_result_from_before_commits_were_recorded_is_refused_among_the_others(
     text = page_of(tree)
     assert "## Measured before results recorded their commit" in text
     assert "| io (old) | share | at least 0.85 | 0.58 |" in text
+
+
+def test_a_disturbed_result_says_so(tree):
+    """Wherever in the result it stands."""
+    assert "Disturbed" not in page_of(tree)
+    write(tree / "benchmarks/results/io.json", measured() | {"workloads": [{"disturbed": True}]})
+    assert run_tool(tree).returncode == 0
+    assert "**Disturbed:**" in page_of(tree)
 
 
 def test_an_old_result_beside_a_new_one_is_refused(tree):
