@@ -4,7 +4,8 @@ Torch is imported when the extension is built, so that metadata and source distr
 
 Variables that the build reads, those of torch's own extensions: FORCE_CUDA=1 builds the kernels for CUDA (0: never;
 unset: where this torch has CUDA and sees a GPU), CUDA_HOME says where the toolkit is, TORCH_CUDA_ARCH_LIST for which
-GPUs to compile.
+GPUs to compile. OFFLOAD_SANITIZE=undefined (or another of g++'s sanitizers) builds with checks at run time, in a
+folder of objects of its own; only for tests of the extension.
 """
 
 import functools
@@ -30,6 +31,10 @@ USUAL_CUDA_HOME = "/usr/local/cuda"
 ARITHMETIC = ("-ffp-contract=off", "-fno-math-errno")
 # Only code that was compiled for OpenMP shares the threads of torch: elsewhere at::parallel_for is a plain loop.
 THREADS = ("-fopenmp",)
+# Errors end the process. Not checked: what needs torch compiled with it as well (vptr); what makes g++ forget that the
+# address of a function is not null, as registering operators asserts.
+UNCHECKED = "vptr,null,nonnull-attribute,returns-nonnull-attribute"
+CHECKED = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", f"-fno-sanitize={UNCHECKED}")
 CUDA_ARITHMETIC = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false")
 COMPAT = runpy.run_path(str(ROOT / "torch_offload" / "_compat.py"))
 NAME = "torch_offload._C"
@@ -163,6 +168,12 @@ def cuda_options(architectures):
     return flags, ["-std=c++20", "-O3", "--threads", "2", "-DTORCH_OFFLOAD_CUDA=1", *CUDA_ARITHMETIC]
 
 
+def sanitizer_options():
+    """Return flags to compile and to link with the sanitizers that are asked for."""
+    wanted = os.environ.get("OFFLOAD_SANITIZE")
+    return ([f"-fsanitize={wanted}", *CHECKED], [f"-fsanitize={wanted}"]) if wanted else ([], [])
+
+
 def extension(torch, cpp_extension, *, with_cuda):
     cflags, libraries = xxhash_package()
     macros = [("TORCH_OFFLOAD_BUILT_AGAINST", f'"{torch.__version__}"')]
@@ -172,7 +183,8 @@ def extension(torch, cpp_extension, *, with_cuda):
     else:
         print("torch_offload: liburing not found, building without io_uring (apt-get install liburing-dev adds it)")
     cuda_flags, nvcc_flags = cuda_options(cuda_architectures()) if with_cuda else ([], [])
-    cxx_flags = ["-std=c++20", "-O3", "-g0", *ARITHMETIC, *THREADS, *cflags, *cuda_flags]
+    checks, checks_library = sanitizer_options()
+    cxx_flags = ["-std=c++20", "-O3", "-g0", *ARITHMETIC, *THREADS, *cflags, *cuda_flags, *checks]
     return (cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension)(
         name=NAME,
         sources=sources(with_cuda=with_cuda),
@@ -180,7 +192,7 @@ def extension(torch, cpp_extension, *, with_cuda):
         depends=headers(),
         define_macros=macros,
         extra_compile_args={"cxx": cxx_flags, "nvcc": nvcc_flags},
-        extra_link_args=[*libraries, *THREADS],
+        extra_link_args=[*libraries, *THREADS, *checks_library],
     )
 
 
@@ -195,6 +207,8 @@ class BuildForThisTorch(build_ext):
         command.inplace, command.editable_mode, command.build_lib = self.inplace, self.editable_mode, self.build_lib
         command.force = True  # ninja knows better than setuptools what is up to date: it sees the included headers
         kind = "-cuda" if with_cuda else ""
+        if os.environ.get("OFFLOAD_SANITIZE"):
+            kind += "-" + os.environ["OFFLOAD_SANITIZE"]
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
         command.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}-python-{python}{kind}")
         command.ensure_finalized()
@@ -202,6 +216,9 @@ class BuildForThisTorch(build_ext):
         folders = [Path(self.build_lib) / "torch_offload"]
         if self.inplace or self.editable_mode:
             folders.append(ROOT / "torch_offload")
+            objects = ROOT / "build" / "objects"  # the tests of the layers below link them
+            objects.unlink(missing_ok=True)
+            objects.symlink_to(Path(command.build_temp).name)
         for folder in folders:
             (folder / "_build_info.py").write_text(
                 '"""Written by setup.py."""\n\n'
