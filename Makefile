@@ -11,6 +11,8 @@ AT_ONCE := -n $(JOBS) --dist worksteal
 SHARING := OMP_WAIT_POLICY=passive
 GPU_PYTHON ?= $(PYTHON)
 PHASE := $(CURDIR)/tools/phase.sh
+# Reads torch's headers once in a build of the extension.
+PRECOMPILED := CXX=$(CURDIR)/tools/precompiled_cxx.sh
 
 VENV := .venv
 NEWER_VENV := .venv-2.15
@@ -33,6 +35,8 @@ NATIVE := $(shell find csrc -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.
 FORMATTED := $(shell find csrc tests/cpp tests/gpu -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 LINTED := setup.py tools torch_offload tests examples benchmarks
 RUNS := plain asan tsan
+# Where random tests of C++ begin, in hexadecimal: elsewhere for each commit. MATRIX=full tries many more seeds.
+export OFFLOAD_TEST_SEED ?= $(shell git rev-parse --short=8 HEAD 2> /dev/null)
 SANITIZE_plain :=
 SANITIZE_asan := address,undefined
 SANITIZE_tsan := thread
@@ -58,9 +62,10 @@ demo: build $(VENV)/.demo ## Train a real model inside a third of its memory and
 test: lint cpp-test python-test ## Everything: lint, tidy rules, C++ tests (plain, ASan+UBSan, TSan), Python tests
 
 .PHONY: test-versions
-test-versions: .gpu-programs $(NEWER_VENV)/.ready ## Build with CUDA for a newer torch (2.15) in .venv-2.15; Python tests on it that may depend on it
+test-versions: $(NEWER_VENV)/.ready ## Build with CUDA for a newer torch (2.15) in .venv-2.15; Python tests on it that may depend on it
+	$(PHASE) "compile the GPU's test programs" $(MAKE) .gpu-programs
 	rm -rf build/lib.* build/bdist.* $(NEWER_TREE)
-	env FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST="$(NEWER_ARCHITECTURES)" PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" \
+	env $(PRECOMPILED) FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST="$(NEWER_ARCHITECTURES)" PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" \
 		$(PHASE) "build the extension with CUDA, newer torch" $(NEWER_VENV)/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 	rm -rf build/lib.* build/bdist.*
 	mkdir -p $(NEWER_TREE)/tests
@@ -99,7 +104,7 @@ lint: $(VENV)/.ready tidy ## Tidy rules, clang-format, ruff and mypy, changing n
 
 .PHONY: tidy
 tidy: $(VENV)/.ready ## Layering, sizes, banned calls, dead files, names in the docs
-	$(VENV)/bin/python -m pytest tests/tidy
+	$(PHASE) "tidy rules" $(VENV)/bin/python -m pytest tests/tidy
 
 .PHONY: format
 format: $(VENV)/.ready ## Format C++ and Python
@@ -109,14 +114,19 @@ format: $(VENV)/.ready ## Format C++ and Python
 
 .PHONY: cpp-test
 cpp-test: $(RUNS:%=cpp-test-%) ## C++ tests, plain and under the sanitizers; the fuzzers for some seconds
-	@$(PHASE) "fuzz" $(MAKE) fuzz FUZZ_SECONDS=5
+	@$(MAKE) .fuzz-build $(VENV)/.fuzz
+	@$(PHASE) "fuzz" $(MAKE) -j $(JOBS) fuzz FUZZ_SECONDS=5
 
 .PHONY: $(RUNS:%=cpp-test-%)
 $(RUNS:%=cpp-test-%): cpp-test-%: .system
+	@echo "seeds begin at $(OFFLOAD_TEST_SEED)"
 	cmake -S . -B build/cpp-$* -G Ninja -DOFFLOAD_SANITIZE=$(SANITIZE_$*) \
+		-DOFFLOAD_OBJECTS=$(if $(SANITIZE_$*),,$(CURDIR)/build/objects) \
 		-DOFFLOAD_REQUIRE_ALL=$(if $(SANITIZE_$*),OFF,$(if $(filter 1,$(REQUIRE_ALL)),ON,OFF)) > build/cpp-$*.log || { cat build/cpp-$*.log; exit 1; }
 	$(PHASE) "build C++ tests, $*" cmake --build build/cpp-$* -j $(JOBS)
 	$(PHASE) "run C++ tests, $*" ctest --test-dir build/cpp-$* --output-on-failure
+
+cpp-test-plain: build # whose objects are tested
 
 .PHONY: fuzz
 fuzz: $(FUZZERS:%=fuzz-%) fuzz-folder ## Fuzz what reads coded extents and folders of them, each fuzzer for FUZZ_SECONDS (600)
@@ -143,6 +153,28 @@ python-test: build $(VENV)/.demo ## Python tests on the torch in .venv
 	$(SHARING) $(PHASE) "Python tests, at once" $(VENV)/bin/python -m pytest $(AT_ONCE) -m "not alone" $(PYTHON_TESTS)
 	$(PHASE) "Python tests, alone" $(VENV)/bin/python -m pytest -m alone $(PYTHON_TESTS)
 
+# Tests that go through most of the extension, for a build of it that checks itself: CHECKS=undefined or address.
+CHECKED_TESTS := $(addprefix tests/python/,$(addsuffix .py,runtime/test_deferred runtime/test_deferred_timing \
+	runtime/test_wrap runtime/test_raw_access activations/test_paging))
+CHECKS ?= undefined
+CHECKED := build/$(CHECKS)
+RUN_CHECKED := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(CHECKED) UBSAN_OPTIONS=print_stacktrace=1
+ifeq ($(CHECKS),address)
+# Comes first, leaves faults to the engine and what torch never frees to the system.
+RUN_CHECKED += LD_PRELOAD=$(shell g++ -print-file-name=libasan.so) \
+	ASAN_OPTIONS=handle_segv=0:allow_user_segv_handler=1:detect_leaks=0
+endif
+
+.PHONY: sanitized-extension
+sanitized-extension: build $(VENV)/.demo ## Python tests of the core on a build of the extension with UBSan (CHECKS=address: ASan)
+	$(PRECOMPILED) OFFLOAD_SANITIZE=$(CHECKS) \
+		$(PHASE) "build the extension, $(CHECKS)" $(VENV)/bin/python setup.py --quiet build --build-lib $(CHECKED)
+	$(RUN_CHECKED) $(VENV)/bin/python -c "import torch_offload; found = torch_offload.__file__; print('testing', found); \
+		exit(None if found.startswith('$(CURDIR)/$(CHECKED)/') else 'which is not the one with checks')"
+	$(RUN_CHECKED) $(SHARING) $(PHASE) "Python tests, $(CHECKS), at once" \
+		$(VENV)/bin/python -m pytest $(AT_ONCE) -m "not alone" $(CHECKED_TESTS)
+	$(RUN_CHECKED) $(PHASE) "Python tests, $(CHECKS), alone" $(VENV)/bin/python -m pytest -m alone $(CHECKED_TESTS)
+
 WHEEL_VENV := build/wheel-venv
 # A folder on a disk, since scratch files of pages are refused in memory, and outside of the tree's own imports.
 WHEEL_RUNS := build/wheel-runs
@@ -150,11 +182,11 @@ WHEEL_RUNS := build/wheel-runs
 .PHONY: wheel-test
 wheel-test: build ## Build the wheel, install it in an environment of its own and use it outside of the tree
 	rm -rf dist $(WHEEL_RUNS) $(WHEEL_VENV) build/lib.* build/bdist.*
-	$(PHASE) "build the wheel" $(VENV)/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(PRECOMPILED) $(PHASE) "build the wheel" $(VENV)/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	rm -rf build/lib.* build/bdist.*
 	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(PHASE) "install the wheel's torch" $(WHEEL_VENV)/bin/pip install --quiet torch==$(TORCH) pytest
-	$(WHEEL_VENV)/bin/pip install --quiet "$$(ls $(CURDIR)/dist/*.whl)[report]"
+	$(PHASE) "install the wheel" $(WHEEL_VENV)/bin/pip install --quiet "$$(ls $(CURDIR)/dist/*.whl)[report]"
 	mkdir -p $(WHEEL_RUNS)
 	cd $(WHEEL_RUNS) && cp $(CURDIR)/tests/wheel/test_wheel.py . && \
 		$(PHASE) "wheel tests" $(CURDIR)/$(WHEEL_VENV)/bin/python -m pytest --basetemp=runs --rootdir=. -p no:cacheprovider test_wheel.py
@@ -183,7 +215,7 @@ clean: ## Remove what was built; the environments stay
 
 .PHONY: .fuzz-build
 .fuzz-build: .system
-	@tools/system_packages.sh $(PYTHON) fuzz
+	@$(PHASE) "system packages" tools/system_packages.sh $(PYTHON) fuzz
 	@cmake -S . -B build/fuzz -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DOFFLOAD_FUZZ=ON -DOFFLOAD_SANITIZE=address,undefined \
 		-DOFFLOAD_TEST_LAYERS= > build/fuzz.log || { cat build/fuzz.log; exit 1; }
 	$(PHASE) "build fuzzers" cmake --build build/fuzz -j $(JOBS) --target write_seeds $(FUZZERS:%=%_fuzz)
@@ -192,7 +224,7 @@ clean: ## Remove what was built; the environments stay
 .PHONY: .system
 .system:
 	@mkdir -p build
-	@tools/system_packages.sh $(PYTHON)
+	@$(PHASE) "system packages" tools/system_packages.sh $(PYTHON)
 
 $(VENV)/.ready: requirements/test.txt | .system
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -202,23 +234,23 @@ $(VENV)/.ready: requirements/test.txt | .system
 	touch $@
 
 $(VENV)/.fuzz: requirements/fuzz.txt $(VENV)/.ready
-	@$(VENV)/bin/pip install --quiet --only-binary :all: -r requirements/fuzz.txt || { echo "fuzz-folder needs atheris, which \
+	@$(PHASE) "install atheris" $(VENV)/bin/pip install --quiet --only-binary :all: -r requirements/fuzz.txt || { echo "fuzz-folder needs atheris, which \
 	pip cannot install for $$($(VENV)/bin/python --version). Make $(VENV) anew with a Python that it has a wheel for, 3.11 \
 	to 3.14 (make PYTHON=python3.12); the other fuzzers work without it: make $(FUZZERS:%=fuzz-%)" >&2; exit 1; }
 	touch $@
 
 $(VENV)/.demo: requirements/demo.txt $(VENV)/.ready
-	$(VENV)/bin/pip install --quiet --no-deps -r requirements/demo.txt
+	$(PHASE) "install what the demo needs" $(VENV)/bin/pip install --quiet --no-deps -r requirements/demo.txt
 	touch $@
 
 # Also depends on the torch that is there, so that another one put into .venv means a new build.
 $(VENV)/.extension: $(VENV)/.ready $(NATIVE) $(wildcard $(VENV)/lib/python3*/site-packages/torch/version.py)
-	$(PHASE) "build the extension" $(VENV)/bin/pip install --quiet --no-build-isolation --no-deps --editable . || { rm -f $@; exit 1; }
+	$(PRECOMPILED) $(PHASE) "build the extension" $(VENV)/bin/pip install --quiet --no-build-isolation --no-deps --editable . || { rm -f $@; exit 1; }
 	touch $@
 
 $(NEWER_VENV)/.ready: requirements/newer-torch.txt requirements/test.txt requirements/demo.txt | .system
 	test -x $(NEWER_VENV)/bin/python || $(PYTHON) -m venv $(NEWER_VENV)
 	$(NEWER_VENV)/bin/pip show --quiet torch 2> build/pip-show.log || tools/free_space.sh . $(NEWER_NEEDED_MB)
-	$(NEWER_VENV)/bin/pip install --quiet -r requirements/newer-torch.txt -r requirements/test.txt
+	$(PHASE) "install newer torch" $(NEWER_VENV)/bin/pip install --quiet -r requirements/newer-torch.txt -r requirements/test.txt
 	$(NEWER_VENV)/bin/pip install --quiet --no-deps -r requirements/demo.txt
 	touch $@
