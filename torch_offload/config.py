@@ -14,7 +14,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 
 from torch_offload.errors import ConfigError
@@ -32,6 +41,24 @@ Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 RENAMED = MappingProxyType({"device": "gpu", "offload_dir": "ssd", "offload_folder": "ssd", "max_memory": "gpu"})
 """Names that other libraries use for a setting, for messages."""
 Trace = Annotated[bool, Strict()] | Path
+
+_MIN_LIKENESS = 0.6
+_NAME_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+_EXPECTED = MappingProxyType(
+    {
+        "greater_than": "more than {gt}",
+        "greater_than_equal": "at least {ge}",
+        "less_than_equal": "at most {le}",
+        "multiple_of": "a multiple of {multiple_of}",
+        "int_type": "a whole number",
+        "bool_type": "true or false",
+        "literal_error": "{expected}",
+        "path_type": "a path",
+        "tuple_type": "a directory or a list of directories",
+        "model_type": "a mapping of settings",
+    }
+)
+"""What a setting has to be, by pydantic's name of the error."""
 
 _ACCEPTED_SIZES = "a whole number of bytes, or a string such as '24GiB', '1.5GiB', '512 MiB', '64kB' or '8GB'"
 _SIZE_PATTERN = re.compile(r"\s*(?P<count>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*", re.ASCII)
@@ -201,15 +228,24 @@ class Config(BaseModel):
 
     @field_validator("report", "trace", mode="before")
     @classmethod
-    def _expand_home(cls, path: object) -> object:
+    def _expand_home(cls, path: object, info: ValidationInfo) -> object:
         """Make ``~`` mean what it means in a shell."""
-        return os.path.expanduser(path) if isinstance(path, (str, Path)) else path
+        if isinstance(path, (str, os.PathLike)):
+            return os.path.expanduser(path)
+        if info.field_name == "trace" and not isinstance(path, bool):
+            raise ConfigError(f"expected true, false or the path of a file, got {path!r}")
+        return path
 
     @field_validator("report", "trace")
     @classmethod
     def _resolve_file(cls, path: object) -> object:
         """The script may change its directory before the file is written."""
         return path.resolve() if isinstance(path, Path) else path
+
+    @field_validator("emulation", mode="before")
+    @classmethod
+    def _check_keys(cls, emulation: object) -> object:
+        return _named(emulation) if isinstance(emulation, Mapping) else emulation
 
     @property
     def is_gpu_emulated(self) -> bool:
@@ -256,7 +292,7 @@ class Config(BaseModel):
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> "Config":
         """Check a mapping of settings; as the constructor, this raises ConfigError."""
-        return cls(**obj) if isinstance(obj, Mapping) else super().model_validate(obj, **options)
+        return cls(**_named(obj)) if isinstance(obj, Mapping) else super().model_validate(obj, **options)
 
     @classmethod
     def combine(cls, config: "Config | Mapping[str, Any] | None", **overrides: Any) -> "Config":
@@ -269,9 +305,14 @@ class Config(BaseModel):
         Raises:
             ConfigError: If a setting does not exist or cannot be used.
         """
+        if isinstance(config, (str, os.PathLike)):
+            raise ConfigError(
+                f"config: expected a torch_offload.Config or a dict, got {config!r}; read a file by "
+                "config=torch_offload.Config.from_file(...)"
+            )
         if config is not None and not isinstance(config, (Config, Mapping)):
             raise ConfigError(f"config: expected a torch_offload.Config or a dict, got {type(config).__name__}")
-        base = config if isinstance(config, Config) else cls(**dict(config or {}))
+        base = config if isinstance(config, Config) else cls(**_named(config or {}))
         return base.replace(**{name: value for name, value in overrides.items() if value is not None})
 
     @classmethod
@@ -328,15 +369,36 @@ def _mapping_of(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]
         return {}, {}
     if not isinstance(settings, dict) or node is None:
         raise ConfigError(f"{source}: expected settings such as 'ram: 24GiB', got {type(settings).__name__}")
-    return settings, dict(_key_lines(node))
+    return settings, dict(_key_lines(node, source))
 
 
-def _key_lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+def _key_lines(node: Any, source: str, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Yield name and line of every key.
+
+    Raises:
+        ConfigError: If a key is no string, such as ``1`` or ``yes``. The message names its line.
+    """
     for key, value in node.value:
+        if key.tag not in _NAME_TAGS:
+            raise ConfigError(
+                f"{source}:{key.start_mark.line + 1}: expected the name of a setting, such as 'ram', got {key.value}"
+            )
         name = f"{prefix}{key.value}"
         yield name, key.start_mark.line + 1
         if value.id == "mapping":
-            yield from _key_lines(value, f"{name}.")
+            yield from _key_lines(value, source, f"{name}.")
+
+
+def _named(settings: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return settings as arguments.
+
+    Raises:
+        ConfigError: If a name is no string.
+    """
+    for name in settings:
+        if not isinstance(name, str):
+            raise ConfigError(f"expected the names of settings, such as 'ram', as keys, got {name!r}")
+    return dict(settings)
 
 
 def _config_error(error: ValidationError, model: type[BaseModel], *, prefix: str = "") -> ConfigError:
@@ -360,15 +422,26 @@ def _with_line(source: str, lines: Mapping[str, int], name: str, text: str) -> s
 
 def _explain(name: str, part: Any, model: type[BaseModel]) -> str:
     if part["type"] == "extra_forbidden":
-        known = Emulation if name.startswith("emulation.") else model
-        last = name.rpartition(".")[2]
-        nearest = RENAMED.get(last) or next(
-            iter(difflib.get_close_matches(last, known.model_fields, n=1, cutoff=0.35)), None
-        )
-        hint = f"did you mean {nearest!r}?" if nearest else f"there are: {', '.join(known.model_fields)}"
+        parent, dot, last = name.rpartition(".")
+        nearest = _nearest(last, model)
+        hint = f"did you mean {parent + dot + nearest!r}?" if nearest else f"there are: {', '.join(model.model_fields)}"
         return f"unknown setting {name!r}; {hint}"
-    reason = str(part["msg"]).removeprefix("Value error, ")
-    return f"{name}: {reason}" if part["type"] == "value_error" else f"{name}: {reason}, got {part['input']!r}"
+    if part["type"] == "value_error":
+        return f"{name}: {part['ctx']['error']}"
+    expected = _EXPECTED.get(part["type"])
+    reason = str(part["msg"]) if expected is None else f"expected {expected.format(**part.get('ctx', {}))}"
+    return f"{name}: {reason}, got {part['input']!r}"
+
+
+def _nearest(name: str, model: type[BaseModel]) -> str | None:
+    """Return the setting that an unknown name may mean: one that shares its words, or else its letters."""
+    if name in RENAMED:
+        return RENAMED[name]
+    words = set(name.split("_"))
+    for known in model.model_fields:
+        if words <= set(known.split("_")) or set(known.split("_")) <= words:
+            return known
+    return next(iter(difflib.get_close_matches(name, model.model_fields, n=1, cutoff=_MIN_LIKENESS)), None)
 
 
 @dataclass(frozen=True)

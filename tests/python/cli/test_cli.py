@@ -278,7 +278,8 @@ def test_a_file_of_settings_comes_before_the_variable_and_after_the_options(monk
     [
         ("ram: 2GiB\nqueue_dept: 8\n", "{file}:2: unknown setting 'queue_dept'; did you mean 'queue_depth'?"),
         ("ram: 24G\n", "{file}:1: ram: cannot read '24G' as a size"),
-        ("emulation:\n  gppu: true\n", "{file}:2: unknown setting 'emulation.gppu'; did you mean 'gpu'?"),
+        ("emulation:\n  gppu: true\n", "{file}:2: unknown setting 'emulation.gppu'; did you mean 'emulation.gpu'?"),
+        ("ram: 2GiB\n1: 2\n", "{file}:2: expected the name of a setting, such as 'ram', got 1"),
         ("ram: [\n", "{file}:2: not valid YAML or JSON"),
         ("- ram\n", "{file}: expected settings such as 'ram: 24GiB', got list"),
     ],
