@@ -1,4 +1,4 @@
-"""No operator of torch's own test database sees a page that is not there: equal bits or a typed error, never a signal.
+"""No operator of torch's own test database sees a page that is not there: bits are equal, and nothing is refused.
 
 Method: workers call every operator with each tensor argument paged out in turn (and all at once), forward, backward, in
 place and into `out`; plain torch runs twice to find what is not deterministic in itself. A worker that dies names its
@@ -18,7 +18,8 @@ from support.isolation import describe_exit
 WORKERS = 2
 MIN_OPERATORS = 650
 MIN_PAGED_CALLS = 8_000
-MAX_REFUSED_SHARE = 0.02
+# What plain torch itself answers differently from call to call: memory that nobody has written.
+NOT_DETERMINISTIC = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 @dataclass
@@ -59,13 +60,14 @@ def test_every_operator_with_each_argument_evicted(scratch, capsys):
     total = {name: sum(tally[name] for tally in tallies) for name in ("calls", "paged_calls", "unstable_calls")}
     refused = [line for tally in tallies for line in tally["refused"]]
     misses = sum(shard.misses for shard in shards)
-    unstable = sorted(tally["operator"] for tally in tallies if tally["unstable_calls"])
+    unstable = {tally["operator"] for tally in tallies if tally["unstable_calls"]}
     with capsys.disabled():
         sys.stdout.write(f"\n{len(tallies)} operators, {total}, {len(refused)} typed errors, {misses} page-ins\n")
-        sys.stdout.write(f"not deterministic in plain torch: {', '.join(unstable)}\n")
+        sys.stdout.write(f"not deterministic in plain torch: {', '.join(sorted(unstable))}\n")
     assert [crash for shard in shards for crash in shard.crashes] == []
     assert [problem for tally in tallies for problem in tally["problems"]] == []
     assert len(tallies) >= MIN_OPERATORS
     assert total["paged_calls"] >= MIN_PAGED_CALLS
     assert misses >= MIN_PAGED_CALLS
-    assert len(refused) <= MAX_REFUSED_SHARE * total["paged_calls"], refused[:20]
+    assert refused == []
+    assert unstable <= NOT_DETERMINISTIC
