@@ -211,7 +211,10 @@ def test_a_dict_is_a_configuration(scratch):
 
 
 def test_an_argument_that_is_none_is_named_with_the_one_to_use():
-    for function in (torch_offload.wrap, lambda _, **options: torch_offload.loading(**options).__enter__()):
+    for function in (
+        torch_offload.wrap,
+        lambda _, **options: torch_offload.loading(**options).__enter__(),
+    ):
         with pytest.raises(ConfigError, match=r"has no argument 'device'; give gpu= the size of the GPU memory"):
             function(nn.Linear(1, 1), device="cuda")
         with pytest.raises(ConfigError, match="unknown setting 'rma'; did you mean 'ram'"):
@@ -242,6 +245,25 @@ def test_arguments_of_a_script_are_settings(tmp_path):
     assert names == {*Config.model_fields, "config"} - {"emulation"}
 
 
+def test_arguments_of_a_script_that_override_are_named(tmp_path, caplog, monkeypatch):
+    """Once for the file, once for the variable; an argument that overrides nothing is not."""
+    file = tmp_path / "offload.yaml"
+    file.write_text("ram: 1GiB\nqueue_depth: 8\n")
+    arguments = torch_offload.OffloadArguments(offload_ram="2GiB", offload_page_elements=4096)
+    assert arguments.to_config().ram == 2 << 30
+    assert caplog.messages == []
+    arguments.offload_config = str(file)
+    assert arguments.to_config() == Config(ram="2GiB", page_elements=4096, queue_depth=8)
+    assert caplog.messages == [f"--offload_ram on the command line overrides {file}"]
+    caplog.clear()
+    arguments.offload_config = None
+    monkeypatch.setenv("TORCH_OFFLOAD_CONFIG", '{"ram": 8, "page_elements": 8192}')
+    assert arguments.to_config() == Config(ram="2GiB", page_elements=4096)
+    assert caplog.messages == [
+        "--offload_page_elements, --offload_ram on the command line override environment variable TORCH_OFFLOAD_CONFIG"
+    ]
+
+
 def test_the_parser_prints_the_help_of_settings(capsys):
     """argparse formats help texts, which have a percent sign here and there."""
     with pytest.raises(SystemExit):
@@ -249,7 +271,8 @@ def test_the_parser_prints_the_help_of_settings(capsys):
     help_text = " ".join(capsys.readouterr().out.split())
     for setting in setting_fields():
         assert f"--offload_{setting.name}" in help_text
-        assert " ".join(setting.description.split()) in help_text.replace("- ", "-")
+        assert " ".join(setting.description.replace("``", "").split()) in help_text.replace("- ", "-")
+    assert "`" not in help_text
 
 
 def test_the_kind_of_a_setting_follows_from_its_type():

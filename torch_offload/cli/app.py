@@ -94,7 +94,7 @@ def run(
     SCRIPT is the path of a Python file or the name of an installed command that is one, such as trl.
     """
     with _plain_errors():
-        config = config_from({"status_line": True, **given}, file)
+        config = config_from(given, file, status_line=True)
         command = [module, *(script or [])] if module is not None else list(script or [])
         _check_choice("--optimizer", optimizer, OPTIMIZERS)
         if not command:

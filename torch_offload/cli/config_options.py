@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from torch_offload.config import Config, Emulation, SettingField, setting_fields
+from torch_offload.runtime.settings import overrides
 from torch_offload.system import environment
 
 EMULATE = "emulate_"
@@ -73,24 +74,32 @@ def config_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
     return with_options
 
 
-def config_from(given: Mapping[str, Any], file: Path | None) -> Config:
+def config_from(given: Mapping[str, Any], file: Path | None, **defaults: Any) -> Config:
     """Return the settings of the command line, before those of a file, before those of the environment variable.
 
-    Settings that stand in the file as well are named once on stderr.
+    Options that take precedence over a setting of the file or the variable are named on stderr, in a line for each.
+
+    Args:
+        given: Settings of the command line.
+        file: Of ``--config``.
+        **defaults: Settings of this command where no place has them.
 
     Raises:
         ConfigError: If a setting cannot be used. The message names the file and the line, or the variable.
     """
     emulation = {name.removeprefix(EMULATE): value for name, value in given.items() if name.startswith(EMULATE)}
     options = {name: value for name, value in given.items() if not name.startswith(EMULATE)}
-    base = environment.configured() or Config()
-    if file is not None:
-        from_file = Config.from_file(file)
-        base = base.replace(**{name: getattr(from_file, name) for name in from_file.model_fields_set})
-        both = sorted(set(options) & from_file.model_fields_set)
-        if both:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in both)
-            typer.echo(f"torch-offload: {flags} on the command line override{'s' * (len(both) == 1)} {file}", err=True)
+    flags = {name.replace(EMULATE, "emulation."): f"--{name.replace('_', '-')}" for name in given}
+    base = Config(**defaults)
+    sources = [(environment.configured(), environment.CONFIG_SOURCE)]
+    sources += [] if file is None else [(Config.from_file(file), str(file))]
+    for settings, source in sources:
+        if settings is None:
+            continue
+        base = base.replace(**{name: getattr(settings, name) for name in settings.model_fields_set})
+        message = overrides(flags, settings, source)
+        if message is not None:
+            typer.echo(f"torch-offload: {message}", err=True)
     if emulation:
         before = {} if base.emulation is None else base.emulation.model_dump(exclude_unset=True)
         options["emulation"] = {**before, **emulation}

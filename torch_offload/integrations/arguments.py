@@ -1,10 +1,14 @@
 """Settings among the arguments of a script that uses ``transformers.HfArgumentParser``."""
 
 import dataclasses
+import logging
 from typing import Any
 
 from torch_offload.config import Config, SettingField, setting_fields
-from torch_offload.runtime.settings import requested
+from torch_offload.runtime.settings import overrides, requested
+from torch_offload.system import environment
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "offload_"
 _TYPES = (("flag", bool), ("count", int), ("paths", list[str]))
@@ -16,19 +20,26 @@ class _Arguments:
     def to_config(self) -> Config:
         """Return the settings that were given, before those of ``--offload_config`` and the environment variable.
 
+        One warning names the arguments that take precedence over a setting of the file or the variable.
+
         Raises:
             ConfigError: If a setting cannot be used.
         """
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         file = given.pop(f"{PREFIX}config")
-        base = None if file is None else Config.from_file(file)
+        base = environment.configured() if file is None else Config.from_file(file)
+        if base is not None:
+            flags = {name.removeprefix(PREFIX): f"--{name}" for name, value in given.items() if value is not None}
+            message = overrides(flags, base, environment.CONFIG_SOURCE if file is None else file)
+            if message is not None:
+                logger.warning(message)
         return requested(base, **{name.removeprefix(PREFIX): value for name, value in given.items()})
 
 
 def _argument(setting: SettingField) -> tuple[str, Any, Any]:
     """Return name, type and field; None stands for a setting that was not given."""
     kind = dict(_TYPES).get(setting.kind, str)
-    metadata: dict[str, Any] = {"help": setting.description.replace("%", "%%")}  # argparse formats it
+    metadata: dict[str, Any] = {"help": setting.description.replace("``", "").replace("%", "%%")}  # argparse formats it
     if setting.choices:
         metadata["choices"] = list(setting.choices)
     return f"{PREFIX}{setting.name}", kind | None, dataclasses.field(default=None, metadata=metadata)

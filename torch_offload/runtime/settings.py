@@ -23,6 +23,20 @@ def requested(config: Config | Mapping[str, Any] | None, **arguments: Any) -> Co
     return Config.combine(config, **arguments)
 
 
+def overrides(flags: Mapping[str, str], config: Config, source: str) -> str | None:
+    """Return the message that options take precedence over other settings, None where none does.
+
+    Args:
+        flags: Options of a command line, by the setting that each gives; a nested one as ``emulation.gpu``.
+        config: The other settings.
+        source: Their name in the message.
+    """
+    nested = set() if config.emulation is None else config.emulation.model_fields_set
+    names = config.model_fields_set | {f"emulation.{name}" for name in nested}
+    both = [flag for name, flag in sorted(flags.items()) if name in names]
+    return f"{', '.join(both)} on the command line override{'s' * (len(both) == 1)} {source}" if both else None
+
+
 def check_arguments(function: str, unknown: Mapping[str, Any]) -> None:
     """Refuse arguments that a public function does not have.
 

@@ -27,6 +27,9 @@ SITE_DIRECTORY = Path(__file__).resolve().parents[1] / "launch" / "_site"
 CONFIG = "TORCH_OFFLOAD_CONFIG"
 """The public variable: settings as the path of a YAML or JSON file, or as JSON itself."""
 
+CONFIG_SOURCE = f"environment variable {CONFIG}"
+"""Its name in messages."""
+
 
 def configured() -> Config | None:
     """Return the settings of the public environment variable, None where it is not set.
@@ -37,10 +40,17 @@ def configured() -> Config | None:
     value = os.environ.get(CONFIG, "")
     if not value.strip():
         return None
+    if value.lstrip().startswith("{"):
+        return Config.from_text(value, source=CONFIG_SOURCE)
+    if not Path(os.path.expanduser(value)).is_file():
+        raise ConfigError(
+            f"{CONFIG_SOURCE}: expected the path of a YAML or JSON file, or a JSON object such as "
+            f'\'{{"ram": "8GiB"}}\', got {value!r}, which is no file'
+        )
     try:
-        return Config.from_text(value, source=CONFIG) if value.lstrip().startswith("{") else Config.from_file(value)
+        return Config.from_file(value)
     except ConfigError as error:
-        raise ConfigError(f"environment variable {CONFIG}={value!r}: {error}") from None
+        raise ConfigError(f"{CONFIG_SOURCE}: {error}") from None
 
 
 @dataclass(frozen=True)

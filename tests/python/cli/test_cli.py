@@ -270,7 +270,26 @@ def test_a_file_of_settings_comes_before_the_variable_and_after_the_options(monk
     assert config.ram == 3 << 30
     assert (config.queue_depth, config.min_paged_bytes) == (8, 1 << 20)
     assert config.emulation == Emulation(gpu=True, ssd_rate="1GB")
-    assert capsys.readouterr().err == f"torch-offload: --ram on the command line overrides {file}\n"
+    assert capsys.readouterr().err.splitlines() == [
+        "torch-offload: --ram on the command line overrides environment variable TORCH_OFFLOAD_CONFIG",
+        f"torch-offload: --ram on the command line overrides {file}",
+    ]
+
+
+def test_an_option_that_overrides_an_emulation_is_named(monkeypatch, launched, capsys):
+    monkeypatch.setenv("TORCH_OFFLOAD_CONFIG", '{"emulation": {"gpu": true, "ssd_rate": 1}}')
+    assert run_main(monkeypatch, "run", "--gpu", "1GiB", "--emulate-ssd-rate", "2", "-m", "x") == 7
+    assert launched[0][0].emulation == Emulation(gpu=True, ssd_rate=2)
+    assert "torch-offload: --emulate-ssd-rate on the command line overrides" in capsys.readouterr().err
+
+
+def test_a_file_can_hide_the_status_line(monkeypatch, launched, tmp_path, capsys):
+    """It is on where nothing says otherwise; then no option was given that could override the file."""
+    file = tmp_path / "offload.yaml"
+    file.write_text("status_line: false\n")
+    assert run_main(monkeypatch, "run", "--config", str(file), "-m", "x") == 7
+    assert launched[0][0].status_line is False
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -296,11 +315,24 @@ def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path, capsys):
     assert f"cannot read the configuration {tmp_path / 'gone.yaml'}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("value", ['{"ramm": 1}', '{"ram": ', "/nowhere/offload.yaml"])
-def test_a_variable_that_does_not_parse_is_named(monkeypatch, capsys, value):
-    monkeypatch.setenv("TORCH_OFFLOAD_CONFIG", value)
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ('{"ramm": 1}', ":1: unknown setting 'ramm'; did you mean 'ram'?"),
+        ('{"ram": ', ":1: not valid YAML or JSON: "),
+        ("ram=8GiB", ": expected the path of a YAML or JSON file, or a JSON object such as "),
+        ("/nowhere/offload.yaml", ": expected the path of a YAML or JSON file, or a JSON object such as "),
+        ("{folder}/offload.yaml", ": {folder}/offload.yaml:1: ram: cannot read '24G' as a size"),
+    ],
+)
+def test_a_variable_that_does_not_parse_is_named_once(monkeypatch, capsys, tmp_path, value, expected):
+    (tmp_path / "offload.yaml").write_text("ram: 24G\n")
+    monkeypatch.setenv("TORCH_OFFLOAD_CONFIG", value.replace("{folder}", str(tmp_path)))
     assert run_main(monkeypatch, "run", "-m", "x") == 2
-    assert f"environment variable TORCH_OFFLOAD_CONFIG={value!r}: " in capsys.readouterr().err
+    message = capsys.readouterr().err
+    expected = expected.replace("{folder}", str(tmp_path))
+    assert message.startswith(f"torch-offload: environment variable TORCH_OFFLOAD_CONFIG{expected}")
+    assert message.count("TORCH_OFFLOAD_CONFIG") == 1
 
 
 @pytest.mark.parametrize(("name", "expected"), [("trll", "did you mean trl?"), ("bash", "is no Python script")])
