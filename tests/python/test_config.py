@@ -214,6 +214,7 @@ def test_an_argument_that_is_none_is_named_with_the_one_to_use():
     for function in (
         torch_offload.wrap,
         lambda _, **options: torch_offload.loading(**options).__enter__(),
+        lambda model, **options: torch_offload.plan(model, {}, **options),
     ):
         with pytest.raises(ConfigError, match=r"has no argument 'device'; give gpu= the size of the GPU memory"):
             function(nn.Linear(1, 1), device="cuda")

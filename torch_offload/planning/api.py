@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -40,6 +40,7 @@ def plan(
     endurance_bytes: int | str = DEFAULT_ENDURANCE_BYTES,
     steps_per_day: float | None = None,
     timing_seconds: float = DEFAULT_TIMING_SECONDS,
+    **unknown: NoReturn,
 ) -> Plan:
     """Predict memory, I/O and step time of training a module, without loading or training it.
 
@@ -64,12 +65,14 @@ def plan(
         endurance_bytes: What the SSD is rated to have written in its life (TBW), for its years.
         steps_per_day: How many steps run in a day. Default: one after the other.
         timing_seconds: Time to spend on timing operators, 0 for estimates only.
+        **unknown: None; another name is refused with the setting that it may mean.
 
     Raises:
         ConfigError: If a setting cannot be used.
         UnsupportedModelError: For a real GPU, and for activations that are recomputed.
         OffloadError: If the forward depends on numbers that only a real run knows, or there is no loss.
     """
+    settings.check_arguments("plan", unknown)
     if micro_batches < 1:
         raise ConfigError(f"micro_batches: must be at least 1, got {micro_batches}")
     known = optimizer_named(optimizer)
