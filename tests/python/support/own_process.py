@@ -67,10 +67,11 @@ class Tabled(nn.Module):
         self.table = nn.Embedding(rows, width, sparse=sparse)
         self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, skipped: int | None = None) -> Tensor:
         value = self.table(ids)
-        for layer in self.layers:
-            value = value + layer(value).tanh()
+        for index, layer in enumerate(self.layers):
+            if index != skipped:
+                value = value + layer(value).tanh()
         return value
 
 
@@ -78,6 +79,18 @@ def looked_up_loss(module: nn.Module, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, module.table.num_embeddings, (4, 16), generator=generator)
     return module(ids).square().mean()
+
+
+def changing_loss(module: nn.Module, step: int) -> Tensor:
+    """Of one to eight rows of one to 64 tokens, without one of the layers; before every third, an evaluation."""
+    generator = torch.Generator().manual_seed(step)
+    rows, tokens, skipped = (int(torch.randint(1, limit, (), generator=generator)) for limit in (9, 65, 5))
+    ids = torch.randint(0, module.table.num_embeddings, (rows, tokens), generator=generator)
+    if step % 3 == 2:
+        with torch.no_grad():
+            module.eval()(ids.flip(0, 1)[:, :1])
+        module.train()
+    return module(ids, skipped).square().mean()
 
 
 def convolutions() -> nn.Sequential:
@@ -107,6 +120,7 @@ WORKLOADS = {
     "convolutions": Workload(convolutions, image_loss, adamw),
     "LSTM": Workload(lambda: nn.LSTM(WIDTH, WIDTH, num_layers=3, dropout=0.2), sequence_loss, adamw),
     "sparse table": Workload(lambda: Tabled(1000, WIDTH, 4, sparse=True), looked_up_loss, adamw_beside_sparse),
+    "changing shapes": Workload(lambda: Tabled(400, WIDTH, 6), changing_loss, adamw, steps=12),
     "large": Workload(lambda: Tabled(5000, 2048, 3), looked_up_loss, adamw, steps=3),
 }
 

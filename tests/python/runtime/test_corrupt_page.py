@@ -1,0 +1,100 @@
+"""A page that the SSD gives back with other bytes is an error that names the tensor, and nothing else is lost.
+
+Method: one bit of the scratch file is flipped, where the first bytes of a paged tensor are found in it.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from support.bits import digest, raw_bytes
+from support.paging import page_out
+from torch import Tensor, nn
+
+import torch_offload
+from torch_offload import Config, PageCorruptError
+
+WIDTH = 128
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def backward(module: nn.Module) -> None:
+    module(torch.ones(4, WIDTH)).square().mean().backward()
+
+
+def flip_bits(directory: Path, content: bytes) -> None:
+    """One in each place where the nameless file of the directory holds the content, or once held it."""
+    entries = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+    [path] = {entry for entry in entries if entry.is_symlink() and os.readlink(entry).startswith(f"{directory}/#")}
+    with path.open("r+b") as file:
+        pages = bytearray(file.read())
+        places = [match.start() for match in re.finditer(re.escape(content), pages)]
+        assert places, "the tensor is not in the file"
+        for place in places:
+            pages[place + len(content) // 2] ^= 0x10
+            file.seek(place)
+            file.write(pages[place : place + len(content)])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_parameter(weight: nn.Parameter, states: dict[str, Tensor], value: Tensor) -> None:
+    weight.data = value
+
+
+def replace_gradient(weight: nn.Parameter, states: dict[str, Tensor], value: Tensor) -> None:
+    weight.grad = value
+
+
+def replace_state(weight: nn.Parameter, states: dict[str, Tensor], value: Tensor) -> None:
+    states["exp_avg"] = value
+
+
+# How it is found, how it is replaced, and what the message calls it.
+ROLES = {
+    "parameter": (lambda weight, states: weight.detach(), replace_parameter, r"page 0 of 0\.weight"),
+    "gradient": (lambda weight, states: weight.grad, replace_gradient, r"page 0 of gradient of 0\.weight"),
+    "state": (lambda weight, states: states["exp_avg"], replace_state, "page 0 of optimizer state"),
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_flipped_bit_is_an_error_that_names_the_tensor(config: Config, scratch: Path, role: str) -> None:
+    """Each time it is asked for; the others have their bits, and once it is replaced training goes on equal."""
+    find, replace, label = ROLES[role]
+    outcomes = []
+    for is_paged in (False, True):
+        module = torch_offload.wrap(make_module(), config=config) if is_paged else make_module()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+        backward(module)
+        optimizer.step()  # the only one, so that the engine does not read ahead of the file that is changed
+        if is_paged:
+            weight = module[0].weight
+            states = optimizer.state[weight]
+            kept = damage(module, find(weight, states), scratch, label)
+            replace(weight, states, kept)
+        optimizer.step()
+        backward(module)
+        outcomes.append([digest(tensor) for weight in module.parameters() for tensor in (weight, weight.grad)])
+    assert outcomes[1] == outcomes[0]
+
+
+def damage(module: nn.Module, tensor: Tensor, scratch: Path, label: str) -> Tensor:
+    """Flip a bit of the tensor while it is away and see what comes of it; return what it was."""
+    torch_offload.flush()
+    before = [digest(weight) for weight in module[1].parameters()]
+    kept = tensor.clone()
+    page_out(module)
+    flip_bits(scratch, raw_bytes(kept)[:4096].numpy().tobytes())
+    assert not torch_offload.is_resident(tensor)
+    for _ in range(2):
+        with pytest.raises(PageCorruptError, match=label):
+            tensor.sum()
+    assert [digest(weight) for weight in module[1].parameters()] == before
+    return kept
