@@ -68,7 +68,7 @@ def test_peers_rows_compute_the_same_within_their_limits(scratch):
     ours = result["rows"]["ours_at_peer"]
     assert ours["final"]["report"]["ssd_written_bytes"] > 0
     assert ours["final"]["weights_sha256"] == result["rows"]["plain"]["final"]["weights_sha256"]
-    assert len(result["bars"]) == 2
+    assert len(result["bars"]) == 3
 
 
 def test_size_trains_models_beyond_the_budget(scratch):
