@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from rich.console import Console
@@ -14,18 +14,21 @@ from rich.console import Console
 from torch_offload import __version__
 from torch_offload.cli.config_options import config_from, config_options
 from torch_offload.cli.run_arguments import script_path, separate_script
-from torch_offload.config import Config, parse_size
+from torch_offload.config import RENAMED, Config, parse_size
 from torch_offload.errors import CheckpointError, ConfigError, OffloadError, UnsupportedModelError
 from torch_offload.integrations.trainer_optimizer import OPTIMIZERS
 from torch_offload.reporting.result import Result
 from torch_offload.reporting.saved_reports import REPORT_NAME
+from torch_offload.runtime.preflight import check_directories
 
 USAGE_ERROR = 2
+INTERRUPTED = 130
+_UsageError = cast("type[Exception]", typer.BadParameter.__base__)
+"""Of the parser inside of typer, which some versions import from click and others hold themselves."""
 
 app = typer.Typer(
     name="torch-offload",
     help="Train PyTorch models several times larger than memory, unmodified and with the same numbers.",
-    no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -101,6 +104,7 @@ def run(
             raise ConfigError("nothing to run; name a script, an installed command, or a module with -m")
         if module is None:
             command[0] = script_path(command[0])
+        check_directories(config.ssd)
     context.obj.append(ScriptRun(config, command, is_module=module is not None, optimizer=optimizer))
 
 
@@ -381,13 +385,34 @@ def _fail(error: Exception, status: int) -> NoReturn:
     raise typer.Exit(status)
 
 
+def _usage_message(error: Any) -> str:
+    """Return one line for a command line that cannot be understood.
+
+    Args:
+        error: Of the parser: with a list of options like an unknown one, or only with a message.
+    """
+    command = "torch-offload" if error.ctx is None else error.ctx.command_path
+    option = getattr(error, "option_name", None)
+    if option is None or not hasattr(error, "possibilities"):
+        message = " ".join(error.format_message().split()).removesuffix(".")
+        return f"{message[:1].lower()}{message[1:]}; see {command} --help"
+    known = () if error.ctx is None else {flag for each in error.ctx.command.params for flag in each.opts}
+    renamed = f"--{RENAMED.get(option.lstrip('-').replace('-', '_'), '')}"
+    nearest = [renamed] if renamed in known else list(error.possibilities or ())
+    hint = f"did you mean {nearest[0]}?" if nearest else f"see {command} --help"
+    return f"there is no option {option}; {hint}"
+
+
 def main() -> NoReturn:
     """Entry point of the console script."""
     script_runs: list[ScriptRun] = []
+    arguments = separate_script(sys.argv[1:]) or ["--help"]
     try:
-        app(args=separate_script(sys.argv[1:]), prog_name="torch-offload", obj=script_runs)
-    except SystemExit as end:
-        if end.code or not script_runs:
-            raise
+        status = app(args=arguments, prog_name="torch-offload", obj=script_runs, standalone_mode=False)
+    except _UsageError as error:
+        typer.echo(f"torch-offload: {_usage_message(error)}", err=True)
+        sys.exit(USAGE_ERROR)
+    except typer.Abort:
+        sys.exit(INTERRUPTED)
     # Out here, so that what the script raises is handled as in a Python without us.
-    sys.exit(script_runs[0].run() if script_runs else 0)
+    sys.exit(script_runs[0].run() if script_runs and not status else status)

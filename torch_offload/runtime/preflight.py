@@ -1,6 +1,7 @@
 """Preflight checks: does the module fit the memory budget and the disk?"""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -48,10 +49,7 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
     ram = resources.default_ram_bytes() if config.ram is None else config.ram
     needed_bytes = max(0, sum(tensor.untyped_storage().nbytes() for tensor in paged) - ram)
     directories = config.ssd or (resources.default_scratch_directory(needed_bytes=needed_bytes).resolve(),)
-    for directory in directories:
-        reason = resources.scratch_refusal(directory)
-        if reason is not None:
-            raise ConfigError(f"ssd: {reason}")
+    check_directories(directories)
     free_bytes = sum(resources.free_disk_bytes(directory) for directory in directories)
     if free_bytes < needed_bytes:
         raise OutOfTierMemory(
@@ -59,6 +57,18 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
             f"{' and '.join(map(str, directories))}, {free_bytes} bytes are free; give a directory on a larger disk"
         )
     return config.replace(ram=ram, ssd=directories, optimizer_device=optimizer_device(config, paged))
+
+
+def check_directories(directories: Iterable[Path]) -> None:
+    """Refuse directories that pages cannot go to.
+
+    Raises:
+        ConfigError: For the first of them; the message names it and the remedy.
+    """
+    for directory in directories:
+        reason = resources.scratch_refusal(directory)
+        if reason is not None:
+            raise ConfigError(f"ssd: {reason}")
 
 
 def optimizer_device(config: Config, paged: Iterable[torch.Tensor]) -> OptimizerDevice:
