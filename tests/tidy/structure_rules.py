@@ -32,7 +32,7 @@ PATCHES = "torch_offload/hooks/patches.py"  # assigns to attributes of other pac
 LAUNCHER = "torch_offload/launch/runner.py"  # makes the process the script's: sys.argv, sys.path
 CONSTANT_CALLS = {
     "frozenset", "tuple", "re.compile", "logging.getLogger", "TypeVar", "Path", "functools.partial", "typer.Typer",
-    "struct.Struct", "dataclasses.make_dataclass", "MappingProxyType", "TypeAdapter", "_compat.package_version",
+    "struct.Struct", "dataclasses.make_dataclass", "MappingProxyType", "TypeAdapter", "_compat.package_version", "cast",
 }  # fmt: skip
 MUTATORS = {"append", "add", "update", "pop", "clear", "extend", "insert", "remove", "setdefault", "discard"}
 
