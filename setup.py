@@ -31,10 +31,13 @@ USUAL_CUDA_HOME = "/usr/local/cuda"
 ARITHMETIC = ("-ffp-contract=off", "-fno-math-errno")
 # Only code that was compiled for OpenMP shares the threads of torch: elsewhere at::parallel_for is a plain loop.
 THREADS = ("-fopenmp",)
-# Errors end the process. Not checked: what needs torch compiled with it as well (vptr); what makes g++ forget that the
-# address of a function is not null, as registering operators asserts.
+# Errors end the process, overflows too, which Python's own -fwrapv would allow. Not checked: what needs torch compiled
+# with it as well (vptr); what makes g++ forget that functions have addresses, as registering operators asserts.
 UNCHECKED = "vptr,null,nonnull-attribute,returns-nonnull-attribute"
-CHECKED = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", f"-fno-sanitize={UNCHECKED}")
+CHECKED = (
+    *("-O1", "-g1", "-fno-omit-frame-pointer"),
+    *("-fno-wrapv", "-fno-sanitize-recover=all", f"-fno-sanitize={UNCHECKED}"),
+)
 CUDA_ARITHMETIC = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false")
 COMPAT = runpy.run_path(str(ROOT / "torch_offload" / "_compat.py"))
 NAME = "torch_offload._C"
