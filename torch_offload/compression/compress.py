@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from torch_offload.compression import calibration as calibrations
@@ -24,7 +23,7 @@ from torch_offload.compression.rate_allocation import RateCurve, bytes_in, min_s
 from torch_offload.compression.resume import FOLDER, ResumeState, fingerprint_of
 from torch_offload.compression.rounding import Problem
 from torch_offload.config import SECTOR_BYTES, Config
-from torch_offload.errors import ConfigError, UnsupportedModelError
+from torch_offload.errors import ConfigError, OutOfTierMemory, UnsupportedModelError
 from torch_offload.integrations.hf_models import loaded_model, model_folder
 from torch_offload.moe import checkpoint
 from torch_offload.moe.activate import experts_of
@@ -32,9 +31,11 @@ from torch_offload.moe.layouts import ExpertsModule, read_ahead
 from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes, coded_experts, scale_widths
 from torch_offload.moe.operators import CODERS
 from torch_offload.moe.ternary import SCALE_DTYPE, check_finite
+from torch_offload.reporting.progress import progress
 from torch_offload.reporting.result import Result
 from torch_offload.runtime.loading import loading
 from torch_offload.runtime.process import PROCESS
+from torch_offload.runtime.session import REMEDIES
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ def compress(
         "" if folder is None else fingerprint_of(model, batches, settings),
     )
     run = _Compressor(model, budget, finished, damping=damping, sweeps=sweeps, coder=coder)
-    with _evaluating(model), torch.no_grad():
+    with _evaluating(model), torch.no_grad(), _with_own_remedy():
         results = run.run(_by_block(found, model), BlockWalk(model, batches))
     read_ahead(model)
     if folder is not None:
@@ -198,7 +199,7 @@ def compress_folder(
     path = model_folder(model)
     _check_is_another(out, path)
     texts = calibrations.texts_in(calibration)
-    with loading(config=config) as block:
+    with _with_own_remedy(), loading(config=config) as block:
         loaded = block.wrap(loaded_model(path).requires_grad_(requires_grad=False))
     from transformers import AutoTokenizer
 
@@ -248,6 +249,18 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def _with_own_remedy() -> Iterator[None]:
+    """Take the remedies of training from the message of a full budget: a larger one is all that helps here."""
+    try:
+        yield
+    except OutOfTierMemory as error:
+        message = str(error)
+        for remedy in REMEDIES.values():
+            message = message.removesuffix(remedy)
+        raise OutOfTierMemory(message) from error
 
 
 class RateBudget:
@@ -325,13 +338,11 @@ class _Compressor:
 
     def run(self, blocks: Mapping[str, list[ExpertsModule]], walk: BlockWalk) -> list[ModuleResult]:
         results: list[ModuleResult] = []
-        with _progress() as progress:
-            task = progress.add_task("coding experts", total=len(blocks), block="")
-            for block, modules in blocks.items():
-                progress.update(task, block=block)
+        with progress(Console(stderr=True), "coding experts", uses_lines=True) as show:
+            for done, (block, modules) in enumerate(blocks.items()):
+                show(block, done, len(blocks))
                 results += self._block(block, modules, walk)
                 walk.go_past(block)
-                progress.advance(task)
         return results
 
     def _block(self, block: str, modules: Sequence[ExpertsModule], walk: BlockWalk) -> list[ModuleResult]:
@@ -455,17 +466,3 @@ def _check_finite(experts: ExpertsModule, expert: int) -> None:
             check_finite(experts.weight(expert, matrix))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"expert {expert} of {experts.name}: {error}") from error
-
-
-def _progress() -> Progress:
-    """Return a bar on stderr; nothing is written where that is no terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed} of {task.total} layers"),
-        TextColumn("{task.fields[block]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, disable=not console.is_terminal)

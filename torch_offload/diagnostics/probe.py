@@ -17,6 +17,7 @@ from torch import nn
 from torch_offload.config import DEFAULT_PAGE_ELEMENTS
 from torch_offload.diagnostics import ssd_benchmark
 from torch_offload.optim.adamw import AdamW
+from torch_offload.reporting.progress import Show, progress
 from torch_offload.reporting.result import Result
 from torch_offload.system import environment
 
@@ -36,8 +37,6 @@ LINK_BYTES = 256 << 20
 GEMM_SIZE = 2048
 UPDATED_PAGES = 8
 GEMM_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-Show = Callable[[str, int, int], None]
 
 
 class Probe(BaseModel, Result):
@@ -122,16 +121,7 @@ def probe(directory: str | os.PathLike[str] | None = None, *, refresh: bool = Fa
 
 def probe_with_progress(directory: Path | None, *, refresh: bool = False, progress_on: "Console") -> Probe:
     """Measure; a bar on the console where that is a terminal and something is measured, nothing otherwise."""
-    if not progress_on.is_terminal:
-        return probe(directory, refresh=refresh)
-    from rich.progress import Progress
-
-    with Progress(console=progress_on, transient=True) as progress:
-        task = progress.add_task("looking at the machine", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
+    with progress(progress_on, "measuring the machine", uses_lines=False) as show:
         return probe(directory, refresh=refresh, show=show)
 
 

@@ -1,6 +1,6 @@
 """Measures a directory's disk with the engine that pages use, and recommends a queue depth."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch_offload import _C
 from torch_offload.config import DEFAULT_QUEUE_DEPTH, SECTOR_BYTES, IoEngine, format_size
 from torch_offload.errors import ConfigError, OutOfTierMemory
+from torch_offload.reporting.progress import Show, progress
 from torch_offload.reporting.result import Result
 from torch_offload.system import resources
 
@@ -117,20 +118,11 @@ def directory_for(ssd: Path | None, *, file_bytes: int) -> Path:
 
 def measure_with_progress(request: Request, *, progress_on: "Console") -> SsdBenchmark:
     """Measure; a bar on the console where that is a terminal, nothing otherwise."""
-    if not progress_on.is_terminal:
-        return measure(request)
-    from rich.progress import Progress
-
-    with Progress(console=progress_on, transient=True) as progress:
-        task = progress.add_task("writing the scratch file", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
+    with progress(progress_on, "measuring the disk", uses_lines=False) as show:
         return measure(request, show=show)
 
 
-def measure(request: Request, *, show: Callable[[str, int, int], None] | None = None) -> SsdBenchmark:
+def measure(request: Request, *, show: Show | None = None) -> SsdBenchmark:
     """Measure every depth that the free space allows.
 
     Args:

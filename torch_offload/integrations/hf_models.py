@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from torch_offload.errors import CheckpointError, ConfigError, UnsupportedModelError
+from torch_offload.errors import CheckpointError, ConfigError, OffloadError, UnsupportedModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -97,6 +97,7 @@ def loaded_model(path: Path) -> nn.Module:
     Raises:
         ConfigError: If there is none at `path`, or transformers is missing.
         CheckpointError: If a file of it is damaged or of other shapes.
+        OffloadError: As it is raised while tensors are paged, such as OutOfTierMemory.
     """
     if not (path / "config.json").is_file():
         raise ConfigError(f"there is no model configuration at {path / 'config.json'}; give the folder of a model")
@@ -107,6 +108,8 @@ def loaded_model(path: Path) -> nn.Module:
         is_encoder_decoder = AutoConfig.from_pretrained(str(path)).is_encoder_decoder
         auto = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
         model: nn.Module = auto.from_pretrained(str(path), dtype="auto")
+    except OffloadError:
+        raise
     except SafetensorError as error:
         raise CheckpointError(f"{_damaged_file(path)} is damaged: {error}; copy or download it again") from None
     except (ValueError, KeyError, RuntimeError) as error:  # the last: tensors of other shapes than the configuration's

@@ -7,8 +7,9 @@ nothing is paged any more, and puts back every function that it replaced.
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,13 +47,15 @@ _KEEP_ON_CPU = (
 )
 _LET_LEAVE = ", lower the batch size, or let activations leave memory (activations='page')"
 _RECOMPUTE = ", lower the batch size, or recompute layers (activations='recompute')"
-_REMEDIES: dict[Activations, str] = {
-    "keep": _LET_LEAVE,
-    "ram": _LET_LEAVE,
-    "page": _RECOMPUTE,
-    "auto": _RECOMPUTE,
-    "recompute": " or lower the batch size",
-}
+REMEDIES: Mapping[Activations, str] = MappingProxyType(
+    {
+        "keep": _LET_LEAVE,
+        "ram": _LET_LEAVE,
+        "page": _RECOMPUTE,
+        "auto": _RECOMPUTE,
+        "recompute": " or lower the batch size",
+    }
+)
 """What helps by the setting for activations, besides a larger budget."""
 
 _UNWRAP_FIRST = "call torch_offload.unwrap(module) before"
@@ -91,7 +94,7 @@ class Session:
             ssd_bytes_per_second=config.ssd_rate or 0,
             device_kind="cuda" if config.uses_cuda else "emulated",
             device_ordinal=gpu.current() if config.uses_cuda else 0,
-            remedy=_REMEDIES[config.activations],
+            remedy=REMEDIES[config.activations],
         )
         if config.trace:
             self.engine.start_activity_log(TRACE_CAPACITY)

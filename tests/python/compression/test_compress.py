@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, SwitchTransformersForConditionalGeneration
 
 import torch_offload
-from torch_offload import ConfigError, UnsupportedModelError, moe
+from torch_offload import Config, ConfigError, OutOfTierMemory, UnsupportedModelError, moe
 from torch_offload.compression import calibration, gptq, resume
-from torch_offload.compression.compress import RateBudget
+from torch_offload.compression.compress import RateBudget, compress_folder
 from torch_offload.compression.input_moments import ExpertMoments
 from torch_offload.compression.rate_allocation import RateCurve, min_sectors, share_sectors
 from torch_offload.moe import inspection, ternary
@@ -444,6 +444,39 @@ def test_what_cannot_be_done_is_named():
         torch_offload.compress(model_of(), calibration=[])
     with pytest.raises(ConfigError, match="coder: 'qmoe' is none of smallest, tun12, rans4"):
         torch_offload.compress(model_of(), calibration=tokens(), coder="qmoe")
+
+
+def test_a_model_larger_than_the_budget_allows_is_no_damaged_checkpoint(tmp_path, scratch):
+    """Loading under a budget that is too small says so; it is no damaged file."""
+    model_of().save_pretrained(tmp_path / "model")
+    (tmp_path / "texts.txt").write_text("some words")
+    with pytest.raises(OutOfTierMemory, match=r"host tier: .* needed for .*; give a ram of at least"):
+        compress_folder(
+            tmp_path / "model",
+            bits=0.9,
+            calibration=tmp_path / "texts.txt",
+            out=tmp_path / "out",
+            rows=1,
+            config=Config(ram="64KiB", ssd=scratch),
+        )
+
+
+def test_a_full_budget_is_answered_with_what_helps_here(scratch):
+    """Method: a budget in which the model is paged, but the rounding of one expert does not fit."""
+    model = torch_offload.wrap(
+        model_of(), ram="4MiB", ssd=scratch, config={"min_paged_bytes": 4096, "page_elements": 4096}
+    )
+    with pytest.raises(OutOfTierMemory) as caught:
+        torch_offload.compress(model, bits=0.9, calibration=tokens())
+    assert str(caught.value).endswith("available; raise `ram`")
+
+
+def test_each_layer_is_a_line_where_there_is_no_terminal(capfd):
+    torch_offload.compress(model_of(), bits=0.9, calibration=tokens())
+    assert capfd.readouterr().err.splitlines() == [
+        "coding experts: 1 of 2, model.layers.0",
+        "coding experts: 2 of 2, model.layers.1",
+    ]
 
 
 def test_the_coder_is_a_choice(tmp_path):
