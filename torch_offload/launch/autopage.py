@@ -58,11 +58,11 @@ class Autopage:
             atexit.register(self._warn_if_unused, self._optimizer)
 
     def _warn_if_unused(self, optimizer: TrainerOptimizer) -> None:
-        """Say when this process ends that it paged a model and that the chosen optimizer was never asked for."""
+        """Warn, when this process ends, if it paged a model and no Trainer chose an optimizer by its arguments."""
         if self._session is not None and not optimizer.is_used and os.getpid() == self._process:
             logger.warning(
-                "--optimizer %s had no effect: no Trainer created an optimizer; in a training loop of your own, create "
-                "torch_offload.AdamW",
+                "--optimizer %s had no effect: the script made its optimizer itself, in a loop of its own or by a "
+                "Trainer's optimizers or optimizer_cls_and_kwargs; create torch_offload.AdamW there",
                 optimizer.name,
             )
 

@@ -49,7 +49,8 @@ def test_an_optimizer_that_no_trainer_asked_for_is_said_to_have_no_effect(tmp_pa
     ended = start_paged(command, ram="1MiB", ssd=scratch).end()
     assert ended.status == 0, ended.errors[-5000:]
     assert_paged(ended)
-    assert "--optimizer adamw had no effect: no Trainer created an optimizer" in ended.errors
+    assert "--optimizer adamw had no effect: the script made its optimizer itself, in a loop of its own" in ended.errors
+    assert "or by a Trainer's optimizers or optimizer_cls_and_kwargs; create torch_offload.AdamW" in ended.errors
 
 
 def test_arguments_of_the_script_are_kept(chosen):
