@@ -21,7 +21,7 @@ from torch_offload.compression.input_moments import ExpertMoments, moments_of
 from torch_offload.compression.layerwise import BlockWalk, block_of
 from torch_offload.compression.rate_allocation import RateCurve, bytes_in, min_sectors, share_sectors
 from torch_offload.compression.resume import FOLDER, ResumeState, fingerprint_of
-from torch_offload.compression.rounding import Problem
+from torch_offload.compression.rounding import QuantProblem
 from torch_offload.config import SECTOR_BYTES, Config
 from torch_offload.errors import ConfigError, OutOfTierMemory, UnsupportedModelError
 from torch_offload.integrations.hf_models import loaded_model, model_folder
@@ -431,7 +431,7 @@ def _curves(
     curves: list[RateCurve] = []
     for part in _parts(experts, matrix):
         weights = _stacked(experts, part, matrix)
-        problem = Problem.make(weights, moments.means(matrix, part), damping=damping)
+        problem = QuantProblem.make(weights, moments.means(matrix, part), damping=damping)
         entropies, errors = gptq.curve(problem.take(torch.arange(len(part)), most_rows=_CURVE_ROWS))
         curves += [
             RateCurve.make(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_offload.compression.rounding import Problem, Rounded, Setting, round_with
+from torch_offload.compression.rounding import QuantProblem, Rounded, Setting, round_with
 from torch_offload.errors import ConfigError
 from torch_offload.moe.operators import encode, extents
 from torch_offload.moe.ternary import SCALE_DTYPE, TernaryMatrix, check_finite, coded
@@ -132,7 +132,7 @@ def quantize_all(
         ConfigError: As :func:`quantize`.
     """
     check_finite(weights)
-    problem = Problem.make(weights, hessians, damping=damping)
+    problem = QuantProblem.make(weights, hessians, damping=damping)
     energy = problem.energy().clamp(min=1e-30)
     planes = []
     for limits in zip(*limits_bytes, strict=True):
@@ -195,7 +195,7 @@ def _interpolated(table: Sequence[tuple[float, float]], at: Tensor) -> Tensor:
     return result
 
 
-def search(problem: Problem, bits: Tensor, *, sweeps: int) -> tuple[Setting, Tensor]:
+def search(problem: QuantProblem, bits: Tensor, *, sweeps: int) -> tuple[Setting, Tensor]:
     """Return for each matrix the setting with the least error among those of about this entropy, and that error.
 
     Args:
@@ -224,7 +224,7 @@ def search(problem: Problem, bits: Tensor, *, sweeps: int) -> tuple[Setting, Ten
     return found.replaced(never, fallback), torch.where(never, 1.0, least)
 
 
-def curve(problem: Problem) -> tuple[Tensor, Tensor]:
+def curve(problem: QuantProblem) -> tuple[Tensor, Tensor]:
     """Return entropies per weight and errors of matrices at some steps, both [steps, matrices], from coarse to fine.
 
     Without sweeps: it is for comparing matrices with one another.
@@ -249,7 +249,7 @@ def entropy_of(values: Tensor) -> Tensor:
     return total
 
 
-def _fit(problem: Problem, limits_bytes: Sequence[int], *, sweeps: int, coder: str) -> list[CodedTerm]:
+def _fit(problem: QuantProblem, limits_bytes: Sequence[int], *, sweeps: int, coder: str) -> list[CodedTerm]:
     """Round to as many coded bytes as there may be, and no more."""
     count, columns, rows = problem.rest.shape
     per_weight = 8 / (rows * columns)
@@ -348,7 +348,7 @@ def qmoe_quantize(weight: Tensor, hessian: Tensor | None, *, damping: float = _Q
     Source: Frantar and Alistarh, "QMoE", arXiv 2310.16795, and its published code.
     """
     check_finite(weight)
-    problem = Problem.make(weight[None], None if hessian is None else hessian[None], damping=damping)
+    problem = QuantProblem.make(weight[None], None if hessian is None else hessian[None], damping=damping)
     rest, factor = problem.rest[0], problem.factor[0]
     most = rest.amax(0).clamp(min=0).to(SCALE_DTYPE).float()
     least = rest.amin(0).clamp(max=0).to(SCALE_DTYPE).float()

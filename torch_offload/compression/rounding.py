@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Problem:
+class QuantProblem:
     """Matrices to round, and what their inputs are like.
 
     Attributes:
@@ -37,7 +37,7 @@ class Problem:
     damping: Tensor
 
     @classmethod
-    def make(cls, weights: Tensor, hessians: Tensor | None, *, damping: float) -> "Problem":
+    def make(cls, weights: Tensor, hessians: Tensor | None, *, damping: float) -> "QuantProblem":
         """Take [matrices, rows, columns] and the second moments of their inputs."""
         columns = weights.shape[2]
         rest = weights.detach().float().transpose(1, 2).contiguous()
@@ -55,23 +55,23 @@ class Problem:
             added = torch.where(unusable, 0, added)
         return cls(rest, damped, factor, added)
 
-    def take(self, positions: Tensor, *, most_rows: int | None = None) -> "Problem":
+    def take(self, positions: Tensor, *, most_rows: int | None = None) -> "QuantProblem":
         """Return some of the matrices, with at most so many of their rows, evenly spread."""
         rest = self.rest[positions]
         if most_rows is not None and rest.shape[2] > most_rows:
             spread = torch.linspace(0, rest.shape[2] - 1, most_rows).round().long()
             rest = rest[:, :, spread].contiguous()
-        return Problem(rest, self.hessian[positions], self.factor[positions], self.damping[positions])
+        return QuantProblem(rest, self.hessian[positions], self.factor[positions], self.damping[positions])
 
-    def without(self, terms: Sequence[TernaryMatrix]) -> "Problem":
+    def without(self, terms: Sequence[TernaryMatrix]) -> "QuantProblem":
         """Return what is left when a term of each matrix is taken away."""
         dense = torch.stack([term.dense().T for term in terms])
-        return Problem(self.rest - dense, self.hessian, self.factor, self.damping)
+        return QuantProblem(self.rest - dense, self.hessian, self.factor, self.damping)
 
-    def less(self, rounded: "Rounded") -> "Problem":
+    def less(self, rounded: "Rounded") -> "QuantProblem":
         """Return what is left when what it was rounded to is taken away."""
         dense = rounded.values * rounded.column_scale[:, :, None] * rounded.row_scale[:, None]
-        return Problem(self.rest - dense, self.hessian, self.factor, self.damping)
+        return QuantProblem(self.rest - dense, self.hessian, self.factor, self.damping)
 
     def energy(self) -> Tensor:
         """Energy of the output of each matrix, without what damping adds."""
@@ -107,7 +107,7 @@ class Rounded:
         )
 
 
-def round_with(problem: Problem, setting: Setting, *, sweeps: int) -> Rounded:
+def round_with(problem: QuantProblem, setting: Setting, *, sweeps: int) -> Rounded:
     """Round with given steps.
 
     Columns whose error counts much get smaller steps: between one step for all, which is the best for few values in
