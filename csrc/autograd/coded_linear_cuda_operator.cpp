@@ -19,7 +19,7 @@ namespace {
 
 /// Tokens multiplied by one round of launches: their panels stay small beside what they come from.
 constexpr std::int64_t kTokensAtOnce = 65536;
-constexpr std::int64_t kFewestTensorCoreTokens = kMmaTokens;
+constexpr std::int64_t kMinTensorCoreTokens = kMmaTokens;
 
 /// The process's own, as on the CPU. Never destroyed: when a process ends, its GPU may be gone before.
 OpenedPages& opened_pages() {
@@ -137,7 +137,7 @@ void multiply_on_tensor_cores(const CurrentMatrix& current, const at::Tensor& de
 }
 
 bool wants_tensor_cores(std::int64_t tokens) {
-    return tokens >= kFewestTensorCoreTokens &&
+    return tokens >= kMinTensorCoreTokens &&
            at::globalContext().float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST;
 }
 
@@ -150,7 +150,7 @@ at::Tensor coded_linear_cuda(const at::Tensor& x, const at::Tensor& page, std::i
         const CurrentMatrix current(page, index);
         const CodedScales scales(current.matrix().rows, current.matrix().columns, row_scale, column_scale);
         const at::Tensor from = coded_tokens("x", x, current.matrix().columns);
-        const bool is_few = from.size(0) <= kMostGroupTokens && current.is_all_tun12();
+        const bool is_few = from.size(0) <= kMaxGroupTokens && current.is_all_tun12();
         const bool is_split = wants_tensor_cores(from.size(0));
         const at::Tensor decoded = is_few && !is_split ? at::Tensor() : current.decoded();
         const at::Tensor y = multiplied(from, {scales.columns, current.matrix().order}, {scales.rows},

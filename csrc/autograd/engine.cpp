@@ -20,7 +20,7 @@ std::shared_ptr<Engine> Engine::make(const EngineOptions& options) {
 
 namespace {
 
-constexpr std::size_t kMostKept = 4;    // activations that the operator saving them still uses
+constexpr std::size_t kMaxKept = 4;     // activations that the operator saving them still uses
 constexpr std::size_t kKeptShare = 16;  // and at most one part in so many of the budget
 
 EngineOptions with_log(EngineOptions options, ActivityLog& log) {
@@ -153,8 +153,7 @@ void Engine::keep_for_a_while(const std::shared_ptr<Segment>& segment) {
     const std::lock_guard lock(kept_mutex_);
     kept_bytes_ += kept.size_bytes;
     kept_.push_back(std::move(kept));
-    while (kept_.size() > kMostKept ||
-           (kept_.size() > 1 && kept_bytes_ > pager_->options().budget_bytes / kKeptShare)) {
+    while (kept_.size() > kMaxKept || (kept_.size() > 1 && kept_bytes_ > pager_->options().budget_bytes / kKeptShare)) {
         kept_bytes_ -= kept_.front().size_bytes;
         ended.push_back(std::move(kept_.front()));
         kept_.pop_front();

@@ -15,14 +15,14 @@ namespace {
 
 constexpr std::size_t kBlockCount = 8;
 constexpr std::size_t kBudgetShare = 8;               // one part in so many of the budget holds what is read ahead
-constexpr std::size_t kMostAheadBytes = 16 * kMiB;    // more delays who touches the mapping meanwhile
-constexpr std::size_t kLeastDirectBytes = 1 * kMiB;   // below, finding the file costs more than it saves
+constexpr std::size_t kMaxAheadBytes = 16 * kMiB;     // more delays who touches the mapping meanwhile
+constexpr std::size_t kMinDirectBytes = 1 * kMiB;     // below, finding the file costs more than it saves
 constexpr std::size_t kAskedAheadBytes = 64 * kMiB;   // of a file decide whether it is read past the page cache
 constexpr std::size_t kTouchedNextBytes = 64 * kKiB;  // behind a tensor: where the next ones begin, small ones between
 constexpr std::size_t kStepsAhead = 8;                // a mapping is read ahead, copied and let go in so many parts
 
 std::size_t ahead_bytes(Engine& engine) {
-    return std::min(kMostAheadBytes, engine.pager().options().budget_bytes / kBudgetShare);
+    return std::min(kMaxAheadBytes, engine.pager().options().budget_bytes / kBudgetShare);
 }
 
 /// Copies part after part of `source` by `copy(offset in source, target)`, so that the pager can let pages go while the
@@ -130,7 +130,7 @@ std::unique_ptr<MappedCopy::Stream> MappedCopy::stream_for(std::span<const std::
 }
 
 void MappedCopy::copy_in(const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
-    if (source.size() < kLeastDirectBytes) {
+    if (source.size() < kMinDirectBytes) {
         // Nothing is read ahead of it: a large tensor behind it would be found in the page cache, and read the slow
         // way.
         torch_offload::copy_in(engine_, segment, source, c10::kCPU);

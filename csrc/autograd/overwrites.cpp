@@ -12,7 +12,7 @@
 namespace torch_offload {
 namespace {
 
-constexpr double kLargestHalf = 65504.0;  // fits every floating type accepted here
+constexpr double kMaxHalf = 65504.0;  // fits every floating type accepted here
 
 bool is_common_floating(c10::ScalarType type) {
     return type == c10::kFloat || type == c10::kDouble || type == c10::kHalf || type == c10::kBFloat16;
@@ -30,9 +30,9 @@ bool autograd_agrees(const at::Tensor& self) {
 
 bool fill_cannot_fail(const at::Tensor& self, const c10::IValue& value) {
     if (!is_common_floating(self.scalar_type())) return false;
-    if (value.isInt()) return std::abs(static_cast<double>(value.toInt())) <= kLargestHalf;
+    if (value.isInt()) return std::abs(static_cast<double>(value.toInt())) <= kMaxHalf;
     if (!value.isDouble()) return false;
-    return !std::isfinite(value.toDouble()) || std::abs(value.toDouble()) <= kLargestHalf;
+    return !std::isfinite(value.toDouble()) || std::abs(value.toDouble()) <= kMaxHalf;
 }
 
 bool copy_cannot_fail(const at::Tensor& self, const c10::IValue& argument) {
@@ -56,7 +56,7 @@ bool random_cannot_fail(const at::Tensor& self, c10::ArrayRef<c10::IValue> argum
     const double first = arguments[1].toDouble();
     const double second = arguments[2].toDouble();
     if (overwrite == Overwrite::normal) return std::isfinite(first) && std::isfinite(second) && second >= 0;
-    return std::abs(first) <= kLargestHalf / 2 && std::abs(second) <= kLargestHalf / 2 && first <= second;
+    return std::abs(first) <= kMaxHalf / 2 && std::abs(second) <= kMaxHalf / 2 && first <= second;
 }
 
 }  // namespace

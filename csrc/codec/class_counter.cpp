@@ -41,7 +41,7 @@ bool are_ternary(const std::int8_t* values, std::size_t count) noexcept {
 
 /// Of eight values at once, by byte.
 struct Eights {
-    static constexpr std::size_t kMost = 31;  // so that the sum of all bytes fits one
+    static constexpr std::size_t kMaxCount = 31;  // so that the sum of all bytes fits one
     std::uint64_t nonzeros = 0;
     std::uint64_t minuses = 0;
     bool all_ternary = true;
@@ -75,7 +75,7 @@ void ClassCounter::add_values(const std::int8_t* row, std::size_t begin, std::si
     for (std::size_t column = begin; column < end;) {
         Eights eights;
         const std::size_t first = column;
-        const std::size_t stop = std::min(end, column + 8 * Eights::kMost);
+        const std::size_t stop = std::min(end, column + 8 * Eights::kMaxCount);
         for (; column + 8 <= stop; column += 8) eights.add(load(row + column, 8));
         if (column < stop) eights.add(load(row + column, stop - column));
         column = stop;

@@ -15,7 +15,7 @@
 
 namespace torch_offload {
 
-/// Tokens of a group, and how many groups: all there are in as few floats as possible, at most kMostGroupTokens at
+/// Tokens of a group, and how many groups: all there are in as few floats as possible, at most kMaxGroupTokens at
 /// once. A token's sums do not depend on the group it is in.
 struct TokenGroups {
     std::uint32_t group_tokens = 1;  // 1, 2, 4 or 8
@@ -23,7 +23,7 @@ struct TokenGroups {
 };
 inline TokenGroups groups_of(std::uint32_t tokens) noexcept {
     std::uint32_t group_tokens = 1;
-    while (group_tokens < tokens && group_tokens < kMostGroupTokens) group_tokens *= 2;
+    while (group_tokens < tokens && group_tokens < kMaxGroupTokens) group_tokens *= 2;
     return {group_tokens, (tokens + group_tokens - 1) / group_tokens};
 }
 

@@ -54,9 +54,9 @@ bool fits(const ColumnOrder& order, const ColumnClasses& classes, std::size_t co
     std::array<std::size_t, kMaxClasses> counts{};
     for (std::size_t column = 0; column < columns; ++column) ++counts[order.class_of(column)];
     for (std::size_t i = 0; i < counts.size(); ++i) {
-        const std::size_t said =
+        const std::size_t expected =
             i < classes.size() ? end_column(classes, i, columns) - classes[i].first_column : std::size_t{0};
-        if (counts[i] != said) return false;
+        if (counts[i] != expected) return false;
     }
     return true;
 }

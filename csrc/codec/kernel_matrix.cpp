@@ -7,7 +7,7 @@ namespace {
 
 constexpr std::size_t kSectionAlignment = 16;
 constexpr std::size_t kCodewordCount = 4096;
-constexpr std::size_t kMostTileBytes = std::size_t{1} << 30;  // so that three times a codeword's number fits 32 bits
+constexpr std::size_t kMaxTileBytes = std::size_t{1} << 30;  // so that three times a codeword's number fits 32 bits
 
 /// Behind what is there, on a multiple of 16. Returns where that is.
 template <typename Element>
@@ -44,8 +44,8 @@ void check_tile(const CodedTile& tile) {
     OFFLOAD_CHECK(tile.coder != Coder::qmoe, InvalidArgument,
                   "kernels for CUDA read TUN12 and RANS4, not the dictionary of QMoE, which is there to be compared "
                   "with: code the matrix again");
-    OFFLOAD_CHECK(tile.size_bytes <= kMostTileBytes, InvalidArgument, "kernels for CUDA read tiles of up to ",
-                  kMostTileBytes, " bytes, not of ", tile.size_bytes, ": code the matrix in tiles of fewer rows");
+    OFFLOAD_CHECK(tile.size_bytes <= kMaxTileBytes, InvalidArgument, "kernels for CUDA read tiles of up to ",
+                  kMaxTileBytes, " bytes, not of ", tile.size_bytes, ": code the matrix in tiles of fewer rows");
 }
 
 }  // namespace

@@ -8,7 +8,7 @@ namespace {
 
 constexpr unsigned kBlockWarps = 8;
 constexpr unsigned kBlockThreads = kBlockWarps * kWarpLanes;
-constexpr std::uint32_t kMostTiles = 8;  // of 8 tokens that a block takes at once
+constexpr std::uint32_t kMaxTiles = 8;  // of 8 tokens that a block takes at once
 
 struct CudaTensorWarp : CudaWarp {
     template <unsigned kTiles>
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 std::uint32_t tiles_of(std::uint32_t tokens) noexcept {
     std::uint32_t tiles = 1;
-    while (tiles < kMostTiles && tiles * kMmaTokens < tokens) tiles *= 2;
+    while (tiles < kMaxTiles && tiles * kMmaTokens < tokens) tiles *= 2;
     return tiles;
 }
 

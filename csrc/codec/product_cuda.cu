@@ -13,7 +13,7 @@ constexpr unsigned kRowsOfHalf = 4;  // whose sums one lane has side by side
 constexpr std::uint32_t kBlockRows = kBlockThreads / kHalfLanes * kRowsOfHalf;
 constexpr std::uint32_t kBlockColumns = 32;  // of the transposed product, with so many tiles side by side
 constexpr std::uint32_t kBlockTiles = 8;
-constexpr std::uint32_t kMostGridGroups = 65535;
+constexpr std::uint32_t kMaxGridGroups = 65535;
 
 template <unsigned kTokens>
 __global__ void __launch_bounds__(kBlockThreads)
@@ -93,7 +93,7 @@ void with_group(std::uint32_t group_tokens, Use use) {
 
 /// Blocks of `piece` rows or columns by the groups of tokens.
 dim3 grid_of(std::uint32_t width, std::uint32_t piece, const TokenGroups& groups) {
-    return {(width + piece - 1) / piece, std::min(groups.count, kMostGridGroups), 1};
+    return {(width + piece - 1) / piece, std::min(groups.count, kMaxGridGroups), 1};
 }
 
 }  // namespace

@@ -12,7 +12,7 @@
 namespace torch_offload {
 
 /// The most tokens of a group.
-inline constexpr unsigned kMostGroupTokens = 8;
+inline constexpr unsigned kMaxGroupTokens = 8;
 
 /// Tokens that are multiplied by one factor per column before they go into a product, or after they come out of it.
 template <typename Float>

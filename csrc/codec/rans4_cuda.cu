@@ -9,7 +9,7 @@ namespace {
 
 /// Shared memory for slots: four classes. With more of them slots are read from where they are.
 constexpr std::size_t kSlotBytes = kFrequencyTotal * sizeof(std::uint32_t);
-constexpr std::size_t kMostStagedBytes = 4 * kSlotBytes;
+constexpr std::size_t kMaxStagedBytes = 4 * kSlotBytes;
 
 __global__ void __launch_bounds__(kWarpLanes)
     decode_kernel(const __grid_constant__ KernelMatrix matrix, bool is_staged, const QuadRows to) {
@@ -33,10 +33,10 @@ __global__ void __launch_bounds__(kWarpLanes)
 
 void launch_rans4_decode(const KernelMatrix& matrix, const QuadRows& to, cudaStream_t stream) {
     const std::size_t slot_bytes = matrix.class_count * kSlotBytes;
-    const bool is_staged = slot_bytes <= kMostStagedBytes;
+    const bool is_staged = slot_bytes <= kMaxStagedBytes;
     const std::size_t shared_bytes = is_staged ? slot_bytes : 0;
     check_cuda(cudaFuncSetAttribute(decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(kMostStagedBytes)),
+                                    static_cast<int>(kMaxStagedBytes)),
                "asking for shared memory for the slots of RANS4");
     const unsigned blocks = blocks_for(decode_kernel, kWarpLanes, matrix.tile_count, shared_bytes);
     decode_kernel<<<blocks, kWarpLanes, shared_bytes, stream>>>(matrix, is_staged, to);

@@ -14,7 +14,8 @@
 namespace torch_offload {
 namespace {
 
-constexpr std::size_t kUsualElementBytes = 4;  // pages of this element size may be put together to a gradient's memory
+constexpr std::size_t kDefaultElementBytes =
+    4;  // pages of this element size may be put together to a gradient's memory
 
 /// What operations may allocate in small pieces while all other memory is pinned.
 std::size_t small_reserve(std::size_t budget_bytes) { return std::min(budget_bytes / 16, 4 * kMiB); }
@@ -34,7 +35,7 @@ Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_p
       options(pager_options),
       memory(pager_options.memory ? *pager_options.memory : AddressSpace::process()),
       arena({pager_options.budget_bytes, small_reserve(pager_options.budget_bytes),
-             pager_options.page_elements * kUsualElementBytes, huge_pages_for(pager_options), &memory}),
+             pager_options.page_elements * kDefaultElementBytes, huge_pages_for(pager_options), &memory}),
       store(std::move(page_store)) {
     OFFLOAD_CHECK(options.budget_bytes > 0, InvalidArgument, "the RAM budget is 0 bytes");
     OFFLOAD_CHECK(options.page_elements > 0 && options.page_elements % kSectorBytes == 0, InvalidArgument,

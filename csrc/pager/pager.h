@@ -124,14 +124,14 @@ public:
 private:
     friend struct PageAccess;
     /// Where a page of the latch is held: in its frame's slot, at the segment's address, or in the tier below.
-    enum class Place : std::uint8_t { slot, address, below };
+    enum class Location : std::uint8_t { slot, address, below };
 
     void release_page(std::size_t k) noexcept;
 
     std::vector<Page*> pages_;
     std::vector<std::shared_ptr<Segment>> segments_;
     std::vector<std::span<std::byte>> bytes_;
-    std::vector<Place> places_;
+    std::vector<Location> locations_;
     std::vector<bool> is_worthless_;
     std::unique_ptr<UpdateLatch> below_;  // of the store's pages, where they are held there
     bool finished_ = false;

@@ -55,7 +55,7 @@ void PageAccess::add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, 
     latch.segments_.push_back(std::move(segment));
     latch.pages_.push_back(&page);
     latch.bytes_.push_back(bytes);
-    latch.places_.push_back(is_pinned ? UpdateLatch::Place::address : UpdateLatch::Place::slot);
+    latch.locations_.push_back(is_pinned ? UpdateLatch::Location::address : UpdateLatch::Location::slot);
     latch.is_worthless_.push_back(false);
 }
 
@@ -69,7 +69,7 @@ void UpdateLatch::swap(UpdateLatch& other) noexcept {
     segments_.swap(other.segments_);
     pages_.swap(other.pages_);
     bytes_.swap(other.bytes_);
-    places_.swap(other.places_);
+    locations_.swap(other.locations_);
     is_worthless_.swap(other.is_worthless_);
     below_.swap(other.below_);
     std::swap(finished_, other.finished_);
@@ -92,16 +92,16 @@ void UpdateLatch::release_page(std::size_t k) noexcept {
     Page& page = *pages_[k];
     const bool is_dirty = confirmed_ && !is_worthless_[k];
     const std::uint32_t cleared = (finished_ ? PageWord::kPending : 0) | (is_worthless_[k] ? PageWord::kDirty : 0);
-    switch (places_[k]) {
-        case Place::below: {
+    switch (locations_[k]) {
+        case Location::below: {
             const bool is_stored = confirmed_ || page.load().has(PageWord::kStored);
             page.enter(is_stored ? PageState::stored : PageState::zero, is_stored ? PageWord::kStored : 0, cleared);
             break;
         }
-        case Place::address:
+        case Location::address:
             page.clear_flag(cleared);
             break;
-        case Place::slot:
+        case Location::slot:
             page.enter(PageState::loaded, is_dirty ? PageWord::kDirty : 0, cleared);
             break;
     }
@@ -113,9 +113,9 @@ UpdateLatch::~UpdateLatch() {
     Pager::Impl& pager = *segments_.front()->pager().impl_;
     InFlightUse use{pager.fence_use(), {}, {}, {}};
     for (std::size_t k = 0; k < pages_.size(); ++k) {
-        if (places_[k] == Place::below) continue;
+        if (locations_[k] == Location::below) continue;
         use.pages.push_back({segments_[k], segments_[k]->index_of(*pages_[k]), 1});
-        if (places_[k] == Place::slot) use.in_slot.push_back(pages_[k]);
+        if (locations_[k] == Location::slot) use.in_slot.push_back(pages_[k]);
     }
     if (use.event) pager.uses.add(use);  // first: from `loaded` on the page may be mapped
     for (std::size_t k = 0; k < pages_.size(); ++k) release_page(k);

@@ -20,7 +20,7 @@ bool Pager::salvage(Segment& segment, std::size_t index, std::span<std::byte> ta
 void PageAccess::add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page) {
     latch.segments_.push_back(std::move(segment));
     latch.pages_.push_back(&page);
-    latch.places_.push_back(UpdateLatch::Place::below);
+    latch.locations_.push_back(UpdateLatch::Location::below);
     latch.is_worthless_.push_back(false);
 }
 

@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kMaxSpareBytes = 16 * kMiB;
 constexpr std::size_t kMaxSpareBytesWhileLoading = 64 * kMiB;
 constexpr std::size_t kMaxAhead = 256;  // segments
-constexpr std::size_t kFewestReads = 2;
+constexpr std::size_t kMinReads = 2;
 // Of the budget, that reads on their way may take: of what comes next by the recording, and of what a caller wants.
 constexpr std::size_t kShareOfAhead = 48;
 constexpr std::size_t kShareOfWanted = 8;
@@ -147,7 +147,7 @@ std::size_t Pager::Impl::spare_bytes() {
 /// Reads on their way hold memory that no page uses: as many as keep a disk busy, fewer where memory is small.
 std::size_t Pager::Impl::most_reads_ahead(std::size_t page_bytes, std::size_t share) const noexcept {
     const std::size_t in_budget = options.budget_bytes / share / page_bytes;
-    return std::clamp(in_budget, kFewestReads, std::max(kFewestReads, store->capacity() / 2));
+    return std::clamp(in_budget, kMinReads, std::max(kMinReads, store->capacity() / 2));
 }
 
 /// Evicts what is used last so that the next read or allocation finds memory without waiting for a write.

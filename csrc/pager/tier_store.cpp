@@ -17,7 +17,7 @@ constexpr std::size_t kCopiesUnderWay = 4;  // per direction: one that is copied
 constexpr std::size_t kCapacity = 16;
 
 // What the lanes pin at once, and as much to come and go.
-constexpr std::size_t kLeastPagesBelow = 2 * kLinkDirectionCount * kCopiesUnderWay;
+constexpr std::size_t kMinPagesBelow = 2 * kLinkDirectionCount * kCopiesUnderWay;
 constexpr std::size_t kWidestElementBytes = 4;
 constexpr double kFirstReadRate = 4e9;  // bytes per second, until there is a measurement
 
@@ -25,7 +25,7 @@ constexpr double kFirstReadRate = 4e9;  // bytes per second, until there is a me
 
 TierStore::TierStore(Pager& below, Device& device, bool activations_stay)
     : below_(below), device_(device), activations_stay_(activations_stay), read_rate_(kFirstReadRate) {
-    const std::size_t least_bytes = kLeastPagesBelow * below.options().page_elements * kWidestElementBytes;
+    const std::size_t least_bytes = kMinPagesBelow * below.options().page_elements * kWidestElementBytes;
     OFFLOAD_CHECK(below.options().budget_bytes >= least_bytes, InvalidArgument, "host memory tier: a budget of ",
                   below.options().budget_bytes, " bytes is too small to feed a device, which takes ", least_bytes,
                   "; raise `ram`, or lower the page size");

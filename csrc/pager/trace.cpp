@@ -17,7 +17,7 @@ constexpr int kPatience = 8;
 
 void Trace::touch(TraceId id, const TraceMoment& moment) {
     if (id == kNoTrace) return;
-    if (recorded_.size() == kMostUses) {
+    if (recorded_.size() == kMaxUses) {
         recorded_ = {};
         is_endless_ = true;
     }

@@ -37,7 +37,7 @@ struct UpcomingUse {
 class Trace {
 public:
     /// Pins of a step that are recorded; what is longer is none, such as a program that only generates.
-    static constexpr std::size_t kMostUses = std::size_t{1} << 20;
+    static constexpr std::size_t kMaxUses = std::size_t{1} << 20;
 
     /// Notes a pin of role `id` and moves the cursor past its next recorded occurrence.
     void touch(TraceId id, const TraceMoment& moment = {});

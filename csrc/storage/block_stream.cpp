@@ -12,7 +12,7 @@ namespace torch_offload {
 namespace {
 
 constexpr std::chrono::milliseconds kWait{200};
-constexpr std::uint64_t kMostSkippedBytes = 1 * kMiB;  // between parts that follow each other
+constexpr std::uint64_t kMaxSkippedBytes = 1 * kMiB;  // between parts that follow each other
 
 }  // namespace
 
@@ -33,7 +33,7 @@ void BlockStream::copy(std::uint64_t offset_bytes, std::span<std::byte> target) 
     const std::uint64_t copy_end = offset_bytes + target.size();
     OFFLOAD_CHECK(copy_end <= end_bytes(), InvalidArgument, "bytes up to ", copy_end, " of ", file_.path,
                   ", which ends at ", file_.size_bytes);
-    const bool follows = copied_bytes_ <= offset_bytes && offset_bytes - copied_bytes_ <= kMostSkippedBytes;
+    const bool follows = copied_bytes_ <= offset_bytes && offset_bytes - copied_bytes_ <= kMaxSkippedBytes;
     const std::uint64_t until_bytes = follows ? end_bytes() : round_up(copy_end, kSectorBytes);
     const bool is_coming = first_ < next_ && block(first_).request.offset_bytes <= offset_bytes;
     if (!is_coming || offset_bytes >= next_bytes_) start_at(offset_bytes);

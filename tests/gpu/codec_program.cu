@@ -138,7 +138,7 @@ void check_forward(const Sample& sample, std::size_t tokens, const std::string& 
         launch_product(sample.matrix, sample.rows, panels, groups, y, nullptr);
     });
     expect(have_equal_bits(decoded, expected), what + ": product");
-    if (sample.host.tables().has(Coder::rans4) || tokens > kMostGroupTokens) return;
+    if (sample.host.tables().has(Coder::rans4) || tokens > kMaxGroupTokens) return;
     const auto direct = inputs.actual(what, [&](const float* panel, const TokenGroups& groups, const ScaledSums& y) {
         launch_codeword_product(sample.matrix, panel, groups.group_tokens, y, nullptr);
     });

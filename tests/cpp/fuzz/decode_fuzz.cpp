@@ -12,7 +12,7 @@
 namespace torch_offload {
 namespace {
 
-constexpr std::size_t kMostValues = 1 << 16;
+constexpr std::size_t kMaxValues = 1 << 16;
 
 std::size_t order_bytes(const CodedMatrix& matrix) { return matrix.columns() * sizeof(std::uint32_t); }
 
@@ -67,9 +67,9 @@ void open_and_decode(std::span<const std::byte> extent) {
         const AllocationLimit limit(most_bytes_of_opening(extent));
         matrix.emplace(extent, coder_tables);
     }
-    if (most_rows(*matrix) > kMostValues / matrix->columns()) return;
+    if (most_rows(*matrix) > kMaxValues / matrix->columns()) return;
     const bool is_for_kernels = has_tables(extent, *matrix, coder_tables);
-    if (matrix->rows() > kMostValues / matrix->columns()) return require(!is_for_kernels, "rows have codewords");
+    if (matrix->rows() > kMaxValues / matrix->columns()) return require(!is_for_kernels, "rows have codewords");
     const auto expected = outcome(*matrix, InstructionSet::portable);
     const bool has_qmoe = std::ranges::find(matrix->tiles(), Coder::qmoe, &CodedTile::coder) != matrix->tiles().end();
     require(is_for_kernels == (expected && !has_qmoe), "there are tables for kernels where there are values");

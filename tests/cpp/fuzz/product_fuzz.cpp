@@ -12,7 +12,7 @@
 namespace torch_offload {
 namespace {
 
-constexpr std::size_t kMostValues = 1 << 15;
+constexpr std::size_t kMaxValues = 1 << 15;
 
 TokenPanel panel(std::size_t tokens, std::size_t width) {
     TokenPanel made(tokens, width);
@@ -49,7 +49,7 @@ std::optional<std::vector<std::uint32_t>> outcome(const CodedMatrix& matrix, Pro
 
 void open_and_multiply(std::span<const std::byte> extent) {
     const CodedMatrix matrix(extent);
-    if (matrix.rows() > kMostValues / matrix.columns()) return;
+    if (matrix.rows() > kMaxValues / matrix.columns()) return;
     const std::size_t tokens = 1 + matrix.rows() % 3;
     const TokenPanel by_column = panel(tokens, matrix.columns());
     const TokenPanel by_row = panel(tokens, matrix.rows());

@@ -96,7 +96,7 @@ TEST(Trace, SaysWhenAndBesideWhat) {
 // nothing; steps after it do. Method: two roles in turn, one pin more than is recorded.
 TEST(Trace, StepsWithoutEndAreNotRecorded) {
     Trace trace;
-    for (std::size_t i = 0; i <= Trace::kMostUses; ++i) trace.touch(static_cast<TraceId>(i % 2));
+    for (std::size_t i = 0; i <= Trace::kMaxUses; ++i) trace.touch(static_cast<TraceId>(i % 2));
     trace.end_step(1000);
     EXPECT_FALSE(trace.has_prediction());
     trace.touch(0, {1100, 0});
@@ -114,7 +114,7 @@ TEST(Trace, StepAfterOneWithoutEndBegins) {
     record(trace, {0, 1});
     trace.end_step(100);
     trace.touch(0);
-    for (std::size_t i = 0; i <= Trace::kMostUses; ++i) trace.touch(2 + static_cast<TraceId>(i % 2));
+    for (std::size_t i = 0; i <= Trace::kMaxUses; ++i) trace.touch(2 + static_cast<TraceId>(i % 2));
     ASSERT_EQ(trace.cursor(), 1u);
     trace.end_step(1000);
     EXPECT_EQ(trace.cursor(), 0u);
