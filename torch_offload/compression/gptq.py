@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_offload.compression.rounding import QuantProblem, Rounded, Setting, round_with
+from torch_offload.compression.rounding import QuantProblem, Rounded, StepAndDeadZone, round_with
 from torch_offload.errors import ConfigError
 from torch_offload.moe.operators import encode, extents
 from torch_offload.moe.ternary import SCALE_DTYPE, TernaryMatrix, check_finite, coded
@@ -29,7 +29,7 @@ _SEARCH_ROUNDS = 4
 _FIT_ROUNDS = 8
 _FULL_ENOUGH = 0.99
 _HALVINGS_PER_BIT = 1.75
-"""How often a bit per weight halves the error, about; for comparing settings whose rates differ a little."""
+"""How often a bit per weight halves the error, about; for comparing pairs whose rates differ a little."""
 
 _DEAD_ZONES = ((0.2, 0.4), (0.4, 0.3), (0.8, 0.2), (1.1, 0.1), (1.4, 0.04))
 """Bits per weight, and the dead zone that was about the best there on trained weights."""
@@ -195,8 +195,8 @@ def _interpolated(table: Sequence[tuple[float, float]], at: Tensor) -> Tensor:
     return result
 
 
-def search(problem: QuantProblem, bits: Tensor, *, sweeps: int) -> tuple[Setting, Tensor]:
-    """Return for each matrix the setting with the least error among those of about this entropy, and that error.
+def search(problem: QuantProblem, bits: Tensor, *, sweeps: int) -> tuple[StepAndDeadZone, Tensor]:
+    """Return for each matrix the step and dead zone with the least error among those of about this entropy, and that error.
 
     Args:
         problem: The matrices; a few hundred rows of each are enough.
@@ -204,23 +204,23 @@ def search(problem: QuantProblem, bits: Tensor, *, sweeps: int) -> tuple[Setting
         sweeps: As in :func:`quantize`.
     """
     least = torch.full_like(bits, torch.inf)
-    found = Setting(torch.zeros_like(bits), torch.zeros_like(bits))
+    found = StepAndDeadZone(torch.zeros_like(bits), torch.zeros_like(bits))
     energy = problem.energy().clamp(min=1e-30)
     for factor in _DEAD_ZONE_FACTORS:
         dead_zone = _interpolated(_DEAD_ZONES, bits) * factor
         steps = _StepSearch(_interpolated(_STEPS, bits) * (1 + (1 - factor) * 0.2), bits)
         for _ in range(_SEARCH_ROUNDS):
-            setting = Setting(steps.step, dead_zone)
-            rounded = round_with(problem, setting, sweeps=sweeps)
+            pair = StepAndDeadZone(steps.step, dead_zone)
+            rounded = round_with(problem, pair, sweeps=sweeps)
             entropy = entropy_of(rounded.values)
             error = problem.less(rounded).energy() / energy * (_HALVINGS_PER_BIT * (entropy - bits)).exp2()
             # Where the rate is off, the comparison is a guess: the last rounds, which are near it, decide.
             is_better = (error < least) & ((entropy - bits).abs() < 0.1 * bits)
             least = torch.where(is_better, error, least)
-            found = found.replaced(is_better, setting)
+            found = found.replaced(is_better, pair)
             steps.move(entropy)
     never = least.isinf()
-    fallback = Setting(_interpolated(_STEPS, bits), _interpolated(_DEAD_ZONES, bits))
+    fallback = StepAndDeadZone(_interpolated(_STEPS, bits), _interpolated(_DEAD_ZONES, bits))
     return found.replaced(never, fallback), torch.where(never, 1.0, least)
 
 
@@ -233,8 +233,8 @@ def curve(problem: QuantProblem) -> tuple[Tensor, Tensor]:
     energy = problem.energy().clamp(min=1e-30)
     entropies, errors = [], []
     for (_, step), (_, dead_zone) in zip(_STEPS, _DEAD_ZONES, strict=True):
-        setting = Setting(torch.full((count,), step), torch.full((count,), dead_zone))
-        rounded = round_with(problem, setting, sweeps=0)
+        pair = StepAndDeadZone(torch.full((count,), step), torch.full((count,), dead_zone))
+        rounded = round_with(problem, pair, sweeps=0)
         entropies.append(entropy_of(rounded.values))
         errors.append(problem.less(rounded).energy() / energy)
     return torch.stack(entropies), torch.stack(errors)
@@ -255,14 +255,14 @@ def _fit(problem: QuantProblem, limits_bytes: Sequence[int], *, sweeps: int, cod
     per_weight = 8 / (rows * columns)
     bits = torch.tensor([limit_bytes * per_weight for limit_bytes in limits_bytes])
     some_rows = problem.take(torch.arange(count), most_rows=_SEARCHED_ROWS)
-    setting, _ = search(some_rows, bits * 0.97, sweeps=sweeps)
+    pair, _ = search(some_rows, bits * 0.97, sweeps=sweeps)
     best: dict[int, CodedTerm] = {}
-    steps = _StepSearch(setting.step, bits * (1 + _FULL_ENOUGH) / 2)
+    steps = _StepSearch(pair.step, bits * (1 + _FULL_ENOUGH) / 2)
     waiting = torch.arange(count)
     for _ in range(_FIT_ROUNDS):
         if not len(waiting):
             break
-        tried = Setting(steps.step[waiting], setting.dead_zone[waiting])
+        tried = StepAndDeadZone(steps.step[waiting], pair.dead_zone[waiting])
         rounded = round_with(problem.take(waiting), tried, sweeps=sweeps)
         found = dict(zip(waiting.tolist(), _coded(rounded, coder), strict=True))
         measured = bits.clone()

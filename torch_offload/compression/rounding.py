@@ -80,15 +80,17 @@ class QuantProblem:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """How matrices are rounded, one number each. ``step`` as a multiple of a row's root mean square."""
+class StepAndDeadZone:
+    """Step and dead zone of each matrix; a step is a multiple of a row's root mean square."""
 
     step: Tensor
     dead_zone: Tensor
 
-    def replaced(self, where: Tensor, other: "Setting") -> "Setting":
+    def replaced(self, where: Tensor, other: "StepAndDeadZone") -> "StepAndDeadZone":
         """Return this with the numbers of another one where a mask says so."""
-        return Setting(torch.where(where, other.step, self.step), torch.where(where, other.dead_zone, self.dead_zone))
+        return StepAndDeadZone(
+            torch.where(where, other.step, self.step), torch.where(where, other.dead_zone, self.dead_zone)
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Rounded:
         )
 
 
-def round_with(problem: QuantProblem, setting: Setting, *, sweeps: int) -> Rounded:
+def round_with(problem: QuantProblem, pair: StepAndDeadZone, *, sweeps: int) -> Rounded:
     """Round with given steps.
 
     Columns whose error counts much get smaller steps: between one step for all, which is the best for few values in
@@ -118,9 +120,9 @@ def round_with(problem: QuantProblem, setting: Setting, *, sweeps: int) -> Round
     diagonal = problem.factor.diagonal(dim1=1, dim2=2)
     mean = diagonal.log().mean(1).exp()[:, None]
     relative = diagonal / mean
-    step = setting.step[:, None] * relative.sqrt()
+    step = pair.step[:, None] * relative.sqrt()
     # What a value costs beside its error: `price` times its bits. A unit of error counts 1 / factor^2 here.
-    price = (setting.dead_zone * setting.step.square())[:, None]
+    price = (pair.dead_zone * pair.step.square())[:, None]
     operators = torch.ops.torch_offload
     threshold = step / 2 + price * relative.square() / step
     values = operators.round_with_feedback(rest, problem.factor, step, threshold)
