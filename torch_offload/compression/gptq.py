@@ -39,7 +39,7 @@ _STEPS = ((0.1, 5.0), (0.4, 3.3), (0.8, 2.3), (1.1, 1.9), (1.4, 1.45))
 
 _DEAD_ZONE_FACTORS = (0.6, 1.0, 1.6)
 
-_USUAL_SLOPE = 1.5
+_DEFAULT_SLOPE = 1.5
 """Doublings of the step that save one bit per weight."""
 
 _QMOE_DAMPING = 0.1
@@ -179,7 +179,7 @@ class _StepSearch:
         self._too_coarse = torch.where(surplus <= 0, self._too_coarse.minimum(position), self._too_coarse)
         last_position, last_bits = self._last
         slope = (position - last_position) / (last_bits - bits)
-        slope = torch.where(slope.isfinite() & (slope > 0), slope, _USUAL_SLOPE).clamp(0.5, 6)
+        slope = torch.where(slope.isfinite() & (slope > 0), slope, _DEFAULT_SLOPE).clamp(0.5, 6)
         proposed = position + (surplus * slope).clamp(-1.5, 1.5)
         is_inside = (proposed > self._too_fine) & (proposed < self._too_coarse)
         self._last = position, bits

@@ -17,14 +17,14 @@ _OF_ENTROPY = 0.97
 
 
 @dataclass(frozen=True)
-class PageLimits:
-    """Pages of one plane of a matrix: below the least a plane is of no use, above the most another plane is better."""
+class SectorLimits:
+    """Sectors of one plane of a matrix: below the least a plane is of no use, above the most another plane is better."""
 
     least: int
     most: int
 
     @classmethod
-    def of(cls, weights: int) -> "PageLimits":
+    def of(cls, weights: int) -> "SectorLimits":
         """Limits of a matrix with so many weights."""
         least, most = (bits * weights / 8 + FILL_BYTES for bits in (MIN_BITS_OF_A_PLANE, 1.03 * MAX_BITS_OF_A_PLANE))
         return cls(max(1, int(least // SECTOR_BYTES)), -int(-most // SECTOR_BYTES))
@@ -78,7 +78,7 @@ class RateCurve:
 
 def min_sectors(weights: Sequence[int], planes: int) -> int:
     """Return how many sectors matrices of so many weights need at least."""
-    return planes * sum(PageLimits.of(count).least for count in weights)
+    return planes * sum(SectorLimits.of(count).least for count in weights)
 
 
 def share_sectors(curves: Sequence[RateCurve], *, sectors: int, planes: int) -> list[list[int]]:
@@ -95,7 +95,7 @@ def share_sectors(curves: Sequence[RateCurve], *, sectors: int, planes: int) -> 
     Raises:
         ConfigError: If there are fewer sectors than the least of each.
     """
-    limits = [PageLimits.of(curve.weights) for curve in curves]
+    limits = [SectorLimits.of(curve.weights) for curve in curves]
     given = [planes * limit.least for limit in limits]
     if sectors < sum(given):
         raise ConfigError(
