@@ -217,13 +217,13 @@ class StepUses:
             yield from self._each(Use.sink, paged.weight + paged.gradient)
         for position, weight in enumerate(paged.weight):
             self._subgroup += 1
-            yield self._claimed(weight, is_below=is_below, is_weight=True)
-            yield self._claimed(paged.gradient[position], is_below=is_below)
+            yield self._update_use(weight, is_below=is_below, is_weight=True)
+            yield self._update_use(paged.gradient[position], is_below=is_below)
             for state in paged.states:
-                yield self._claimed(state[position], is_below=is_below)
+                yield self._update_use(state[position], is_below=is_below)
         yield from self._each(Use.drop, paged.gradient)
 
-    def _claimed(self, page: int, *, is_below: bool, is_weight: bool = False) -> PageUse:
+    def _update_use(self, page: int, *, is_below: bool, is_weight: bool = False) -> PageUse:
         """Return the use of a page by an update; the weight stays in use for the operator that waits for it."""
         subgroup = 0 if is_weight and not is_below else self._subgroup
         group = -self._subgroup if is_below else self._group
