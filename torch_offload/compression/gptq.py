@@ -196,7 +196,7 @@ def _interpolated(table: Sequence[tuple[float, float]], at: Tensor) -> Tensor:
 
 
 def search(problem: QuantProblem, bits: Tensor, *, sweeps: int) -> tuple[StepAndDeadZone, Tensor]:
-    """Return for each matrix the step and dead zone with the least error among those of about this entropy, and that error.
+    """Return the step and dead zone of each matrix with the least error at about this entropy, and that error.
 
     Args:
         problem: The matrices; a few hundred rows of each are enough.

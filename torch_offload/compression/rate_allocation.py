@@ -18,7 +18,7 @@ _OF_ENTROPY = 0.97
 
 @dataclass(frozen=True)
 class SectorLimits:
-    """Sectors of one plane of a matrix: below the least a plane is of no use, above the most another plane is better."""
+    """Sectors of one plane of a matrix: fewer are of no use; rather than more, another plane gets them."""
 
     least: int
     most: int
