@@ -108,7 +108,43 @@ BAD = [
     (structure_rules.process_state, {"torch_offload/a.py": "def f():\n    global x"}, "global x"),
     (structure_rules.process_state, {"torch_offload/a.py": "@functools.cache\ndef f(): ..."}, "f keeps results"),
     (structure_rules.foreign_assignments, {"torch_offload/a.py": "import torch\ntorch.save = f"}, "torch.save is"),
+    (
+        structure_rules.process_state,
+        {"torch_offload/a.py": "OPEN = {}", "torch_offload/b.py": "from torch_offload.a import OPEN\nOPEN['x'] = 1"},
+        "b.py: torch_offload.a.OPEN is changed from another module",
+    ),
+    (
+        structure_rules.process_state,
+        {"torch_offload/a.py": "OPEN = {}", "torch_offload/b.py": "from torch_offload import a\na.OPEN.update(x=1)"},
+        "b.py: torch_offload.a.OPEN is changed from another module",
+    ),
+    (
+        structure_rules.process_state,
+        {"torch_offload/a.py": "class A:\n    seen = []\n    def f(self):\n        self.seen.append(1)"},
+        "a.py:2: A.seen is state of a class",
+    ),
     (structure_rules.foreign_assignments, {"torch_offload/a.py": "setattr(a, 'b', 1)"}, "a.py:1: setattr"),
+    (
+        structure_rules.foreign_assignments,
+        {"torch_offload/a.py": "import sys\nm = sys.modules['torch']\nm.save = f"},
+        "a.py:3: m.save is replaced",
+    ),
+    (
+        structure_rules.foreign_assignments,
+        {"torch_offload/a.py": "import torch\nT = torch.Tensor\nT.numpy = f"},
+        "a.py:3: T.numpy is replaced",
+    ),
+    (
+        structure_rules.foreign_containers,
+        {"torch_offload/a.py": "from b import CALLBACKS\nCALLBACKS.append(1)"},
+        "a.py: CALLBACKS is changed",
+    ),
+    (
+        structure_rules.foreign_containers,
+        {"torch_offload/a.py": "import b\ndef f():\n    known = b.KNOWN\n    known['x'] = 1"},
+        "a.py: b.KNOWN is changed",
+    ),
+    (structure_rules.foreign_containers, {"torch_offload/a.py": "import sys\nsys.meta_path.insert(0, 1)"}, "meta_path"),
     (text_rules.library_names, {**LIBRARY_INIT, "README.md": "Call `torch_offload.warp(model)`."}, "warp"),
     (text_rules.library_names, {**LIBRARY_INIT, "README.md": "```python\nfrom torch_offload import rap\n```"}, "rap"),
     (text_rules.library_names, {**LIBRARY_INIT, "README.md": "`torch_offload.engine.Missing`"}, "engine.Missing"),
@@ -123,6 +159,7 @@ BAD = [
     (text_rules.open_ends, {"csrc/base/a.h": "// TODO later"}, "csrc/base/a.h:1"),
     (word_rules.retired_words, {"csrc/pager/a.h": "find_counterpart();"}, "a.h:1: counterpart; write backing segment"),
     (word_rules.retired_words, {"torch_offload/a.py": "PURPOSE_COLOURS = 1"}, "write color"),
+    (word_rules.constants, {"torch_offload/a.py": "_MOST_PAGES = 4"}, "a.py:1: _MOST_PAGES"),
     (word_rules.glossary_words, {"docs/concepts/glossary.md": "| **page latch** | A hold. |"}, "page latch does not"),
 ]
 

@@ -42,6 +42,9 @@ RETIRED = {
     "serialis": "serializ",
 }
 
+# Prefixes of constants that were given up for MIN_, MAX_ and DEFAULT_.
+RETIRED_PREFIXES = re.compile(r"\b_?(?:LEAST|MOST|FEWEST|USUAL)_[A-Z_]+")
+
 
 def _code(tree: Tree) -> Tree:
     return select(tree, *CODE, suffixes=SUFFIXES)
@@ -59,6 +62,16 @@ def retired_words(tree: Tree) -> list[str]:
     ]
 
 
+def constants(tree: Tree) -> list[str]:
+    """Constants of the package are named MIN_, MAX_ and DEFAULT_."""
+    return [
+        f"{path}:{number}: {name}"
+        for path, text in select(tree, "torch_offload/", suffixes=(".py", ".pyi")).items()
+        for number, line in enumerate(text.splitlines(), start=1)
+        for name in RETIRED_PREFIXES.findall(line)
+    ]
+
+
 def glossary_words(tree: Tree) -> list[str]:
     """Every word of the glossary stands in code: in an identifier, a comment or a message."""
     words = re.findall(r"^\| \*\*([^*]+)\*\* \|", tree.get(GLOSSARY, ""), flags=re.MULTILINE)
@@ -70,4 +83,4 @@ def glossary_words(tree: Tree) -> list[str]:
     ]
 
 
-RULES = (retired_words, glossary_words)
+RULES = (retired_words, constants, glossary_words)
