@@ -9,7 +9,7 @@ built_against_torch: str
 has_liburing: bool
 built_with_cuda: bool
 cuda_architectures: tuple[str, ...]
-"""What the kernels were compiled for, as TORCH_CUDA_ARCH_LIST names it: "9.0", or "12.0+PTX" for later ones too."""
+"""GPU architectures of the kernels, as TORCH_CUDA_ARCH_LIST names them: "9.0", or "12.0+PTX" for later ones too."""
 
 def set_log_level(level: int) -> None:
     """Route engine log lines at or above ``level`` to ``logging.getLogger("torch_offload")``."""
@@ -32,14 +32,14 @@ class Pin:
 
 @final
 class SavedTensor:
-    """What ``Engine.save_for_backward`` gives the graph."""
+    """Entry of the graph for a tensor that ``Engine.save_for_backward`` saved."""
 
 def restore_for_backward(saved: SavedTensor) -> torch.Tensor:
     """Return the tensor; RuntimeError if it was changed in place since."""
 
 @final
 class ActivityRecord:
-    """Which resource did what when, on the clock of ``time.monotonic_ns``."""
+    """Activities of each resource, on the clock of ``time.monotonic_ns``."""
 
     @property
     def begin_ns(self) -> int:
@@ -130,7 +130,7 @@ class Engine:
     def start_activity_log(self, capacity: int) -> None:
         """Record up to so many activities from now on; RuntimeError the second time."""
     def activity_log(self) -> ActivityRecord | None:
-        """What was recorded so far; None where recording was never started. Recording goes on."""
+        """The record so far; None where recording was never started. Recording goes on."""
     def managed_count(self) -> int:
         """Number of live segments."""
 

@@ -58,7 +58,7 @@ _EXPECTED = MappingProxyType(
         "model_type": "a mapping of settings",
     }
 )
-"""What a setting has to be, by pydantic's name of the error."""
+"""Accepted values, by pydantic's name of the error."""
 
 _ACCEPTED_SIZES = "a whole number of bytes, or a string such as '24GiB', '1.5GiB', '512 MiB', '64kB' or '8GB'"
 _SIZE_PATTERN = re.compile(r"\s*(?P<count>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*", re.ASCII)
@@ -149,7 +149,7 @@ class Config(BaseModel):
     """Directory on a real disk for an unnamed scratch file, which nothing outlives; several directories on disks of
     their own share the pages evenly. Empty: the first usual directory for temporary files that is on a disk."""
     activations: Activations = "page"
-    """What happens to the tensors that autograd saves for the backward pass. ``page``: they leave memory when it is
+    """Treatment of the tensors that autograd saves for the backward pass. ``page``: they leave memory when it is
     short, down to the SSD. ``ram``: the same, but no further than ``ram``. ``keep``: they stay where the module
     computes. ``recompute``: layers that transformers can checkpoint compute theirs again in backward. ``auto``: as
     ``page``, and after a few steps ``recompute`` for the layers for which that makes a step shorter; the report says
@@ -179,8 +179,8 @@ class Config(BaseModel):
     queue_depth: int = Field(default=DEFAULT_QUEUE_DEPTH, ge=1, le=4096, strict=True)
     """Transfers in flight on the SSD."""
     io_engine: IoEngine = "auto"
-    """How pages are read and written. ``auto`` takes the first that the system allows, in this order: io_uring with
-    registered buffers, plain io_uring, threads with ``preadv`` and ``pwritev``."""
+    """Interface for reads and writes of pages. ``auto`` takes the first that the system allows, in this order: io_uring
+    with registered buffers, plain io_uring, threads with ``preadv`` and ``pwritev``."""
     emulation: Emulation | None = None
     """Hardware to try that is not there: see ``Emulation``."""
 

@@ -37,7 +37,7 @@ Counters = Callable[[], Mapping[str, Any]]
 
 @dataclass
 class Measured:
-    """What a layer did in the steps that were measured."""
+    """Measurements of a layer."""
 
     seconds: float = 0.0
     saved_bytes: int = 0

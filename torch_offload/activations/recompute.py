@@ -17,7 +17,7 @@ TRIPS_OF_AN_ACTIVATION = 2  # it leaves and comes back
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer keeps for backward, and what it takes to compute that again.
+    """Cost of keeping one layer's saved tensors, and of computing them again.
 
     Attributes:
         name: Qualified, in the wrapped module.
@@ -32,7 +32,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ActivationChoice:
-    """What was decided, and why.
+    """A decision and its reason.
 
     Attributes:
         recomputed: Names of the layers that compute their activations again.

@@ -50,7 +50,7 @@ _CURVE_ROWS = 96
 _CODERS = tuple(coder for coder in CODERS if coder != "qmoe")
 
 _NAME_BYTES = 110
-"""What a blob's entry in the header of its file takes beside its name, at most."""
+"""Maximum of a blob's entry in the header of its file, beside its name."""
 
 _SPARE_BYTES = 1
 """Of a module's share at least: what rounding of numbers may take from it."""
@@ -58,7 +58,7 @@ _SPARE_BYTES = 1
 
 @dataclass(frozen=True)
 class ModuleResult:
-    """What became of the experts of one module.
+    """Result for the experts of one module.
 
     Attributes:
         name: The module's.
@@ -79,7 +79,7 @@ class ModuleResult:
 
 @dataclass(frozen=True)
 class Compression(Result):
-    """What :func:`compress` did."""
+    """Result of :func:`compress`."""
 
     modules: list[ModuleResult]
     target_bytes: int

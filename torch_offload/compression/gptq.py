@@ -29,7 +29,7 @@ _SEARCH_ROUNDS = 4
 _FIT_ROUNDS = 8
 _FULL_ENOUGH = 0.99
 _HALVINGS_PER_BIT = 1.75
-"""How often a bit per weight halves the error, about; for comparing pairs whose rates differ a little."""
+"""Halvings of the error per bit of a weight, about; for comparing pairs whose rates differ a little."""
 
 _DEAD_ZONES = ((0.2, 0.4), (0.4, 0.3), (0.8, 0.2), (1.1, 0.1), (1.4, 0.04))
 """Bits per weight, and the dead zone that was about the best there on trained weights."""
@@ -299,7 +299,7 @@ def _all_zero(rows: int, columns: int, limit_bytes: int, coder: str) -> CodedTer
 
 @dataclass(frozen=True)
 class QmoeMatrix:
-    """What QMoE makes of a matrix: in each row its smallest value, 0 and its largest.
+    """QMoE's rounding of a matrix: in each row its smallest value, 0 and its largest.
 
     The two extremes differ, which one ternary term cannot say, so this is no term. Its rate is that of its own
     dictionary coder, in which QMoE stores two scales per row.
@@ -321,7 +321,7 @@ class QmoeMatrix:
 
     @property
     def coded_bytes(self) -> int:
-        """What QMoE's dictionary coder makes of it; two scales per row included."""
+        """Bytes by QMoE's dictionary coder; two scales per row included."""
         return extents(encode(self.values, coder="qmoe"))[0].coded_bytes
 
     def terms(self) -> list[TernaryMatrix]:

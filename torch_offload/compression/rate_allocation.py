@@ -10,7 +10,7 @@ from torch_offload.config import SECTOR_BYTES
 from torch_offload.errors import ConfigError
 
 FILL_BYTES = 128
-"""What an extent has behind its coded bytes at least."""
+"""Minimum of an extent behind its coded bytes."""
 
 _OF_ENTROPY = 0.97
 """The part of the coded bits that is entropy."""
@@ -44,7 +44,7 @@ def bytes_in(sectors: int) -> int:
 
 @dataclass(frozen=True)
 class RateCurve:
-    """What a matrix loses at some rates, and how much that counts.
+    """Loss of a matrix at some rates, and its weight among the others.
 
     Attributes:
         points: Bits of entropy per weight, ascending, and the logarithm of the part of the output's energy lost.

@@ -134,7 +134,7 @@ def fingerprint_of(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], se
 
 
 def _configuration_of(model: nn.Module) -> Any:
-    """What a model's configuration says of what it computes: not where it lay, nor what wrote it."""
+    """The part of a model's configuration that its results depend on: not its folder, nor its writer."""
     config = getattr(model, "config", None)
     state = json.loads(config.to_json_string(use_diff=False)) if config is not None else None
     return _without(state, ("_name_or_path", "transformers_version"))

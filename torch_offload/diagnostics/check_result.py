@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class State(str, Enum):
-    """How good a result is. Training cannot run where there is a problem."""
+    """State of a check. Training cannot run where there is a problem."""
 
     ok = "ok"
     warning = "warning"

@@ -116,7 +116,7 @@ def kernel_result(*, release: str | None = None) -> CheckResult:
 def io_engine_result(
     *, refusal_of: Callable[[str], str | None] = _C.io_engine_refusal, root: Path = _SYSTEM_ROOT
 ) -> CheckResult:
-    """Which of the three ways to read and write works, each tried with a transfer."""
+    """Try each of the three ways to read and write with a transfer."""
     fixed = refusal_of("uring_fixed")
     if fixed is None:
         return CheckResult(name="I/O engine", state=State.ok, what="io_uring with fixed buffers")
@@ -243,7 +243,7 @@ def huge_page_result(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
 
 
 def processor_result(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
-    """Which vector instructions checksums and torch's kernels can use."""
+    """Name the vector instructions that checksums and torch's kernels can use."""
     flags: set[str] = set()
     for line in _lines(root / "proc/cpuinfo"):
         name, _, value = line.partition(":")
@@ -264,7 +264,7 @@ def processor_result(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
 
 
 def package_results() -> list[CheckResult]:
-    """Which versions of the packages around torch are there, and whether the tests run with them."""
+    """Compare the versions of the packages around torch with those that the tests run with."""
     return [_package_result(name, tested) for name, tested in TESTED_WITH.items()]
 
 

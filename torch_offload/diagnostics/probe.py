@@ -40,7 +40,7 @@ GEMM_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Probe(BaseModel, Result):
-    """What this machine can do, measured. Frozen.
+    """Measured rates of this machine. Frozen.
 
     Experimental: may change in a minor release.
 

@@ -27,7 +27,7 @@ BLOCKS_PER_DEPTH = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to measure.
+    """Parameters of a measurement.
 
     Attributes:
         directory: On a real disk.
@@ -56,7 +56,7 @@ class DepthFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class SsdBenchmark(Result):
-    """What was measured.
+    """Result of a measurement.
 
     Attributes:
         recommended_queue_depth: The smallest depth at which reads, writes and the mix reach 95 % of the best each.

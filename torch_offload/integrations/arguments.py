@@ -15,7 +15,7 @@ _TYPES = (("flag", bool), ("count", int), ("paths", list[str]))
 
 
 class _Arguments:
-    """What :class:`OffloadArguments` does beside holding values."""
+    """Methods of :class:`OffloadArguments`."""
 
     def to_config(self) -> Config:
         """Return the settings that were given, before those of ``--offload_config`` and the environment variable.

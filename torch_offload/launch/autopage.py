@@ -34,7 +34,7 @@ MAX_PROCESSES = 64
 
 
 class Autopage:
-    """What watches registrations and calls. There is one per process, for as long as the process lives.
+    """Watcher of registrations and calls. There is one per process, for as long as the process lives.
 
     Threads: those that build and call modules, one at a time.
     """

@@ -39,7 +39,7 @@ _WRITE_BUFFER_BYTES = 64 << 20
 
 
 class CodedExpertsConfig(QuantizationConfigMixin):
-    """What config.json says of coded experts."""
+    """The entry for coded experts in config.json."""
 
     def __init__(
         self, /, *, experts: Any = None, coded_format: Any = FORMAT_VERSION, planes: Any = "all", **other: Any
@@ -129,7 +129,7 @@ class CodedExpertsQuantizer(HfQuantizer):
 
 
 def _names_not_in_files(model: PreTrainedModel) -> list[str]:
-    """What transformers has made up, but the head of a model that is another one than was saved."""
+    """Return names of tensors that transformers made up, without the head if a model of another class was saved."""
     has_saved_head = type(model).__name__ in (model.config.architectures or ())
     base = "" if has_saved_head or model.base_model is model else f"{model.base_model_prefix}."
     return [

@@ -64,7 +64,7 @@ class ModuleContent:
 
     @property
     def bf16_bytes(self) -> int:
-        """What the weights take without coding."""
+        """Size of the weights without coding."""
         return self.weights * _BF16_BYTES
 
     def to_dict(self) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _content_of(folder: CodedFolder, module: str) -> ModuleContent:
 
 @dataclass(frozen=True)
 class Verification(Result):
-    """What was read, and what of it is wrong, one line each."""
+    """Amounts read, and the problems found, one line each."""
 
     path: Path
     blobs: int

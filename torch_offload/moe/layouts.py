@@ -21,7 +21,7 @@ from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes, code
 from torch_offload.moe.ternary import TernaryMatrix
 
 IMPLEMENTATION = "torch_offload"
-"""What ``experts_implementation`` says of a model whose experts are coded."""
+"""Value of ``experts_implementation`` of a model whose experts are coded."""
 
 CODED = "coded"
 """The attribute of a module of experts that holds its coded weights."""

@@ -18,7 +18,7 @@ NO_PAGE = -1
 
 
 class Use(Enum):
-    """What happens to a page."""
+    """The kinds of page use."""
 
     read = "read"
     update = "update"  # read and written

@@ -29,7 +29,7 @@ MAX_REAL_ELEMENTS = 1 << 24
 
 
 class What(Enum):
-    """What happens at a moment of a pass."""
+    """An event of a pass."""
 
     allocate = "allocate"  # a temporary
     free = "free"

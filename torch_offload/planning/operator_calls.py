@@ -21,7 +21,7 @@ class TensorShape(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """What its elements take."""
+        """Size of its elements."""
         count = 1
         for length in self.size:
             count *= length
@@ -66,7 +66,7 @@ class Call:
 
     @property
     def input_bytes(self) -> int:
-        """What the tensors among the arguments take."""
+        """Size of the tensors among the arguments."""
         return sum(shape.size_bytes for shape in tensor_shapes((self.arguments, self.keywords)))
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ UpdateTier = Literal["device", "host"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What a step consists of beside one pass.
+    """The parts of a step beside one pass.
 
     Attributes:
         page_elements: Elements per page.
@@ -180,7 +180,7 @@ class StepUses:
             yield from self._each(Use.create, self._activations[number])
 
     def _let_go(self, moment: Moment, sizes: dict[int, int]) -> None:
-        """What holds a finished gradient becomes its pages, or is counted as too small to be paged."""
+        """Count temporaries of finished gradients no more: they became pages, or are too small to be paged."""
         for number in moment.temporaries:
             self._other_bytes -= sizes.pop(number, 0)
 

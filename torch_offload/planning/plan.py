@@ -36,7 +36,7 @@ class PlannedPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Result):
-    """What a training step needs, moves and takes. Tiers are ``device``, ``ram`` and ``ssd``.
+    """Predicted memory, traffic and time of a training step. Tiers are ``device``, ``ram`` and ``ssd``.
 
     Experimental: may change in a minor release.
 
@@ -100,7 +100,7 @@ class Plan(Result):
 
     @property
     def wear(self) -> Wear | None:
-        """What training does to the SSD, None where a step takes no time."""
+        """Wear of the SSD by training, None where a step takes no time."""
         written_bytes = sum(self.ssd_written.values())
         return wear_of(written_bytes, steps=1, seconds=SECONDS_PER_DAY / self.steps_per_day)
 

@@ -40,7 +40,7 @@ def rates_of(config: Config, probe: Probe) -> Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What a part of a step computes and moves, in bytes by kind of page.
+    """Computation and traffic of a part of a step, in bytes by kind of page.
 
     Attributes:
         name: ``forward`` or ``backward``.

@@ -31,7 +31,7 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True)
 class TierTraffic:
-    """What one step moves.
+    """Traffic of one step.
 
     Attributes:
         ssd: By phase, between the host's memory and the SSD.

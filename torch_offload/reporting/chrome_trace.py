@@ -53,7 +53,7 @@ class Activity(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """What the trace shows from one moment to another."""
+    """An interval of the trace."""
 
     begin_ns: int
     end_ns: int

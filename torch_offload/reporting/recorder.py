@@ -25,7 +25,7 @@ SAMPLES_PER_STEP = 40
 
 
 class Recorded(Protocol):
-    """What a recorder samples."""
+    """A recorder's sample."""
 
     def statistics(self) -> Mapping[str, Any]:
         """Return the figures of the engine, as ``Engine.statistics``."""

@@ -28,7 +28,7 @@ _TOTALS = ("ssd_read_bytes", "ssd_written_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Figures, Result):
-    """What the engine did since it started; see :class:`Figures` for the fields."""
+    """The engine's figures since its start; see :class:`Figures` for the fields."""
 
     @classmethod
     def from_statistics(

@@ -1,4 +1,4 @@
-"""What every result that a user gets can do: become values, JSON text or a file."""
+"""Base of every result that a user gets: it becomes values, JSON text or a file."""
 
 import json
 import os

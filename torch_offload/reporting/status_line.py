@@ -28,7 +28,7 @@ SEPARATOR = " │ "
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """What the line shows: a recorder's last samples beside the budgets."""
+    """The figures of the line: a recorder's last samples beside the budgets."""
 
     recorder: Recorder
     budget_bytes: int

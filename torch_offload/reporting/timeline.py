@@ -94,7 +94,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval(Traffic):
-    """What happened between two moments."""
+    """An interval between two moments and its figures."""
 
     start_seconds: float
     seconds: float
@@ -108,7 +108,7 @@ class Interval(Traffic):
 
     @property
     def compute_seconds(self) -> float:
-        """What is left of the time without stalls; 0 where threads stalled side by side for longer than that."""
+        """The time without stalls; 0 where threads stalled side by side for longer than that."""
         return max(0.0, self.seconds - sum(self.stall_seconds.values()))
 
     @property

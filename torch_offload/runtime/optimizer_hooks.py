@@ -28,7 +28,7 @@ Signature = tuple[tuple[int, int], ...]
 
 @dataclass
 class Known:
-    """What the last search through an optimizer found."""
+    """Result of the last search through an optimizer."""
 
     has_pages: bool = False
     signature: Signature = ()

@@ -7,7 +7,7 @@ import torch
 
 
 class ProvisionalLayers:
-    """Which quantizers are about to replace dense experts, so that the budget is not checked against those.
+    """The quantizers that are about to replace dense experts, so that the budget is not checked against those.
 
     Threads: the one that loads models.
     """

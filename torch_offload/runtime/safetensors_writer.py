@@ -29,7 +29,7 @@ _HEADER_UNIT_BYTES = 8
 
 
 class PointedTensors(dict[str, Any]):
-    """What the library made of the tensors for its writer, and the tensors."""
+    """The library's entries for its writer, and their tensors."""
 
     def __init__(self, pointers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(pointers)

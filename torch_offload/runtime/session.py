@@ -56,7 +56,7 @@ REMEDIES: Mapping[Activations, str] = MappingProxyType(
         "recompute": " or lower the batch size",
     }
 )
-"""What helps by the setting for activations, besides a larger budget."""
+"""Remedies beside a larger budget, by the setting for activations."""
 
 _UNWRAP_FIRST = "call torch_offload.unwrap(module) before"
 

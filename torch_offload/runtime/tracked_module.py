@@ -23,7 +23,7 @@ OnSubmodule = Callable[["WrappedModule", nn.Module, str], None]
 
 @dataclass
 class Tracked:
-    """What is known about one tensor of a wrapped module."""
+    """One tensor of a wrapped module."""
 
     label: str
     tensor: weakref.ref[torch.Tensor]

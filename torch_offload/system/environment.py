@@ -19,7 +19,7 @@ LOADING_IN_SEQUENCE = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 registered cannot leave memory."""
 
 LAUNCH = "TORCH_OFFLOAD_LAUNCH"
-"""What a launcher hands to its child processes, as JSON. `_site/sitecustomize.py` looks whether it is there."""
+"""Settings of a launcher for its child processes, as JSON. `_site/sitecustomize.py` looks for it."""
 
 SITE_DIRECTORY = Path(__file__).resolve().parents[1] / "launch" / "_site"
 
