@@ -1,6 +1,7 @@
 """Compressing models: to the bytes that were asked for, with less error than baselines, again where it was ended."""
 
 import functools
+import io
 import json
 import logging
 import math
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from support.moe_models import EXPERTS, VOCABULARY, tiny_moe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, SwitchTransformersForConditionalGeneration
@@ -26,6 +28,7 @@ from torch_offload.compression.rate_allocation import RateCurve, min_sectors, sh
 from torch_offload.moe import inspection, ternary
 from torch_offload.moe.activate import experts_of
 from torch_offload.moe.modules import DOWN, UP, CodedExperts, ExpertShapes
+from torch_offload.reporting.progress import progress
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.any_torch]
 
@@ -558,3 +561,13 @@ def test_few_tokens_are_warned_of(count, warnings, caplog):
         torch_offload.compress(model_of(), bits=0.1, calibration=[torch.ones(1, count, dtype=torch.int64)])
     assert caplog.text.count("calibration has only 4095 tokens") == warnings
     assert len(caplog.records) == warnings
+
+
+def test_progress_is_a_bar_on_a_terminal():
+    """Method: a console that takes itself for a terminal; the bar names the task, the step and how many are done."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with progress(console, "coding experts", uses_lines=True) as show:
+        show("model.layers.1", 1, 2)
+    shown = console.file.getvalue()
+    assert "coding experts" in shown
+    assert "1/2 model.layers.1" in re.sub(r"\x1b\[[0-9;]*m", "", shown)
