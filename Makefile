@@ -155,7 +155,7 @@ python-test: build $(VENV)/.demo ## Python tests on the torch in .venv
 
 # Tests that go through most of the extension, for a build of it that checks itself: CHECKS=undefined or address.
 CHECKED_TESTS := $(addprefix tests/python/,$(addsuffix .py,runtime/test_deferred runtime/test_deferred_timing \
-	runtime/test_wrap runtime/test_raw_access activations/test_paging))
+	runtime/test_wrap runtime/test_refusals runtime/test_raw_access activations/test_paging))
 CHECKS ?= undefined
 CHECKED := build/$(CHECKS)
 RUN_CHECKED := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(CHECKED) UBSAN_OPTIONS=print_stacktrace=1

@@ -1,0 +1,104 @@
+"""What cannot be paged or wrapped is refused in words that say what to do, and everything stays usable."""
+
+import os
+
+import pytest
+import torch
+from support.paging import page_out
+from support.small_module import MIB, assert_usable, make_module
+from torch import nn
+
+import torch_offload
+from torch_offload import ConfigError, OffloadError, OutOfTierMemory
+from torch_offload.runtime.process import PROCESS
+
+
+def test_a_budget_below_the_largest_parameter_is_refused_before_anything_moves(config, scratch):
+    """The message names the tier, the bytes needed and available, and a remedy that works."""
+    module = make_module()
+    with pytest.raises(OutOfTierMemory) as caught:
+        torch_offload.wrap(module, config=config, ram="128KiB")
+    message = str(caught.value)
+    assert isinstance(caught.value, MemoryError)
+    assert all(part in message for part in ("host tier", "0.weight", "131072 bytes (128 KiB) available"))
+    assert PROCESS.session is None
+    remedy = int(message.rsplit(" ", 1)[1])
+    torch_offload.wrap(module, config=config, ram=remedy)
+    torch_offload.unwrap(module)
+    assert_usable(scratch)
+
+
+@pytest.mark.parametrize("ram", ["24G", "lots", -1, 0, 1.5])
+def test_a_budget_that_does_not_parse_is_refused(scratch, ram):
+    """Before an engine is made."""
+    with pytest.raises(ConfigError, match="ram"):
+        torch_offload.wrap(make_module(), ram=ram, ssd=scratch)
+    assert PROCESS.session is None
+    assert_usable(scratch)
+
+
+def test_directories_that_cannot_hold_pages_are_refused(scratch):
+    """Missing, a file, in memory; each with its reason."""
+    file = scratch / "file"
+    file.write_text("")
+    cases = {scratch / "missing": "does not exist", file: "not a directory"}
+    if os.path.isdir("/dev/shm"):
+        cases["/dev/shm"] = "is on tmpfs, which is memory"
+    for directory, reason in cases.items():
+        with pytest.raises(ConfigError, match=reason):
+            torch_offload.wrap(make_module(), ram=8 * MIB, ssd=directory)
+    assert_usable(scratch)
+
+
+def test_a_directory_that_cannot_be_written_is_refused(scratch):
+    """/proc refuses root too."""
+    with pytest.raises(OffloadError):
+        torch_offload.wrap(make_module(), ram=8 * MIB, ssd="/proc/self")
+    assert_usable(scratch)
+
+
+def test_a_disk_without_room_for_the_parameters_is_refused(config, scratch, monkeypatch):
+    """Naming the tier and the bytes."""
+    monkeypatch.setattr("torch_offload.system.resources.free_disk_bytes", lambda _: 4096)
+    module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(40)))
+    with pytest.raises(OutOfTierMemory, match=r"ssd tier: .* 4096 bytes are free"):
+        torch_offload.wrap(module, config=config)
+    monkeypatch.undo()
+    assert_usable(scratch)
+
+
+def test_wrapping_twice_is_refused(config, scratch):
+    """The module stays wrapped and usable."""
+    module = make_module()
+    torch_offload.wrap(module, config=config)
+    with pytest.raises(OffloadError, match="unwrap"):
+        torch_offload.wrap(module)
+    page_out(module)
+    module(torch.zeros(2, 128))
+    torch_offload.unwrap(module)
+    assert_usable(scratch)
+
+
+def test_unwrapping_what_is_not_wrapped_is_refused(config):
+    """A part of a wrapped module is not wrapped itself."""
+    module = make_module()
+    with pytest.raises(OffloadError, match="not wrapped"):
+        torch_offload.unwrap(module)
+    torch_offload.wrap(module, config=config)
+    with pytest.raises(OffloadError, match="not wrapped"):
+        torch_offload.unwrap(module[0])
+
+
+def test_a_second_budget_beside_a_running_engine_is_refused(config):
+    """The same settings, or none, join."""
+    first, second = make_module(), make_module()
+    torch_offload.wrap(first, config=config)
+    with pytest.raises(ConfigError, match="ram"):
+        torch_offload.wrap(second, ram="9MiB")
+    torch_offload.wrap(second, ram="8MiB")
+
+
+def test_only_modules_can_be_wrapped():
+    """Not a tensor, not a list."""
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        torch_offload.wrap(torch.ones(3))
