@@ -331,7 +331,12 @@ def train_paged(case: Case, placement: Placement, scratch: str) -> tuple[Outcome
 
 
 def train_both(case: Case, scratch: str, placement: Placement = Placement()) -> tuple[Outcome, Outcome, Any]:
-    """Train plain, then paged, in this process."""
+    """Train plain, then paged, in this process, which has not imported the package before.
+
+    On the fake GPU it has: that is a library of the package's own tests.
+    """
+    if placement.kind != "cuda" and "torch_offload" in sys.modules:
+        raise RuntimeError("torch_offload was imported before the plain run, which then is none")
     with contextlib.redirect_stdout(None):
         plain = train_plain(case, placement)
         paged, report = train_paged(case, placement, scratch)
