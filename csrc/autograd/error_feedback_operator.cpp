@@ -80,13 +80,13 @@ at::Tensor round_with_feedback(const at::Tensor& exact, const at::Tensor& factor
     });
 }
 
-at::Tensor choose_values_again(const at::Tensor& exact, const at::Tensor& values, const at::Tensor& moment,
-                               const at::Tensor& step, const at::Tensor& threshold) {
+at::Tensor refine_values(const at::Tensor& exact, const at::Tensor& values, const at::Tensor& moment,
+                         const at::Tensor& step, const at::Tensor& threshold) {
     return across_torch([&] {
         const RoundedMatrices matrices(exact, moment, step, threshold);
         at::Tensor chosen = checked("values", values, exact.sizes().vec()).clone();
         matrices.for_rows(chosen, [](const RoundedMatrix& matrix, const float* square, std::size_t first) {
-            choose_again(matrix, square, first);
+            refine(matrix, square, first);
         });
         return chosen;
     });

@@ -31,7 +31,7 @@ TORCH_LIBRARY(torch_offload, m) {
     m.def(kRoundWithFeedbackSchema);
     m.impl("round_with_feedback", c10::DispatchKey::CPU, TORCH_FN(round_with_feedback));
     m.def(kChooseAgainSchema);
-    m.impl("choose_again", c10::DispatchKey::CPU, TORCH_FN(choose_values_again));
+    m.impl("refine", c10::DispatchKey::CPU, TORCH_FN(refine_values));
 #ifdef TORCH_OFFLOAD_CUDA
     m.impl("fused_adamw_", c10::DispatchKey::CUDA, TORCH_FN(fused_adamw_cuda));
     m.impl("write_back_gradient", c10::DispatchKey::CUDA, TORCH_FN(write_back_gradient_cuda));

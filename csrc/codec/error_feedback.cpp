@@ -67,7 +67,7 @@ void round_rows(const RoundedMatrix& matrix, const float* factor, std::size_t fi
     rows.store_values();
 }
 
-void choose_again(const RoundedMatrix& matrix, const float* moment, std::size_t first, InstructionSet set) {
+void refine(const RoundedMatrix& matrix, const float* moment, std::size_t first, InstructionSet set) {
     const TileOfRows rows(matrix, first);
     const RoundedTile& tile = rows.tile();
     rows.load(matrix.exact, tile.errors);

@@ -36,8 +36,8 @@ void round_rows(const RoundedMatrix& matrix, const float* factor, std::size_t fi
 /// Gives each value of these rows another choice, given all others.
 /// `moment`: [columns, columns], the inputs' second moment, with a positive diagonal.
 /// Throws, Threads: as round_rows.
-void choose_again(const RoundedMatrix& matrix, const float* moment, std::size_t first,
-                  InstructionSet set = best_instruction_set());
+void refine(const RoundedMatrix& matrix, const float* moment, std::size_t first,
+            InstructionSet set = best_instruction_set());
 
 /// Columns of up to kRoundedRows rows in the cache, filled up with zeros: [columns, kRoundedRows], aligned to 64 bytes.
 struct RoundedTile {

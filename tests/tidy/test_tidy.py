@@ -160,6 +160,7 @@ BAD = [
     (word_rules.retired_words, {"csrc/pager/a.h": "find_counterpart();"}, "a.h:1: counterpart; write backing segment"),
     (word_rules.retired_words, {"torch_offload/a.py": "PURPOSE_COLOURS = 1"}, "write color"),
     (word_rules.constants, {"torch_offload/a.py": "_MOST_PAGES = 4"}, "a.py:1: _MOST_PAGES"),
+    (word_rules.constants, {"csrc/pager/a.h": "constexpr int kMostPages = 4;"}, "a.h:1: kMostPages"),
     (word_rules.glossary_words, {"docs/concepts/glossary.md": "| **page latch** | A hold. |"}, "page latch does not"),
 ]
 

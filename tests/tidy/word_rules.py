@@ -35,6 +35,7 @@ RETIRED = {
     "leaving_bytes": "evicting_bytes",
     "quality_arrived": "planes_resident",
     "announce_to": "on_routed",
+    "choose_again": "refine",
     "quantis": "quantiz",
     "colour": "color",
     "initialis": "initializ",
@@ -43,7 +44,7 @@ RETIRED = {
 }
 
 # Prefixes of constants that were given up for MIN_, MAX_ and DEFAULT_.
-RETIRED_PREFIXES = re.compile(r"\b_?(?:LEAST|MOST|FEWEST|USUAL)_[A-Z_]+")
+RETIRED_PREFIXES = re.compile(r"\b(?:_?(?:LEAST|MOST|FEWEST|USUAL)_[A-Z_]+|k(?:Least|Most|Fewest|Largest|Usual)[A-Z]\w*)")
 
 
 def _code(tree: Tree) -> Tree:
@@ -63,10 +64,10 @@ def retired_words(tree: Tree) -> list[str]:
 
 
 def constants(tree: Tree) -> list[str]:
-    """Constants of the package are named MIN_, MAX_ and DEFAULT_."""
+    """Constants are named MIN_, MAX_ and DEFAULT_, in C++ kMin, kMax and kDefault."""
     return [
         f"{path}:{number}: {name}"
-        for path, text in select(tree, "torch_offload/", suffixes=(".py", ".pyi")).items()
+        for path, text in select(tree, "torch_offload/", "csrc/", suffixes=SUFFIXES).items()
         for number, line in enumerate(text.splitlines(), start=1)
         for name in RETIRED_PREFIXES.findall(line)
     ]

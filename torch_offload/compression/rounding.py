@@ -129,7 +129,7 @@ def round_with(problem: QuantProblem, pair: StepAndDeadZone, *, sweeps: int) -> 
     counts = problem.hessian.diagonal(dim1=1, dim2=2) * mean.square()
     threshold = step / 2 + price / (counts * step)
     for _ in range(sweeps):
-        values = operators.choose_again(rest, values, problem.hessian, step, threshold)
+        values = operators.refine(rest, values, problem.hessian, step, threshold)
     return Rounded(values, norm * _best_scale(problem.hessian, rest, values * step[:, :, None]), step)
 
 

@@ -125,7 +125,7 @@ TEST_P(ErrorFeedback, ChoosesAgainAsTheFormulaDoes) {
     for (const InstructionSet set : sets()) {
         Problem problem(GetParam(), 2);
         for (std::size_t row = 0; row < problem.size.rows; row += kRoundedRows) {
-            choose_again(problem.view(), problem.square.data(), row, set);
+            refine(problem.view(), problem.square.data(), row, set);
         }
         EXPECT_EQ(problem.values, expected) << "instruction set " << static_cast<int>(set);
     }
