@@ -44,7 +44,9 @@ RETIRED = {
 }
 
 # Prefixes of constants that were given up for MIN_, MAX_ and DEFAULT_.
-RETIRED_PREFIXES = re.compile(r"\b(?:_?(?:LEAST|MOST|FEWEST|USUAL)_[A-Z_]+|k(?:Least|Most|Fewest|Largest|Usual)[A-Z]\w*)")
+RETIRED_PREFIXES = re.compile(
+    r"\b(?:_?(?:LEAST|MOST|FEWEST|USUAL)_[A-Z_]+|k(?:Least|Most|Fewest|Largest|Usual)[A-Z]\w*)"
+)
 
 
 def _code(tree: Tree) -> Tree:
