@@ -415,4 +415,4 @@ def main() -> NoReturn:
     except typer.Abort:
         sys.exit(INTERRUPTED)
     # Out here, so that what the script raises is handled as in a Python without us.
-    sys.exit(script_runs[0].run() if script_runs and not status else status)
+    sys.exit(script_runs[0].run() if script_runs and not status else status or 0)
