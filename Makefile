@@ -35,7 +35,8 @@ NATIVE := $(shell find csrc -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.
 FORMATTED := $(shell find csrc tests/cpp tests/gpu -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 LINTED := setup.py tools torch_offload tests examples benchmarks
 RUNS := plain asan tsan
-# Where random tests of C++ begin, in hexadecimal: elsewhere for each commit. MATRIX=full tries many more seeds.
+# Where random tests of C++ begin, in hexadecimal, and which third of rotating tests of Python runs: elsewhere for each
+# commit. MATRIX=full tries many more seeds and runs all.
 export OFFLOAD_TEST_SEED ?= $(shell git rev-parse --short=8 HEAD 2> /dev/null)
 SANITIZE_plain :=
 SANITIZE_asan := address,undefined
@@ -74,9 +75,9 @@ test-versions: $(NEWER_VENV)/.ready ## Build with CUDA for a newer torch (2.15) 
 	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(CURDIR)/$(NEWER_VENV)/bin/python -c "import torch, \
 	torch_offload; print('torch', torch.__version__, 'with', torch_offload.__file__); \
 	_C = torch_offload._C; print('CUDA', _C.cuda_architectures); exit(None if _C.built_with_cuda else 'built without CUDA')"
-	cd $(NEWER_TREE) && $(SHARING) PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(PHASE) "Python tests, newer torch, at once" \
+	cd $(NEWER_TREE) && NEWER_TORCH=1 $(SHARING) PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(PHASE) "Python tests, newer torch, at once" \
 		$(CURDIR)/$(NEWER_VENV)/bin/python -m pytest $(AT_ONCE) -m "not alone and not any_torch" tests/python
-	cd $(NEWER_TREE) && PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(PHASE) "Python tests, newer torch, alone" \
+	cd $(NEWER_TREE) && NEWER_TORCH=1 PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" $(PHASE) "Python tests, newer torch, alone" \
 		$(CURDIR)/$(NEWER_VENV)/bin/python -m pytest -m "alone and not any_torch" tests/python
 
 .PHONY: gpu-test

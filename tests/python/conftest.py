@@ -1,5 +1,6 @@
 """What every test file may ask for. Each test starts and ends without an engine."""
 
+import collections
 import datetime
 import gc
 import os
@@ -35,10 +36,40 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell run
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+ROTATING_PARTS = 3
+PART = int(os.environ.get("OFFLOAD_TEST_SEED") or "0", 16) % ROTATING_PARTS
+RUNS_ALL_PARTS = os.environ.get("MATRIX") == "full" or not os.environ.get("OFFLOAD_TEST_SEED")
+
+
+def is_of_another_part(item: pytest.Item, number: int) -> bool:
+    mark = item.get_closest_marker("rotating")
+    if mark is None or (mark.kwargs.get("on") == "newer torch" and os.environ.get("NEWER_TORCH") != "1"):
+        return False
+    return number % ROTATING_PARTS != PART
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave two thirds of each rotating test to other commits; MATRIX=full, or no seed, runs all of it."""
+    if RUNS_ALL_PARTS:
+        return
+    numbers: collections.Counter[object] = collections.Counter()
+    left = []
+    for item in items:
+        test = getattr(item, "originalname", item.name), item.path
+        if is_of_another_part(item, numbers[test]):
+            left.append(item)
+        numbers[test] += 1
+    items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=left)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the seed, also of a run that succeeds."""
+    """Name seeds, also of a run that succeeds."""
     if IS_CI:
         terminalreporter.write_line(f"examples of hypothesis: HYPOTHESIS_SEED={SEED}")
+    if not RUNS_ALL_PARTS:
+        part = f"part {PART + 1} of {ROTATING_PARTS} of rotating tests"
+        terminalreporter.write_line(f"{part}, by OFFLOAD_TEST_SEED={os.environ['OFFLOAD_TEST_SEED']}; MATRIX=full: all")
 
 
 @pytest.hookimpl(wrapper=True)
