@@ -11,7 +11,7 @@ from support.training import Case, Placement, train_paged, train_plain
 
 pytestmark = pytest.mark.alone
 
-WIDE = Placement(threads=2, hidden=1024, layers=1, page_elements=1 << 16, steps=3)
+WIDE = Placement(threads=2, hidden=1024, layers=3, page_elements=1 << 16, steps=3)
 NAMES = (
     "llama-fused-autocast-nonreentrant-noclip-accumulate-tied-full-plain",
     "qwen3-foreach-fp32-stored-clip-one-untied-full-plain",
