@@ -1,7 +1,9 @@
 """What a step of a small fixed model reads and writes, to 3 %: the one figure of speed that other programs leave alone.
 
 Method: counters of the engine, the median of twelve steps in which a recorded step is followed, and the same uses of
-pages replayed with the best eviction. A change of these figures is a change of the traffic of every training.
+pages replayed with the best eviction. A change of these figures is a change of the traffic of every training. The
+budget holds many times the transfers in flight: with a quarter of these layers the traffic depends by 6 % on how busy
+the machine is.
 """
 
 import itertools
@@ -21,7 +23,7 @@ from harness.belady_check import least_traffic
 
 pytestmark = [pytest.mark.alone, pytest.mark.any_torch]
 
-LAYERS, WIDTH = 24, 256
+LAYERS, WIDTH = 96, 256
 FIRST_STEPS = 6
 COUNTED_STEPS = 12
 STATE_BYTES_PER_PARAMETER = 16
@@ -57,7 +59,7 @@ def train(scratch: str, budget_share: float) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("budget_share", "read", "written", "over_the_least"), [(0.3, 12.57, 12.58, 1.12), (0.5, 8.62, 8.60, 1.04)]
+    ("budget_share", "read", "written", "over_the_least"), [(0.3, 11.79, 11.78, 1.05), (0.5, 8.63, 8.63, 1.02)]
 )
 def test_a_step_moves_what_it_moved_before(budget_share, read, written, over_the_least, scratch):
     """Each direction by itself, and both together against the best eviction."""
