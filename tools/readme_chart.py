@@ -1,25 +1,15 @@
-"""Draws the README's chart and writes its leading figures, from benchmarks/results.
+"""README's chart and leading figures, from results of benchmarks. Rows that a result does not have are left out."""
 
-    python tools/readme_chart.py            writes docs/images/step_by_memory.svg, and README.md between its markers
-    python tools/readme_chart.py --check    exits with status 1 where a file differs
-
-Rows of the chart that a result does not have are left out; results without a commit are named as such.
-"""
-
-import json
-import re
-import sys
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 from xml.sax.saxutils import escape
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-PEERS, PEERS_BF16, STEPS = "peers_fp32.json", "peers_bf16.json", "train_step.json"
-README = ROOT / "README.md"
-PART = re.compile(r"(<!-- generated: figures -->\n).*?(<!-- end -->)", re.DOTALL)
+Json = dict[str, Any]
+
+CHARTED = "peers_fp32"
+QUOTED = ("train_step", "peers_fp32", "peers_bf16")
+"""Stems of the results that figures are taken from."""
 NO_COMMIT = "measured before results recorded their commit"
-CHART = ROOT / "docs" / "images" / "step_by_memory.svg"
 ROWS = {  # of the result, in the order of the chart
     "plain": "plain torch, all in memory",
     "plain_huge": "plain torch in huge pages",
@@ -34,21 +24,7 @@ WIDTH, LEFT, RIGHT, TOP, ROW = 760, 270, 170, 56, 30
 SCALE_SECONDS = 10.0  # a longer bar is cut; its number stands beside it
 
 
-def load(name: str) -> dict[str, Any]:
-    """Return a result, the one in the folder itself if there are two.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
-    files = sorted(RESULTS.rglob(name), key=lambda file: len(file.parts))
-    if not files:
-        raise FileNotFoundError(
-            f"{RESULTS} has no {name}; docs/contributing/benchmarks.md has the command that makes it"
-        )
-    return dict(json.loads(files[0].read_text(encoding="utf-8")))
-
-
-def commit_of(result: dict[str, Any]) -> str | None:
+def commit_of(result: Json) -> str | None:
     """Return the first digits of the commit that was measured, None where the result does not say."""
     commit = result.get("code", {}).get("commit")
     return commit[:10] if commit else None
@@ -60,10 +36,11 @@ def times(ratio: dict[str, float]) -> str:
     return f"{median}x ({least} to {most})"
 
 
-def figures() -> str:
-    """Return the three points of the README that have numbers."""
-    steps, peers, peers_bf16 = load(STEPS), load(PEERS), load(PEERS_BF16)
-    bars = [bar for result in (steps, peers, peers_bf16) for bar in result["bars"]]
+def figures(results: Mapping[str, Json]) -> str:
+    """Return the three points of the README that have numbers, from the results that `QUOTED` names."""
+    quoted = [results[stem] for stem in QUOTED]
+    steps, peers, _ = quoted
+    bars = [bar for result in quoted for bar in result["bars"]]
     compared = [bar for bar in bars if "that differ" in bar["name"] and not bar["name"].startswith("swap")]
     differing = sum(bar["value"] for bar in compared)
     equality = (
@@ -71,7 +48,7 @@ def figures() -> str:
     )
     ratio = {w["workload"]["name"]: w["variants"].get("quarter", {}).get("ratio_to_plain") for w in steps["workloads"]}
     state_bytes = steps["workloads"][0]["description"]["state_bytes"]
-    commits = [commit_of(result) for result in (steps, peers, peers_bf16)]
+    commits = [commit_of(result) for result in quoted]
     origin = f"commits {', '.join(dict.fromkeys(filter(None, commits)))}" if all(commits) else NO_COMMIT
     return f"""\
 - **The same bits.** {equality} in {len(compared)} comparisons with runs in memory.
@@ -86,7 +63,7 @@ Medians and ranges of five rounds on two cores; {origin}.
 """
 
 
-def bar(number: int, name: str, row: dict[str, Any]) -> str:
+def bar(number: int, name: str, row: Json) -> str:
     """Return one bar with its label, its seconds and the most memory that its process had."""
     seconds, memory = row["seconds"]["median"], row["highest_resident_bytes"]
     top = TOP + number * ROW
@@ -102,7 +79,7 @@ def bar(number: int, name: str, row: dict[str, Any]) -> str:
     )
 
 
-def draw(result: dict[str, Any]) -> str:
+def draw(result: Json) -> str:
     """Return the chart as SVG."""
     names = [name for name in ROWS if name in result["rows"]]
     state_bytes = result["rows"]["plain"]["description"]["state_bytes"]
@@ -121,25 +98,3 @@ parameters, fp32, {state_bytes / 1e9:.1f} GB of weights, gradients and moments, 
 {result["machine"]["cores"]} cores; {origin}</text>
 </svg>
 """
-
-
-def main() -> int:
-    """Write or check both files."""
-    points = figures()
-    readme = PART.sub(lambda part: part[1] + points + part[2], README.read_text(encoding="utf-8"))
-    stale = [
-        (path, text)
-        for path, text in ((CHART, draw(load(PEERS))), (README, readme))
-        if not path.is_file() or path.read_text(encoding="utf-8") != text
-    ]
-    is_check = "--check" in sys.argv[1:]
-    for path, text in stale:
-        if is_check:
-            sys.stdout.write(f"{path.relative_to(ROOT)} is not current: run python tools/readme_chart.py\n")
-        else:
-            path.write_text(text, encoding="utf-8")
-    return 1 if is_check and stale else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

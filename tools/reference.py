@@ -1,9 +1,9 @@
 """Writes the generated parts of docs/reference: public names, settings, options, replaced functions.
 
     python tools/reference.py            writes them
-    python tools/reference.py --check    exits with status 1 where a file differs
+    python tools/reference.py --check    changes nothing; exits with 1 and a diff where they are not as written
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`.
+A part that no function here writes is an error.
 """
 
 import inspect
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from generated_parts import Document, differences, names_of_parts, replace_parts, write
 
 import torch_offload
 from torch_offload.cli.app import app
@@ -21,8 +22,8 @@ from torch_offload.config import Emulation, setting_fields
 from torch_offload.hooks.replaced_functions import markdown_table
 
 ROLE = re.compile(r":\w+:(?=`)")
-REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
-PART = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "docs" / "reference"
 
 
 def settings(model: Any = None) -> str:
@@ -73,30 +74,26 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
-def generated(text: str) -> str:
-    """Return a document with its generated parts made anew.
+def documents() -> list[Document]:
+    """Return each page of the reference, as it should be.
 
     Raises:
-        KeyError: If a part has an unknown name.
+        KeyError: If a page has a generated part that is not known.
     """
-    return PART.sub(lambda part: f"{part[1]}{PARTS[part[2]]()}{part[3]}", text)
-
-
-def main() -> int:
-    """Write or check every document."""
-    is_check, stale = "--check" in sys.argv[1:], []
+    pages = []
     for path in sorted(REFERENCE.glob("*.md")):
         text = path.read_text(encoding="utf-8")
-        if generated(text) != text:
-            stale.append(path.name)
-            if not is_check:
-                path.write_text(generated(text), encoding="utf-8")
-    for name in stale:
-        sys.stdout.write(
-            f"docs/reference/{name} {'is not current: run python tools/reference.py' if is_check else 'written'}\n"
-        )
-    return 1 if is_check and stale else 0
+        pages.append((path, replace_parts(text, {name: PARTS[name] for name in names_of_parts(text)})))
+    return pages
+
+
+def main() -> None:
+    """Write or check every page."""
+    if "--check" not in sys.argv[1:]:
+        write(documents())
+    elif differing := differences(documents(), ROOT):
+        sys.exit(f"{differing}\nrun: python tools/reference.py")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
-"""Writes what documents say of benchmarks: README's short table and all bars in docs/contributing/results.md.
+"""Writes what documents say of benchmarks: README's figures, table and chart, all bars in docs/contributing/results.md.
 
-    python tools/results_tables.py             write both
+    python tools/results_tables.py             write them
     python tools/results_tables.py --check     change nothing; exit with 1 and a diff where they are not as written
 
 Reads benchmarks/results/*.json. A result that does not name the commit it measured, or that was measured with other
@@ -9,7 +9,6 @@ until they are measured anew; they are listed apart, and marked as old where REA
 """
 
 import argparse
-import difflib
 import json
 import math
 import sys
@@ -18,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from generated_parts import Document, differences, names_of_parts, replace_parts, write
+from readme_chart import CHARTED, QUOTED, draw, figures
+
 ROOT = Path(__file__).resolve().parents[1]
 OLD = "*old:* measured before results recorded their commit, on code that has changed; to be measured again."
 DISTURBED = "**Disturbed:** others took part of the machine, and too few rounds were quiet."
-BEGIN, END = "<!-- generated: results -->", "<!-- end -->"
-PAGE = "docs/contributing/results.md"
+PAGE, CHART = "docs/contributing/results.md", "docs/images/step_by_memory.svg"
 MAX_OTHER_SHARE = 0.10  # of the machine, while a try of DeepSpeed counts
 
 Json = dict[str, Any]
@@ -413,19 +414,28 @@ def short_table(results: list[Result], old: list[Result]) -> str:
     return f"{text}\nMedians with the smallest and largest value.\n"
 
 
-def readme(text: str, generated: str) -> str:
-    """Return README with its generated part replaced."""
-    if text.count(BEGIN) != 1 or END not in text.partition(BEGIN)[2]:
-        raise ResultRefused(f"README.md needs the lines {BEGIN} and {END} once each, the table goes between them")
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{generated}{END}{rest.partition(END)[2]}"
+def readme(text: str, results: list[Result], old: list[Result]) -> str:
+    """Return README with its generated parts made anew."""
+    if names_of_parts(text).count("results") != 1:
+        raise ResultRefused(
+            "README.md needs the lines <!-- generated: results --> and <!-- end --> once, the table goes between them"
+        )
+    newest = {result.benchmark.stem: result.content for result in [*old, *results]}
+
+    def quoted() -> str:
+        if missing := [benchmark_of(stem).command for stem in QUOTED if stem not in newest]:
+            raise ResultRefused(f"README.md quotes results that are not there; measure: {'; '.join(missing)}")
+        return figures(newest)
+
+    return replace_parts(text, {"results": lambda: short_table(results, old), "figures": quoted})
 
 
-def written(root: Path) -> Iterator[tuple[Path, str]]:
+def documents(root: Path) -> Iterator[Document]:
     """Yield each document and what it should say."""
     results, old = read_results(root), read_old_results(root)
     yield root / PAGE, page(results, old)
-    yield root / "README.md", readme((root / "README.md").read_text(), short_table(results, old))
+    yield root / "README.md", readme((root / "README.md").read_text(encoding="utf-8"), results, old)
+    yield from ((root / CHART, draw(one.content)) for one in [*results, *old] if one.benchmark.stem == CHARTED)
 
 
 def main() -> None:
@@ -434,21 +444,12 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="of the repository (default: this one)")
     options = parser.parse_args()
     try:
-        documents = list(written(options.root))
+        if not options.check:
+            write(list(documents(options.root)))
+        elif differing := differences(documents(options.root), options.root):
+            sys.exit(f"{differing}\nrun: python tools/results_tables.py")
     except ResultRefused as reason:
         sys.exit(str(reason))
-    differing: list[str] = []
-    for path, text in documents:
-        now = path.read_text() if path.exists() else ""
-        if not options.check:
-            path.write_text(text)
-        elif now != text:
-            name = shown(path, options.root)
-            differing += difflib.unified_diff(
-                now.splitlines(), text.splitlines(), name, f"{name} as generated", "", "", 0, ""
-            )
-    if differing:
-        sys.exit("\n".join([*differing, "run: python tools/results_tables.py"]))
 
 
 if __name__ == "__main__":

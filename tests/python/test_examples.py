@@ -146,12 +146,6 @@ def test_the_first_sample_of_a_document_runs(tmp_path, scratch, document):
     assert load_file(tmp_path / SAMPLES[document])
 
 
-def test_the_chart_of_the_readme_is_current():
-    command = [sys.executable, str(ROOT / "tools" / "readme_chart.py"), "--check"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
-
-
 @pytest.fixture
 def progress_class(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))

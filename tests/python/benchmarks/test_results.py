@@ -58,7 +58,7 @@ def page_of(tree: Path) -> str:
 
 
 def test_documents_of_this_repository_are_as_generated():
-    """README and the page of results say what the files in benchmarks/results hold."""
+    """README, its chart and the page of results say what the files in benchmarks/results hold."""
     checked = run_tool(ROOT, "--check")
     assert checked.returncode == 0, checked.stderr
 
@@ -151,3 +151,25 @@ def test_a_readme_without_a_place_for_the_table_is_refused(tree):
     """Both markers are needed."""
     (tree / "README.md").write_text(MARKED.replace("<!-- end -->", ""))
     assert "<!-- end -->" in run_tool(tree).stderr
+
+
+def test_a_readme_that_quotes_a_result_that_is_not_there_is_refused(tree):
+    """What to measure is named."""
+    (tree / "README.md").write_text(MARKED + "<!-- generated: figures -->\n<!-- end -->\n")
+    refused = run_tool(tree, "--check")
+    assert refused.returncode == 1
+    assert "python benchmarks/train_step.py --json --ssd DIR > benchmarks/results/train_step.json" in refused.stderr
+
+
+def test_a_chart_that_differs_is_found(tmp_path):
+    """And drawn anew. Method: this repository's results, and a chart with another number."""
+    shutil.copytree(ROOT / "benchmarks/results", tmp_path / "benchmarks/results")
+    shutil.copy(ROOT / "README.md", tmp_path / "README.md")
+    assert run_tool(tmp_path).returncode == 0
+    chart = tmp_path / "docs/images/step_by_memory.svg"
+    drawn = chart.read_text()
+    chart.write_text(drawn.replace(" GB</text>", " kB</text>"))
+    checked = run_tool(tmp_path, "--check")
+    assert (checked.returncode, "docs/images/step_by_memory.svg" in checked.stderr) == (1, True)
+    assert run_tool(tmp_path).returncode == 0
+    assert chart.read_text() == drawn
