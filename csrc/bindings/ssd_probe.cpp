@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "bindings/names.h"
+#include "device/address_space_advice.h"
 #include "storage/ssd_probe.h"
 
 namespace py = pybind11;
@@ -26,7 +27,8 @@ std::unique_ptr<SsdProbe> make_probe(std::string directory, const std::string& i
                                   .engine = value_named(kEngines, io_engine, "io_engine"),
                                   .block_bytes = block_bytes,
                                   .file_bytes = file_bytes,
-                                  .max_depth = max_depth};
+                                  .max_depth = max_depth,
+                                  .prepare_memory = &advise_huge_pages};
     const py::gil_scoped_release no_gil;
     return std::make_unique<SsdProbe>(options);
 }

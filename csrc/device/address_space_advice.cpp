@@ -28,6 +28,11 @@ void advise_few_touches(std::span<const std::byte> mapping) noexcept {
     if (advise(begin, end, MADV_HUGEPAGE)) advise(begin, end, MADV_RANDOM);
 }
 
+void advise_huge_pages(std::span<std::byte> memory) noexcept {
+    const auto begin = reinterpret_cast<std::uintptr_t>(memory.data());
+    advise(round_up(begin, kSectorBytes), (begin + memory.size()) / kSectorBytes * kSectorBytes, MADV_HUGEPAGE);
+}
+
 void advise_not_needed(std::span<const std::byte> range) noexcept {
 #ifdef MADV_PAGEOUT
     const auto begin = reinterpret_cast<std::uintptr_t>(range.data());

@@ -1,4 +1,5 @@
-// What the system is told about memory that is not ours to move: a mapped file whose bytes are copied into pages.
+// What the system is told about memory that is not ours to move: a mapped file whose bytes are copied into pages,
+// buffers of others.
 // Layer device: includes nothing.
 #pragma once
 
@@ -15,6 +16,9 @@ void advise_read_ahead(const std::byte* begin, std::size_t size_bytes) noexcept;
 /// other way: else a touch reads up to 16 MiB. Holds as long as the mapping; on kernels without huge pages of files
 /// nothing changes. Method: do_sync_mmap_readahead() in mm/filemap.c of Linux.
 void advise_few_touches(std::span<const std::byte> mapping) noexcept;
+
+/// Has memory that was not touched yet lie in huge pages where it can.
+void advise_huge_pages(std::span<std::byte> memory) noexcept;
 
 /// Lets the system take the whole sectors of `range` back. The bytes stay readable: those of a file are read again,
 /// what was changed goes to swap or stays.

@@ -30,10 +30,11 @@ SsdProbeOptions checked(const SsdProbeOptions& options) {
     return options;
 }
 
-std::byte* aligned_memory(std::size_t size_bytes) {
-    const std::size_t rounded_bytes = round_up(size_bytes, kHugePageBytes);
+std::byte* aligned_memory(const SsdProbeOptions& options) {
+    const std::size_t rounded_bytes = round_up(options.max_depth * options.block_bytes, kHugePageBytes);
     auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kHugePageBytes, rounded_bytes));
     if (memory == nullptr) throw std::bad_alloc();
+    if (options.prepare_memory != nullptr) options.prepare_memory({memory, rounded_bytes});
     std::memset(memory, 0, rounded_bytes);
     return memory;
 }
@@ -85,7 +86,7 @@ SsdProbe::SsdProbe(const SsdProbeOptions& options)
       is_busy_(block_count_, false),
       file_(options.directory),
       extent_(file_.allocate(block_count_ * block_bytes_)),
-      memory_(aligned_memory(max_depth_ * block_bytes_)),
+      memory_(aligned_memory(options)),
       slots_(max_depth_),
       engine_(make_io_engine(options.engine, max_depth_)) {
     for (std::size_t i = 0; i < slots_.size(); ++i) {

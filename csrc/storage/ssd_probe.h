@@ -22,6 +22,9 @@ struct SsdProbeOptions {
     std::size_t block_bytes = std::size_t{2} << 20;   // per transfer, a multiple of kSectorBytes
     std::size_t file_bytes = std::size_t{256} << 20;  // rounded down to blocks; at least 2 * max_depth blocks
     std::size_t max_depth = 16;                       // memory taken: max_depth * block_bytes
+    /// Called with the memory before it is touched, such as to ask for huge pages: with them a disk may give twice as
+    /// much, and the pager's frames have them.
+    void (*prepare_memory)(std::span<std::byte>) noexcept = nullptr;
 };
 
 /// mix: reads and writes in turns.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # of the file; another one is measured again
+FORMAT = 2  # of the file and of how rates are measured; another one is measured again
 ROUNDS = 5
 SSD_FILE_BYTES = 512 << 20
 SSD_BLOCK_BYTES = 4 << 20

@@ -69,6 +69,17 @@ TEST_F(SsdProbeTest, MovesAtLeastOneBlock) {
     EXPECT_GE(probe.measure({SsdPattern::read, 2, milliseconds{0}}).read_bytes, 64 * kKiB);
 }
 
+std::size_t prepared_bytes = 0;
+
+// Its memory can be prepared, such as to lie in huge pages. Method: the size of what the caller is shown.
+TEST_F(SsdProbeTest, ShowsItsMemoryToTheCaller) {
+    SsdProbeOptions prepared = options();
+    prepared.prepare_memory = [](std::span<std::byte> memory) noexcept { prepared_bytes = memory.size(); };
+    SsdProbe probe(prepared);
+    EXPECT_GE(prepared_bytes, 4 * 64 * kKiB);
+    EXPECT_GT(probe.measure({SsdPattern::read, 4, milliseconds{20}}).read_bytes, 0u);
+}
+
 // The stamps outlive reads, writes and mixes, so that each read proves what was written. Method: all patterns twice;
 // any read of wrong bytes throws.
 TEST_F(SsdProbeTest, EveryReadIsChecked) {

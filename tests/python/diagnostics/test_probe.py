@@ -6,9 +6,10 @@ Method: the real measurement with its rounds cut short, and counts of how often 
 import json
 
 import pytest
+from support.huge_pages import huge_page_bytes, skip_where_there_are_none
 
 import torch_offload
-from torch_offload import Probe
+from torch_offload import _C, Probe
 from torch_offload.diagnostics import ssd_benchmark as benches
 from torch_offload.diagnostics.probe import probe as measure
 
@@ -48,6 +49,15 @@ def test_every_rate_is_measured(measured, scratch):
     assert set(found.gemm) == {"float32", "bfloat16"}
     assert set(found.update) == {"adamw_torch_fused", "torch_offload.AdamW"}
     assert list(scratch.iterdir()) in ([], [scratch / "cache"])
+
+
+def test_the_disk_is_measured_with_huge_pages(scratch):
+    """As the frames of the pager have them: with pages of 4 KiB a disk may give half. Method: the system's count."""
+    skip_where_there_are_none()
+    before = huge_page_bytes()
+    probe = _C.SsdProbe(directory=str(scratch), io_engine="auto", file_bytes=64 << 20, block_bytes=2 << 20, max_depth=8)
+    assert huge_page_bytes() - before >= 8 << 20
+    assert probe.measure(pattern="read", depth=8, seconds=0.01)["read_bytes"] > 0
 
 
 def test_what_was_measured_is_used_again(measured, scratch):

@@ -4,16 +4,13 @@ Method: an embedding of 41 MB and layers of 17 MB each, so that every large tens
 third of the state as memory; in memory and paged, each in a process of its own.
 """
 
-from pathlib import Path
-
 import pytest
+from support.huge_pages import skip_where_there_are_none
 from support.own_process import assert_same_but_paged, train_both
 
 from torch_offload import _C
 
 pytestmark = pytest.mark.alone
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def test_paged_training_is_bitwise_equal(scratch):
@@ -24,6 +21,5 @@ def test_paged_training_is_bitwise_equal(scratch):
     assert report.ssd_written_bytes > report.budget_bytes
     if _C.io_engine_refusal("uring_fixed") is None:
         assert report.io_engine == "io_uring with fixed buffers"
-    if "[never]" in HUGE_PAGES.read_text():
-        pytest.skip(f"{HUGE_PAGES}: this system has no huge pages")
+    skip_where_there_are_none()
     assert paged.huge_page_bytes - plain.huge_page_bytes > report.budget_bytes // 4

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from support.cases import differing
+from support.huge_pages import huge_page_bytes
 from support.isolation import in_child
 from support.training import Outcome, digest_run, random_states, seed_all
 
@@ -161,14 +162,6 @@ def train(name: str, threads: int, budget_share: float = 0, settings: dict[str, 
     else:
         outcome.report = torch_offload.report()
     return outcome
-
-
-def huge_page_bytes() -> int:
-    """Anonymous memory of this process that the system holds in huge pages."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("AnonHugePages:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("the system does not count huge pages")
 
 
 def assert_same_but_paged(plain: PagedOutcome, paged: PagedOutcome) -> None:
