@@ -155,6 +155,15 @@ def skipped_tests(tree: Tree) -> list[str]:
     return broken
 
 
+def loose_equality(tree: Tree) -> list[str]:
+    """Tests compare bits: for `torch.equal` zeros of both signs are equal, for `allclose` far more is."""
+    broken = []
+    for path, node in _nodes(tree, "tests/python/", "tests/gpu/", "tests/wheel/"):
+        if isinstance(node, ast.Attribute) and dotted(node) in ("torch.equal", "torch.allclose"):
+            broken.append(f"{path}:{node.lineno}: {dotted(node)}: use same_bits, same_values or assert_close")
+    return broken
+
+
 RULES = (
     file_sizes,
     function_lengths,
@@ -162,4 +171,5 @@ RULES = (
     environment_reads,
     dead_modules,
     skipped_tests,
+    loose_equality,
 )

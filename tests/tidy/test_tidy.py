@@ -96,6 +96,8 @@ BAD = [
     (python_rules.skipped_tests, {"tests/python/test_a.py": "@pytest.mark.skip\ndef test(): ..."}, "test_a.py:1"),
     (python_rules.skipped_tests, {"tests/python/test_a.py": "pytest.mark.skipif(no_gpu)"}, "gives a reason"),
     (python_rules.skipped_tests, {"tests/python/test_a.py": "def test():\n    pytest.skip()"}, "test_a.py:2"),
+    (python_rules.loose_equality, {"tests/python/test_a.py": "assert torch.equal(a, b)"}, "use same_bits"),
+    (python_rules.loose_equality, {"tests/gpu/test_a.py": "x = torch.allclose"}, "test_a.py:1"),
     (structure_rules.layering, {"torch_offload/hooks/a.py": f"import {CLI}", **COMMAND}, "hooks must not import"),
     (structure_rules.layering, {"torch_offload/system/a.py": f"def f():\n    import {CLI}", **COMMAND}, "a.py:2"),
     (structure_rules.layering, {"torch_offload/moe/a.py": "from torch_offload import wrap"}, "name the module"),

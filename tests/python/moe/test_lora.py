@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import hotswap
 from safetensors.torch import load_file
+from support.bits import same_bits
 from support.coded_models import ROUNDED, coded, logits_of
 from support.moe_models import EXPERTS, dequantize, inputs_of, tiny_moe
 from torch import Tensor, nn
@@ -119,7 +120,7 @@ def test_autocast_leaves_the_lengths_of_rows_exact():
     expected = layer._row_squares("default", 1, *factors)
     x = torch.randn(2, layer.base_layer.shape[1])
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(layer._row_squares("default", 1, *factors), expected)
+        assert same_bits(layer._row_squares("default", 1, *factors), expected)
         assert layer.open()(1, x).dtype == torch.bfloat16
 
 
@@ -135,7 +136,7 @@ def test_adapters_are_saved_and_loaded_by_peft(use_dora, low_cpu_mem_usage, tmp_
     assert {tuple(tensor.shape) for name, tensor in saved.items() if "coded.up.lora_A" in name} == {(4 * EXPERTS, 64)}
     options = {"low_cpu_mem_usage": low_cpu_mem_usage}
     loaded = PeftModel.from_pretrained(coded("mixtral"), tmp_path, **options)
-    assert torch.equal(logits_of(loaded), expected)
+    assert same_bits(logits_of(loaded), expected)
     again = PeftModel.from_pretrained(coded("mixtral"), tmp_path, is_trainable=True, **options)
     assert len(trainable(again)) == len(trainable(model))
 
@@ -147,9 +148,9 @@ def test_several_adapters_and_the_router():
     first = logits_of(model)
     model.add_adapter("second", LoraConfig(r=2, target_modules=TARGETS, target_parameters=["mlp.gate.weight"]))
     model.set_adapter("second")
-    assert not torch.equal(logits_of(model), first)
+    assert not same_bits(logits_of(model), first)
     model.set_adapter("default")
-    assert torch.equal(logits_of(model), first)
+    assert same_bits(logits_of(model), first)
     loss_of(model).backward()
     assert all(parameter.grad is not None for parameter in trainable(model).values())
 
@@ -184,7 +185,7 @@ def test_paged_training_is_bitwise_equal(use_dora, config):
     assert paged_losses == plain_losses
     assert plain_losses[-1] < plain_losses[0]
     for name, weight in plain.items():
-        assert torch.equal(paged_weights[name], weight), name
+        assert same_bits(paged_weights[name], weight), name
 
 
 def test_training_does_not_depend_on_what_has_arrived(config, monkeypatch):
@@ -215,7 +216,7 @@ def test_training_does_not_depend_on_what_has_arrived(config, monkeypatch):
     (losses_here, here), (losses_away, away) = results
     assert losses_away == losses_here
     for name, weight in here.items():
-        assert torch.equal(away[name], weight), name
+        assert same_bits(away[name], weight), name
 
 
 def test_the_stock_trainer_trains_them(tmp_path):
@@ -236,7 +237,7 @@ def test_the_stock_trainer_trains_them(tmp_path):
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
-    assert all(torch.equal(buffer, base[name]) for name, buffer in model.named_buffers() if name in base)
+    assert all(same_bits(buffer, base[name]) for name, buffer in model.named_buffers() if name in base)
     trainer.save_model(str(tmp_path / "adapter"))
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
@@ -293,9 +294,9 @@ def test_adapters_are_swapped_for_those_of_their_rank(tmp_path):
     other.save_pretrained(tmp_path / "4")
     adapted(r=2).save_pretrained(tmp_path / "2")
     model = adapted()
-    assert not torch.equal(logits_of(model), logits_of(other))
+    assert not same_bits(logits_of(model), logits_of(other))
     hotswap.hotswap_adapter(model, str(tmp_path / "4"), "default")
-    assert torch.equal(logits_of(model), logits_of(other))
+    assert same_bits(logits_of(model), logits_of(other))
     with pytest.raises(UnsupportedModelError, match="only for those of their rank"):
         hotswap.hotswap_adapter(model, str(tmp_path / "2"), "default")
 
@@ -330,4 +331,4 @@ def test_copies_keep_their_own_weights():
     model = coded("mixtral")
     twin = copy.deepcopy(model)
     assert twin.model.layers[0].mlp.experts.coded.up.coded is twin.model.layers[0].mlp.experts.coded
-    assert torch.equal(logits_of(twin), logits_of(model))
+    assert same_bits(logits_of(twin), logits_of(model))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.bits import same_bits, same_values
 from torch import Tensor, nn
 
 import torch_offload
@@ -50,7 +51,7 @@ def test_what_is_coded_comes_back(rows, columns, coder):
     """Method: every shape with every coder; the page says what it holds."""
     values = ternary(rows, columns)
     page = coded.encode(values, coder=coder)
-    assert torch.equal(coded.decode(page), values)
+    assert same_bits(coded.decode(page), values)
     (extent,) = coded.extents(page)
     assert (extent.rows, extent.columns, extent.size_bytes) == (rows, columns, page.numel())
     assert page.numel() % 4096 == 0
@@ -81,7 +82,7 @@ def test_sorted_columns_change_nothing_but_the_bytes(coder):
     plain, page = coded.encode(values, coder=coder), coded.encode(values, coder=coder, most_classes=4)
     assert coded.extents(page)[0].classes == 4
     assert coded.extents(page)[0].coded_bytes < 0.9 * coded.extents(plain)[0].coded_bytes
-    assert torch.equal(coded.decode(page), values)
+    assert same_bits(coded.decode(page), values)
     row_scale = 2.0 ** torch.randint(-3, 3, (rows,), generator=generator)
     column_scale = 2.0 ** torch.randint(-3, 3, (columns,), generator=generator)
     x = torch.randint(-8, 8, (5, columns), generator=generator).float().requires_grad_()
@@ -89,8 +90,8 @@ def test_sorted_columns_change_nothing_but_the_bytes(coder):
     product = coded.coded_linear(x, page, 0, row_scale, column_scale)
     (back,) = torch.autograd.grad(product, x, g)
     dense = row_scale[:, None] * values * column_scale
-    assert torch.equal(product, x @ dense.T)
-    assert torch.equal(back, g @ dense)
+    assert same_values(product, x @ dense.T)
+    assert same_values(back, g @ dense)
 
 
 @given(
@@ -102,17 +103,17 @@ def test_sorted_columns_change_nothing_but_the_bytes(coder):
 )
 @settings(max_examples=60, deadline=None)
 def test_product_is_that_of_the_dequantized_weight(rows, columns, tokens, coder, seed):
-    """Method: sums of integers are exact, so with scales of 1 and small whole x no bit may differ, forth and back."""
+    """Method: sums of integers are exact, so with scales of 1 and small whole x no value may differ, forth and back."""
     values = ternary(rows, columns, seed=seed)
     page = coded.encode(values, coder=coder)
     ones = torch.ones(rows), torch.ones(columns)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-8, 9, (tokens, columns), generator=generator).float().requires_grad_()
     y = coded.coded_linear(x, page, 0, *ones)
-    assert torch.equal(y, x @ values.float().T)
+    assert same_values(y, x @ values.float().T)
     g = torch.randint(-8, 9, (tokens, rows), generator=generator).float()
     (back,) = torch.autograd.grad(y, x, g)
-    assert torch.equal(back, g @ values.float())
+    assert same_values(back, g @ values.float())
 
 
 def test_scales_are_applied():
@@ -143,11 +144,11 @@ def test_a_token_does_not_depend_on_its_company(dtype):
     together = weight.times(x)
     alone = torch.cat([weight.times(row[None]) for row in x])
     assert together.dtype == dtype
-    assert torch.equal(together, alone)
+    assert same_bits(together, alone)
     (back,) = torch.autograd.grad(together, x, torch.ones_like(together))
     one = x[7:8].detach().requires_grad_()
     (back_alone,) = torch.autograd.grad(weight.times(one), one, torch.ones(1, 200, dtype=dtype))
-    assert torch.equal(back[7:8], back_alone)
+    assert same_bits(back[7:8], back_alone)
 
 
 def test_threads_change_nothing():
@@ -163,8 +164,8 @@ def test_threads_change_nothing():
             results.append((y.detach(), torch.autograd.grad(y, x, torch.ones_like(y))[0]))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+    assert same_bits(results[0][0], results[1][0])
+    assert same_bits(results[0][1], results[1][1])
 
 
 def test_threads_share_the_work():
@@ -190,7 +191,7 @@ def test_any_shape_of_tokens():
     assert weight.times(torch.randn(2, 3, 10)).shape == (2, 3, 20)
     assert weight.times(torch.randn(0, 10)).shape == (0, 20)
     transposed = torch.randn(10, 4).T
-    assert torch.equal(weight.times(transposed), weight.times(transposed.contiguous()))
+    assert same_bits(weight.times(transposed), weight.times(transposed.contiguous()))
 
 
 def test_a_page_holds_several_matrices():
@@ -198,8 +199,8 @@ def test_a_page_holds_several_matrices():
     page = torch.cat([first.page, second.page])
     x = torch.randn(4, 10)
     hidden = coded.coded_linear(x, page, 0, first.row_scale, first.column_scale)
-    assert torch.equal(hidden, first.times(x))
-    assert torch.equal(coded.coded_linear(hidden, page, 1, second.row_scale, second.column_scale), second.times(hidden))
+    assert same_bits(hidden, first.times(x))
+    assert same_bits(coded.coded_linear(hidden, page, 1, second.row_scale, second.column_scale), second.times(hidden))
     assert [extent.offset_bytes for extent in coded.extents(page)] == [0, first.page.numel()]
 
 
@@ -211,7 +212,7 @@ def test_torch_compile_and_fake_tensors():
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.torch_offload.coded_linear, args, test_utils=checks)
     compiled = torch.compile(lambda x: weight.times(x) * 2, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), weight.times(x) * 2)
+    assert same_bits(compiled(x), weight.times(x) * 2)
 
 
 @pytest.mark.parametrize("offset", [0, 9, 20, 30, 60, 500])
@@ -291,8 +292,8 @@ def test_pages_are_paged(config):
     torch_offload.wrap(model, config=config.replace(ram=coded_bytes // 3))
     first, second = step(), step()
     for found in (first, second):
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1], expected[1])
+        assert same_bits(found[0], expected[0])
+        assert same_bits(found[1], expected[1])
     report = torch_offload.report()
     assert coded_bytes < report.ssd_read_bytes
     assert 0 < report.ssd_written_bytes <= stored_bytes

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import same_bits
 from support.cases import CASES, differing
 from support.fake_gpu import ROOT, build, driver, in_gpu_child
 from support.gpu_training import check
@@ -83,16 +84,16 @@ def bring_and_take_back(scratch: str) -> None:
     assert torch_offload.evict(module) == 0
     with torch.no_grad():
         module.first += 1
-    assert torch.equal(module.second.cpu(), before["second"] + 1)
+    assert same_bits(module.second.cpu(), before["second"] + 1)
     assert torch_offload.report().device.to_device_bytes["parameter"] > 0
 
     torch_offload.unwrap(module)
     assert all(a is b for a, b in zip([*module.parameters(), *module.buffers()], objects, strict=True))
     assert all(tensor.device.type == "cpu" for tensor in (*objects, module.first.grad))
     assert module.first.untyped_storage().data_ptr() == module.second.untyped_storage().data_ptr()
-    assert torch.equal(module.first, before["first"] + 1)
-    assert torch.equal(module.first.grad, torch.full((64, 64), 3.0))
-    assert all(torch.equal(module.state_dict()[name], before[name]) for name in ("bias", "order", "scale"))
+    assert same_bits(module.first, before["first"] + 1)
+    assert same_bits(module.first.grad, torch.full((64, 64), 3.0))
+    assert all(same_bits(module.state_dict()[name], before[name]) for name in ("bias", "order", "scale"))
     assert type(module.first) is nn.Parameter
 
 
@@ -111,11 +112,11 @@ def save_and_load(scratch: str) -> None:
     saved = io.BytesIO()
     torch.save(module.state_dict(), saved)
     saved.seek(0)
-    assert torch.equal(torch.load(saved, map_location="cpu")["weight"], expected)
+    assert same_bits(torch.load(saved, map_location="cpu")["weight"], expected)
     assert torch_offload.evict(module.weight) == 0
     file = Path(scratch) / "weights.safetensors"
     save_file(module.state_dict(), file)
-    assert torch.equal(load_file(file)["weight"], expected)
+    assert same_bits(load_file(file)["weight"], expected)
 
 
 def test_what_is_saved_is_fetched_first(scratch, fake_gpu):
@@ -148,7 +149,7 @@ def refuse_a_small_device(scratch: str) -> None:
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with pytest.raises(OutOfTierMemory, match=r"weight .*give a gpu"):
         torch_offload.wrap(module, config=small_config(scratch))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert all(same_bits(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert not any(torch_offload._C.is_managed(tensor) for tensor in module.parameters())
 
 
@@ -166,7 +167,7 @@ def refuse_capture(scratch: str) -> None:
     with pytest.raises(ConfigError, match="a CUDA graph cannot be captured over memory that is paged"):
         module(batch)
     driver().fake_gpu_set_capturing(False)
-    assert torch.equal(module(batch), expected)
+    assert same_bits(module(batch), expected)
 
 
 def test_capture_into_a_graph_is_refused(scratch, fake_gpu):
@@ -200,7 +201,7 @@ def lose_the_device(scratch: str) -> None:
         if weight is changed:
             assert weight.is_cuda
         else:
-            assert torch.equal(weight, known)
+            assert same_bits(weight, known)
 
 
 def test_a_lost_device_is_a_typed_error(scratch, fake_gpu):

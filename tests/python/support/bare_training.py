@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from support.bits import same_bits
 from torch_offload import _C
 
 PAGE_ELEMENTS = 4096
@@ -105,8 +106,7 @@ class Run:
 def assert_equal_bits(paged: list[Tensor], plain: list[Tensor]) -> None:
     assert len(paged) == len(plain)
     for index, (one, other) in enumerate(zip(paged, plain, strict=True)):
-        assert one.shape == other.shape
-        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), index
+        assert same_bits(one, other), index
 
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:

@@ -1,4 +1,4 @@
-"""Equality of bits: the only comparison that the tests know. NaNs with equal payloads are equal, -0.0 is not 0.0."""
+"""Equality of bits, the comparison of paged with plain training. NaNs with equal payloads are equal, -0.0 is not 0.0."""
 
 import hashlib
 from typing import Any
@@ -17,6 +17,16 @@ def digest(tensor: torch.Tensor) -> str:
     """Hash dtype, shape and bytes."""
     header = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
     return hashlib.sha256(header + raw_bytes(tensor).cpu().numpy().tobytes()).hexdigest()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether dtypes, shapes and bytes are equal, wherever the tensors are."""
+    return digest(one) == digest(other)
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether dtypes, shapes and elements are equal, where -0.0 is 0.0: for what is computed in another way."""
+    return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
 
 
 def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
