@@ -30,7 +30,9 @@ void advise_few_touches(std::span<const std::byte> mapping) noexcept {
 
 void advise_huge_pages(std::span<std::byte> memory) noexcept {
     const auto begin = reinterpret_cast<std::uintptr_t>(memory.data());
-    advise(round_up(begin, kSectorBytes), (begin + memory.size()) / kSectorBytes * kSectorBytes, MADV_HUGEPAGE);
+    const std::uintptr_t first = round_up(begin, kSectorBytes);
+    const std::uintptr_t end = (begin + memory.size()) / kSectorBytes * kSectorBytes;
+    if (advise(first, end, MADV_HUGEPAGE)) advise(first, end, MADV_DONTNEED);
 }
 
 void advise_not_needed(std::span<const std::byte> range) noexcept {

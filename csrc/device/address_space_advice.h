@@ -17,7 +17,8 @@ void advise_read_ahead(const std::byte* begin, std::size_t size_bytes) noexcept;
 /// nothing changes. Method: do_sync_mmap_readahead() in mm/filemap.c of Linux.
 void advise_few_touches(std::span<const std::byte> mapping) noexcept;
 
-/// Has memory that was not touched yet lie in huge pages where it can.
+/// Has memory lie in huge pages where it can, from the next touch on. Its bytes are lost: what was touched before, such
+/// as memory that malloc gives out again, would stay in small pages.
 void advise_huge_pages(std::span<std::byte> memory) noexcept;
 
 /// Lets the system take the whole sectors of `range` back. The bytes stay readable: those of a file are read again,
