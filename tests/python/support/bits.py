@@ -1,4 +1,4 @@
-"""Equality of bits, the comparison of paged with plain training. NaNs with equal payloads are equal, -0.0 is not 0.0."""
+"""Equality of bits, for paged beside plain training. NaNs with equal payloads are equal, -0.0 is not 0.0."""
 
 import hashlib
 from typing import Any

@@ -6,15 +6,19 @@ leaves under one; the tests of the layers below do, on the same fake driver.
 """
 
 import ctypes
+import importlib
 import os
 import pickle
+import select
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("fake_gpu/kernels.cpp", "fake_gpu/driver.cpp", "support/fake_cuda.cpp", "support/fake_cuda_streams.cpp")
@@ -32,18 +36,50 @@ def build() -> Path:
 def in_gpu_child(library: Path, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 300) -> Any:
     """Return what `function(*arguments)` returns in a fresh process that has the GPU; importable and picklable.
 
+    It is forked from a server that has the GPU and has imported the slow packages, and has run nothing with them.
+
     Raises:
         AssertionError: If it raised or died, or did what a real driver forgives or punishes later; with its output.
+        TimeoutError: If it took longer; the server is gone then and the next call starts another.
     """
     with tempfile.TemporaryDirectory() as folder:
-        call, answer = Path(folder) / "call", Path(folder) / "answer"
+        files = [Path(folder) / name for name in ("call", "answer", "output")]
+        call, answer, output = files
         call.write_bytes(pickle.dumps((function, arguments)))
-        words = [sys.executable, "-X", "faulthandler", "-m", "support.fake_gpu", str(library), str(call), str(answer)]
-        done = subprocess.run(
-            words, env=_environment(), capture_output=True, text=True, check=False, timeout=timeout_seconds
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        status = _Server.of(library).run(files, timeout_seconds)
+        assert status == 0, f"status {status}\n{output.read_text()}"
         return pickle.loads(answer.read_bytes())
+
+
+class _Server:
+    """A process that forks one child for each line that it reads: a call, where its answer and its output go."""
+
+    _servers: ClassVar[dict[Path, "_Server"]] = {}
+
+    def __init__(self, library: Path) -> None:
+        words = [sys.executable, "-X", "faulthandler", "-m", "support.fake_gpu", "serve", str(library)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(words, env=_environment(), text=True, start_new_session=True, **pipes)
+
+    @classmethod
+    def of(cls, library: Path) -> "_Server":
+        """Return the one of this process that still runs; it ends with this process, when its input does."""
+        server = cls._servers.get(library)
+        if server is None or server._process.poll() is not None:
+            server = cls._servers[library] = cls(library)
+        return server
+
+    def run(self, files: list[Path], timeout_seconds: float) -> int:
+        """Return the exit status of a child, negative if a signal ended it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\t".join(map(str, files)) + "\n")
+        self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], timeout_seconds)[0]:
+            os.killpg(self._process.pid, signal.SIGKILL)  # with the child
+            self._process.wait()
+            raise TimeoutError(f"no answer in {timeout_seconds} s")
+        return int(self._process.stdout.readline() or "1")
 
 
 def _environment() -> dict[str, str]:
@@ -77,8 +113,33 @@ def load(library: Path) -> None:
     torch.cuda.set_per_process_memory_fraction = lambda *_: None
 
 
-def _answer(library: str, call: str, answer: str) -> None:
+def _serve(library: str) -> None:
     load(Path(library))
+    for package in ("transformers", "transformers.trainer", "peft"):
+        importlib.import_module(package)
+    for line in sys.stdin:
+        call, answer, output = line.rstrip("\n").split("\t")
+        child = os.fork()
+        if child == 0:
+            _run(call, answer, output)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        sys.stdout.flush()
+
+
+def _run(call: str, answer: str, output: str) -> NoReturn:
+    """Answer in a child, whose end is that of an interpreter: exit handlers run."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
+    for stream in (0, 1, 2):
+        os.dup2(file, stream)
+    try:
+        _answer(call, answer)
+    except BaseException:  # noqa: BLE001 (its end is a status, what it was the output says)
+        traceback.print_exc()
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _answer(call: str, answer: str) -> None:
     function, arguments = pickle.loads(Path(call).read_bytes())
     result = function(*arguments)
     assert driver().fake_gpu_failures() == 0, "the fake driver complained, see above"
@@ -112,4 +173,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "build":
         _build()
     else:
-        _answer(*sys.argv[1:])
+        _serve(sys.argv[2])
