@@ -14,6 +14,12 @@ bool advise(std::uintptr_t begin, std::uintptr_t end, int advice) noexcept {
     return begin < end && ::madvise(reinterpret_cast<void*>(begin), end - begin, advice) == 0;
 }
 
+/// Of the sectors that lie in `range` as a whole.
+bool advise_sectors(std::span<const std::byte> range, int advice) noexcept {
+    const auto begin = reinterpret_cast<std::uintptr_t>(range.data());
+    return advise(round_up(begin, kSectorBytes), (begin + range.size()) / kSectorBytes * kSectorBytes, advice);
+}
+
 }  // namespace
 
 void advise_read_ahead(const std::byte* begin, std::size_t size_bytes) noexcept {
@@ -29,16 +35,12 @@ void advise_few_touches(std::span<const std::byte> mapping) noexcept {
 }
 
 void advise_huge_pages(std::span<std::byte> memory) noexcept {
-    const auto begin = reinterpret_cast<std::uintptr_t>(memory.data());
-    const std::uintptr_t first = round_up(begin, kSectorBytes);
-    const std::uintptr_t end = (begin + memory.size()) / kSectorBytes * kSectorBytes;
-    if (advise(first, end, MADV_HUGEPAGE)) advise(first, end, MADV_DONTNEED);
+    if (advise_sectors(memory, MADV_HUGEPAGE)) advise_sectors(memory, MADV_DONTNEED);
 }
 
 void advise_not_needed(std::span<const std::byte> range) noexcept {
 #ifdef MADV_PAGEOUT
-    const auto begin = reinterpret_cast<std::uintptr_t>(range.data());
-    advise(round_up(begin, kSectorBytes), (begin + range.size()) / kSectorBytes * kSectorBytes, MADV_PAGEOUT);
+    advise_sectors(range, MADV_PAGEOUT);
 #else
     static_cast<void>(range);
 #endif
