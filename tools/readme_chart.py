@@ -50,8 +50,9 @@ def figures(results: Mapping[str, Json]) -> str:
     state_bytes = steps["workloads"][0]["description"]["state_bytes"]
     commits = list(dict.fromkeys(commit for result in quoted if (commit := commit_of(result))))
     old = [stem for stem in QUOTED if not commit_of(results[stem])]
-    origins = [f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"] * bool(commits)
-    origins += [f"{' and '.join(old)} {NO_COMMIT}"] * bool(old)
+    origin = f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}" if commits else ""
+    if old:
+        origin += f"{'; ' if commits else ''}{' and '.join(old)} {NO_COMMIT}"
     return f"""\
 - **The same bits.** {equality} in {len(compared)} comparisons with runs in memory.
 - **Little time where there is work to hide the disk behind.** With a quarter of the memory, a step of 2,048 tokens \
@@ -61,7 +62,7 @@ and moments, fp32). With 128 tokens the disk is the bottleneck: {times(ratio["fp
 {times(peers["times_ours"]["swap over ours_at_swap"])} as long; DeepSpeed ZeRO-3 on NVMe, at its own peak, where ours \
 has everything in memory, {times(peers["times_ours"]["deepspeed over ours_at_peer"])}.
 
-Medians and ranges of five rounds on two cores; {"; ".join(origins)}.
+Medians and ranges of five rounds on two cores; {origin}.
 """
 
 

@@ -62,16 +62,15 @@ QUALITY = (
     "measured from now on have the bar at 0.8 bits beside it."
 )
 PLAIN = (
-    "Plain torch in huge pages was slower than plain torch as it is in this run, so the ratio to the latter is the "
-    "harder one. Where a paged or resident step takes less time than plain torch's, that shows the allocators: ours "
-    "keeps memory mapped between uses. It does not show that interception costs nothing."
+    "A ratio below 1 does not show that interception costs nothing: paged and resident steps have another allocator "
+    "than plain torch, whose memory was in huge pages in one of its two variants."
 )
 SLOW_STEPS = (
     "An earlier result of the same 3 B parameters, whose commit is not known, had steps of 246 to 498 s beside others "
     "of 73 s. Beside those of 489, 498 and 246 s the disk itself read at 0.35, 0.06 and 0.33 GB/s. One of 363 s had "
     "the same traffic, idle processors, 290 s of waiting for reads, and probes of 1.2 GB/s before and after; what "
     "happened in it is not known. With four transfers of 4 MiB in flight, the fewest that the engine keeps where more "
-    "waits, it means about 100 ms for a transfer; they took 6 ms here. The kernel's counters are now recorded for each "
+    "waits, it means about 100 ms for a transfer. The kernel's counters are now recorded for each "
     "step, so that another such step would tell a slow disk from an idle one."
 )
 BENCHMARKS = (
@@ -323,13 +322,16 @@ def steps_of_sizes(content: Json) -> str:
             disk = " / ".join("-" if rate is None else f"{rate / 1e9:.2f}" for rate in rates)
             busy = f"{step['disk_busy_share']:.0%}" if "disk_busy_share" in step else "-"
             quiet = "yes" if step["quiet"] else f"no, others {step['other_share']:.0%}"
-            rows.append([name, f"{step['seconds']:.1f}", f"{step['stall_read_seconds']:.1f}", disk, busy, quiet])
+            read = f"{step['disk_read_milliseconds']:.1f}" if "disk_read_milliseconds" in step else "-"
+            seconds, waited = f"{step['seconds']:.1f}", f"{step['stall_read_seconds']:.1f}"
+            rows.append([name, seconds, waited, disk, busy, read, quiet])
     head = [
         "model",
         "step, s",
         "waited for reads, s",
         "disk just before: read / write / mix, GB/s",
         "disk busy",
+        "a read, ms",
         "quiet",
     ]
     return "Every step that was measured:\n\n" + table(head, rows)
@@ -408,9 +410,8 @@ ROWS: tuple[tuple[str, str, Callable[[Result], str]], ...] = (
 )
 
 
-def short_table(results: list[Result], old: list[Result]) -> str:
+def short_table(newest: dict[str, Result]) -> str:
     """Return what stands between the markers in README."""
-    newest = {result.benchmark.stem: result for result in [*old, *results]}
     rows: Table = []
     for question, stem, answer in ROWS:
         result = newest.get(stem)
@@ -433,14 +434,14 @@ def readme(text: str, results: list[Result], old: list[Result]) -> str:
         raise ResultRefused(
             "README.md needs the lines <!-- generated: results --> and <!-- end --> once, the table goes between them"
         )
-    newest = {result.benchmark.stem: result.content for result in [*old, *results]}
+    newest = {result.benchmark.stem: result for result in [*old, *results]}
 
     def quoted() -> str:
         if missing := [benchmark_of(stem).command for stem in QUOTED if stem not in newest]:
             raise ResultRefused(f"README.md quotes results that are not there; measure: {'; '.join(missing)}")
-        return figures(newest)
+        return figures({stem: newest[stem].content for stem in QUOTED})
 
-    return replace_parts(text, {"results": lambda: short_table(results, old), "figures": quoted})
+    return replace_parts(text, {"results": lambda: short_table(newest), "figures": quoted})
 
 
 def documents(root: Path) -> Iterator[Document]:
