@@ -53,13 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if RUNS_ALL_PARTS:
         return
     numbers: collections.Counter[object] = collections.Counter()
-    left = []
+    kept, left = [], []
     for item in items:
         test = getattr(item, "originalname", item.name), item.path
-        if is_of_another_part(item, numbers[test]):
-            left.append(item)
+        (left if is_of_another_part(item, numbers[test]) else kept).append(item)
         numbers[test] += 1
-    items[:] = [item for item in items if item not in left]
+    items[:] = kept
     config.hook.pytest_deselected(items=left)
 
 

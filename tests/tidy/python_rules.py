@@ -159,7 +159,7 @@ def loose_equality(tree: Tree) -> list[str]:
     """Tests compare bits: for `torch.equal` zeros of both signs are equal, for `allclose` far more is."""
     broken = []
     for path, node in _nodes(tree, "tests/python/", "tests/gpu/", "tests/wheel/"):
-        if isinstance(node, ast.Attribute) and dotted(node) in ("torch.equal", "torch.allclose"):
+        if isinstance(node, ast.Attribute) and dotted(node) in ("torch.equal", "torch.allclose"):  # what it forbids
             broken.append(f"{path}:{node.lineno}: {dotted(node)}: use same_bits, same_values or assert_close")
     return broken
 

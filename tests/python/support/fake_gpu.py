@@ -20,6 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
+from support.isolation import SLOW_PACKAGES, describe_exit
+
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("fake_gpu/kernels.cpp", "fake_gpu/driver.cpp", "support/fake_cuda.cpp", "support/fake_cuda_streams.cpp")
 MEMORY_BYTES = 512 << 20
@@ -47,7 +49,7 @@ def in_gpu_child(library: Path, function: Callable[..., Any], *arguments: Any, t
         call, answer, output = files
         call.write_bytes(pickle.dumps((function, arguments)))
         status = _Server.of(library).run(files, timeout_seconds)
-        assert status == 0, f"status {status}\n{output.read_text()}"
+        assert status == 0, f"{describe_exit(status)}\n{output.read_text()}"
         return pickle.loads(answer.read_bytes())
 
 
@@ -115,7 +117,7 @@ def load(library: Path) -> None:
 
 def _serve(library: str) -> None:
     load(Path(library))
-    for package in ("transformers", "transformers.trainer", "peft"):
+    for package in SLOW_PACKAGES:
         importlib.import_module(package)
     for line in sys.stdin:
         call, answer, output = line.rstrip("\n").split("\t")

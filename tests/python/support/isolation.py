@@ -10,8 +10,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+SLOW_PACKAGES = ("torch", "transformers", "transformers.trainer", "peft")
+"""Imported once by what children are forked from."""
+
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "transformers", "transformers.trainer", "peft"])
+_CONTEXT.set_forkserver_preload(list(SLOW_PACKAGES))
 
 
 class ChildCrashError(AssertionError):
