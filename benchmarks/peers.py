@@ -21,7 +21,8 @@ Rows, each in a process of its own, all alive at once and taking turns step by s
 A process limit becomes a budget: the limit less 2 %, less what the process holds without the model.
 
 DeepSpeed is faster with more memory. So of all settings that were tried (harness/deepspeed_search.py) each of which no
-other one is both faster and smaller also takes turns with ours, limited to the memory at which that one peaked.
+other one is both faster and smaller also takes turns with ours, limited to the memory at which that one peaked. The row
+is the fastest whose memory leaves room for the other rows beside it, none of which takes more than plain torch.
 """
 
 import argparse
@@ -59,6 +60,7 @@ BARS = {"fp32": {"ours_at_peer": 4.0, "ours_at_half": 2.5}, "bf16": {"ours_at_pe
 SWAP_BAR = 6.0
 PEERS = ("deepspeed", "swap")
 FIRST_PORT = 29511
+OTHER_ROWS = 4  # alive beside DeepSpeed's, each of which takes what plain torch takes, or less
 MIN_IN_HUGE_PAGES = 0.5  # of the state, without which plain_huge is no other than plain
 
 
@@ -155,13 +157,15 @@ class Rows:
         return group
 
 
-def choose_deepspeed(rows: Rows, settings: dict[str, Any] | None, probe: DiskProbe) -> dict[str, Any]:
+def choose_deepspeed(
+    rows: Rows, settings: dict[str, Any] | None, probe: DiskProbe, *, most_bytes: float
+) -> dict[str, Any]:
     """Find DeepSpeed's settings, unless they are given, and put ours beside each that is not dominated."""
     deepspeed_setup.ensure(rows.venv)
     if settings is not None:
         return {"settings": settings, "tried": [], "pareto": []}
     tried = deepspeed_search.search(rows.start_deepspeed)
-    final = deepspeed_search.fastest(tried, rows.start_deepspeed)
+    final = deepspeed_search.fastest(tried, rows.start_deepspeed, most_bytes=most_bytes)
     pareto = [
         beside_ours(rows, row, probe)
         for row in deepspeed_search.not_dominated(tried)
@@ -324,7 +328,9 @@ def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | Non
     probe = DiskProbe(scratch, probe_bytes=plan.probe_bytes)
     with Rows(plan, scratch, venv) as rows:
         huge = compare_huge_pages(rows, probe)
-        deepspeed = choose_deepspeed(rows, settings, probe) if "deepspeed" in plan.peers else {}
+        others_bytes = OTHER_ROWS * huge["highest_resident_bytes"]["plain"]
+        most_bytes = machine(scratch)["memory_bytes"] - others_bytes
+        deepspeed = choose_deepspeed(rows, settings, probe, most_bytes=most_bytes) if "deepspeed" in plan.peers else {}
         start(rows, deepspeed.get("settings"))
         turns = {name: worker.step for name, worker in rows.workers.items()}
         rounds = take_turns(turns, wanted=rows.plan.rounds, most=rows.plan.most_rounds, probe=probe)
@@ -337,6 +343,7 @@ def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | Non
             "disk": {key: spread([row["disk"][key] for row in used]) for key in used[0]["disk"]},
             "plain_huge": huge,
             "deepspeed_settings_tried": deepspeed.get("tried", []),
+            "deepspeed_most_bytes": most_bytes,
             "deepspeed_final": deepspeed.get("final"),
             "deepspeed_pareto": deepspeed.get("pareto", []),
             "rows": summarise(rows, used, final) | {"plain_huge": row_of(huge, "plain_huge")},

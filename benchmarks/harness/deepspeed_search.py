@@ -92,9 +92,16 @@ def not_dominated(tried: Sequence[Try]) -> list[Try]:
     return front
 
 
-def fastest(tried: Sequence[Try], start_named: Callable[[Settings, str], WorkerProcess]) -> dict[str, Any]:
-    """Let the two fastest settings take turns; return the `settings` that win and the `rounds` that say so."""
-    two = quiet_tries(tried)[:2]
+def fastest(
+    tried: Sequence[Try], start_named: Callable[[Settings, str], WorkerProcess], *, most_bytes: float
+) -> dict[str, Any]:
+    """Let the two fastest settings take turns; return the `settings` that win and the `rounds` that say so.
+
+    Settings whose process takes more than `most_bytes` are left out: the other rows would not fit beside it.
+    """
+    two = [row for row in quiet_tries(tried) if row["peak_resident_bytes"] <= most_bytes][:2]
+    if not two:
+        raise SystemExit(f"no settings of DeepSpeed that were tried take {most_bytes:.3g} bytes or less")
     if len(two) == 1:
         return {"settings": two[0]["settings"], "rounds": []}
     names = {f"deepspeed_{place}": row["settings"] for place, row in zip(("first", "second"), two, strict=True)}

@@ -1,5 +1,6 @@
 """A worker process that takes commands on stdin and answers each with a JSON line, and its log."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -59,7 +60,8 @@ class WorkerProcess:
         """End the process and wait for it; safe to call twice, and for one that failed."""
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):  # a command that the process did not live to read
+                    stream.close()
         try:
             self.process.wait(timeout=60)
         except subprocess.TimeoutExpired:

@@ -84,7 +84,16 @@ def test_settings_that_fail_are_kept_and_not_repeated():
 
     tried = deepspeed_search.search(start)
     assert [found.get("failure") for found in tried[1:]] == ["a bare assert"] * (len(tried) - 1)
-    assert deepspeed_search.fastest(tried, lambda *_: start(START))["settings"] == START
+    assert deepspeed_search.fastest(tried, lambda *_: start(START), most_bytes=4e9)["settings"] == START
+
+
+def test_settings_that_leave_no_room_for_the_other_rows_are_not_the_row():
+    """The fastest takes more than there is: the next two take turns; where none fits, the run ends and says so."""
+    tried = [row(4, 12e9), row(6, 6e9), row(9, 4e9)]
+    found = deepspeed_search.fastest(tried, lambda settings, _: FakeWorker(settings["of"][0], 6e9), most_bytes=7e9)
+    assert found["settings"] == {"of": (6, 6e9)}
+    with pytest.raises(SystemExit, match="take 3e\\+09 bytes or less"):
+        deepspeed_search.fastest(tried, lambda *_: FakeWorker(1, 1), most_bytes=3e9)
 
 
 def test_only_what_is_neither_slower_nor_larger_is_left():
@@ -97,6 +106,8 @@ def test_of_the_two_fastest_the_one_that_wins_in_turns_is_taken():
     """What was faster when tried alone is slower beside the other."""
     tried = [row(6, 6e9), row(6.2, 5e9), row(9, 4e9)]
     seconds = {(6, 6e9): 7.0, (6.2, 5e9): 6.1}
-    found = deepspeed_search.fastest(tried, lambda settings, _: FakeWorker(seconds[settings["of"]], 6e9))
+    found = deepspeed_search.fastest(
+        tried, lambda settings, _: FakeWorker(seconds[settings["of"]], 6e9), most_bytes=7e9
+    )
     assert found["settings"] == {"of": (6.2, 5e9)}
     assert len(found["rounds"]) == deepspeed_search.FINAL_ROUNDS
