@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,6 +202,7 @@ class Worker:
             import torch_offload
 
             summary["report"] = json.loads(torch_offload.report().to_json())
+            summary["package"] = str(Path(torch_offload.__file__).resolve().parent)
         return summary
 
     def describe(self) -> dict[str, Any]:

@@ -39,25 +39,33 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell run
 ROTATING_PARTS = 3
 PART = int(os.environ.get("OFFLOAD_TEST_SEED") or "0", 16) % ROTATING_PARTS
 RUNS_ALL_PARTS = os.environ.get("MATRIX") == "full" or not os.environ.get("OFFLOAD_TEST_SEED")
+IS_NEWER_TORCH = os.environ.get("NEWER_TORCH") == "1"
 
 
-def is_of_another_part(item: pytest.Item, number: int) -> bool:
+def rotating_set(item: pytest.Item) -> tuple[object, ...]:
+    """Return what the cases have in common of which a third runs: their test, or their file where its mark says so."""
     mark = item.get_closest_marker("rotating")
-    if mark is None or (mark.kwargs.get("on") == "newer torch" and os.environ.get("NEWER_TORCH") != "1"):
-        return False
-    return number % ROTATING_PARTS != PART
+    if mark is not None and mark.kwargs.get("among") == "file":
+        return (item.path,)
+    return item.path, getattr(item, "originalname", item.name)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave two thirds of each rotating test to other commits; MATRIX=full, or no seed, runs all of it."""
+    """Leave two thirds of each rotating test to other commits; MATRIX=full, or no seed, runs all of it.
+
+    On the newer torch every test rotates that has a case for each part: what it shows was shown on the usual one.
+    """
     if RUNS_ALL_PARTS:
         return
+    sizes = collections.Counter(map(rotating_set, items))
     numbers: collections.Counter[object] = collections.Counter()
     kept, left = [], []
     for item in items:
-        test = getattr(item, "originalname", item.name), item.path
-        (left if is_of_another_part(item, numbers[test]) else kept).append(item)
-        numbers[test] += 1
+        cases = rotating_set(item)
+        has_mark = item.get_closest_marker("rotating") is not None
+        is_rotating = sizes[cases] >= ROTATING_PARTS and (has_mark or IS_NEWER_TORCH)
+        (left if is_rotating and numbers[cases] % ROTATING_PARTS != PART else kept).append(item)
+        numbers[cases] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=left)
 

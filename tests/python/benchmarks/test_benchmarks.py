@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.any_torch
+pytestmark = [pytest.mark.any_torch, pytest.mark.rotating(among="file")]
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -93,6 +93,16 @@ def test_train_step_compares_equal_work(scratch):
         least = quarter["traffic"]["least_read_bytes"] + quarter["traffic"]["least_written_bytes"]
         assert 0.5 < moved / least < 2
         assert row["variants"]["plain"]["final"]["weights_sha256"] == quarter["final"]["weights_sha256"]
+
+
+def test_builds_run_the_package_of_each_tree(scratch):
+    """Here twice the same one: equal weights, and traffic that says it paged."""
+    result = smoke("builds", scratch, "--before", str(BENCHMARKS.parent))
+    (pair,) = result["pairs"]
+    assert pair["builds"].keys() == {"before", "after"}
+    assert all(build["ssd_written_bytes"]["min"] > 0 for build in pair["builds"].values())
+    assert pair["after_over_before"]["ssd_written_bytes"]["median"] == pytest.approx(1, abs=0.2)
+    assert len(result["bars"]) == 1
 
 
 def test_adapters_read_the_base_and_do_not_write_it(scratch):

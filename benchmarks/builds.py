@@ -1,0 +1,118 @@
+"""Two builds of the engine take turns at the same steps: what a change costs or gains.
+
+    git worktree add ../before COMMIT && (cd ../before && python setup.py build_ext --inplace)
+    python benchmarks/builds.py --before ../before --json --ssd /mnt/nvme > build/builds.json
+    python benchmarks/builds.py --before . --smoke
+
+`--before` and `--after` (default: this tree) are trees in each of which the extension was built in place with the torch
+of this environment. Workers are this tree's, with the package of either; each pair of processes takes turns step by
+step. The model is train_step.py's. Ratios are of after over before, round by round.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness.disk import DiskProbe
+from harness.provenance import machine
+from harness.reporting import at_most, emit, progress, spread, usable
+from harness.rounds import take_turns
+from harness.worker_process import BENCHMARKS, WorkerProcess
+from models.workloads import RESIDENT, TINY, Workload
+
+NUMBERS = ("seconds", "process_cpu_seconds", "ssd_read_bytes", "ssd_written_bytes", "peak_resident_bytes")
+QUARTER = 0.25
+PAIRS = (
+    (Workload("resident, 256 tokens", batch=1, sequence=256, checkpointing=0), RESIDENT),
+    (Workload("quarter, 128 tokens", batch=1, sequence=128, checkpointing=0), QUARTER),
+    (Workload("quarter, 2048 tokens", batch=8, sequence=256, checkpointing=1), QUARTER),
+)
+
+
+def start(tree: Path, name: str, workload: Workload, share: float, ssd: str) -> WorkerProcess:
+    """Start a worker of this tree over the package of another."""
+    shape = {key: value for key, value in asdict(workload).items() if key != "name"}
+    shape |= {"optimizer": workload.optimizer, "budget_bytes": int(share * workload.state_bytes), "ssd": ssd}
+    options = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    search_path = os.pathsep.join([str(BENCHMARKS), str(tree)])
+    command = ["env", f"PYTHONPATH={search_path}", "PYTHONSAFEPATH=1", sys.executable, "-m", "workers.step", *options]
+    return WorkerProcess(name, command, log_directory=ssd)
+
+
+def compare(
+    trees: dict[str, Path], workload: Workload, share: float, ssd: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Let both builds take turns at a workload; return the spreads of each and of the ratios, and the rounds."""
+    progress(workload.name)
+    probe = DiskProbe(ssd, probe_bytes=(16 if options.smoke else 256) << 20)
+    workers: dict[str, WorkerProcess] = {}
+    try:
+        for name, tree in trees.items():
+            workers[name] = start(tree, name, workload, share, ssd)
+            for _ in range(options.warmup):
+                workers[name].step()
+        turns = {name: worker.step for name, worker in workers.items()}
+        rounds = take_turns(turns, wanted=options.rounds, most=3 * options.rounds, probe=probe)
+        final = {name: worker.ask("finish") for name, worker in workers.items()}
+    finally:
+        for worker in workers.values():
+            worker.close()
+    for name, tree in trees.items():
+        if Path(final[name]["package"]).parent != tree:
+            raise SystemExit(f"{name}: measured {final[name]['package']}, which is not in {tree}")
+    used, is_disturbed = usable(rounds, wanted=options.rounds)
+    steps = {name: [row["steps"][name] for row in used] for name in trees}
+    return {
+        "workload": asdict(workload),
+        "budget_share": share,
+        "disturbed": is_disturbed,
+        "weights_differ": final["before"]["weights_sha256"] != final["after"]["weights_sha256"],
+        "builds": {
+            name: {key: spread([step[key] for step in steps[name]]) for key in NUMBERS if key in steps[name][0]}
+            for name in trees
+        },
+        "after_over_before": {
+            key: spread([after[key] / before[key] for before, after in zip(*steps.values(), strict=True)])
+            for key in NUMBERS
+            if all(step.get(key) for both in steps.values() for step in both)
+        },
+        "rounds": rounds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, required=True, help="a tree with its extension built in place")
+    parser.add_argument("--after", type=Path, default=BENCHMARKS.parent, help="the same; default: this tree")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, in seconds: shows that it runs")
+    parser.add_argument("--only", default="", help="workloads whose name contains this")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
+    options = parser.parse_args()
+    if options.smoke:
+        options.rounds, options.warmup = 1, 1
+    trees = {"before": options.before.resolve(), "after": options.after.resolve()}
+    for tree in trees.values():
+        if not list((tree / "torch_offload").glob("_C.*.so")):
+            parser.error(f"no extension in {tree / 'torch_offload'}; run there: python setup.py build_ext --inplace")
+    pairs = ((TINY, QUARTER),) if options.smoke else tuple(pair for pair in PAIRS if options.only in pair[0].name)
+    with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
+        results = [compare(trees, workload, share, scratch, options) for workload, share in pairs]
+    bars = [
+        at_most(f"weights that differ, {result['workload']['name']}", int(result["weights_differ"]), 0)
+        for result in results
+    ]
+    if not options.smoke:
+        ratios = {row["workload"]["name"]: row["after_over_before"]["seconds"]["median"] for row in results}
+        bars += [at_most(f"step after over before, {name}", ratio, 1) for name, ratio in ratios.items()]
+    emit({"benchmark": "builds", "machine": machine(options.ssd), "pairs": results, "bars": bars}, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
