@@ -6,10 +6,12 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "base/check.h"
 #include "base/log.h"
 #include "base/units.h"
+#include "storage/fallback_engine.h"
 #include "storage/file_descriptor.h"
 #include "storage/thread_engine.h"
 #include "storage/uring_engine.h"
@@ -70,7 +72,9 @@ std::unique_ptr<IoEngine> make_unproven(IoEngineKind kind, std::size_t capacity)
 /// The probe has an engine of its own: the first call decides which thread owns one.
 std::unique_ptr<IoEngine> make_proven(IoEngineKind kind, std::size_t capacity) {
     probe(*make_unproven(kind, 1), kind);
-    return make_unproven(kind, capacity);
+    auto engine = make_unproven(kind, capacity);
+    if (kind == IoEngineKind::threads) return engine;
+    return std::make_unique<FallbackEngine>(std::move(engine));
 }
 
 }  // namespace
@@ -93,7 +97,15 @@ Next settle(IoRequest& request, std::int64_t result) noexcept {
         request.done_bytes += moved_bytes / kSectorBytes * kSectorBytes;  // direct I/O restarts on a sector
     }
     if (request.done_bytes == request.buffer.size()) return finish_with(0);
-    return ++request.rounds < kMaxRounds ? Next::resubmit : finish_with(EIO);
+    if (++request.rounds < kMaxRounds) return Next::resubmit;
+    return finish_with(interrupted ? static_cast<int>(-result) : EIO);
+}
+
+bool may_pass(int error) noexcept {
+    constexpr std::array<int, 17> kPassing = {EIO,       EAGAIN,    EINTR,    EBUSY,    ENOMEM,     ENOBUFS,
+                                              ETIMEDOUT, ECANCELED, ENODEV,   ENXIO,    EREMOTEIO,  ESTALE,
+                                              ENOLINK,   EHOSTDOWN, ENOTCONN, ENETDOWN, ENETUNREACH};
+    return std::ranges::find(kPassing, error) != kPassing.end();
 }
 
 void check_request(const IoRequest& request) {

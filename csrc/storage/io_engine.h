@@ -42,8 +42,14 @@ enum class Next { finished, resubmit };
 /// Decides what a kernel result means. Short, interrupted and refused-for-now transfers go round again for the rest,
 /// restarting on a sector, up to kMaxRounds; EIO is repeated once; anything else ends in `request.error`.
 /// `result` is bytes transferred or a negative errno. A result of 0 is EIO: the file is shorter than its extent.
+/// What is still refused in the last round ends in what it was refused with.
 inline constexpr std::uint32_t kMaxRounds = 64;
 Next settle(IoRequest& request, std::int64_t result) noexcept;
+
+/// Whether a transfer that ended in this errno may succeed later, as nothing but time goes by: a controller that is
+/// reset, a path that comes back, memory that the kernel lacks. A full disk or a wrong argument does not pass by
+/// itself.
+bool may_pass(int error) noexcept;
 
 /// What every engine does with a request before it takes it: check_request() before any of a batch is taken, then
 /// start_over(), which clears the fields that the engine fills.
@@ -74,6 +80,11 @@ public:
     virtual BufferIndex register_buffer(std::span<std::byte> memory) = 0;
     virtual void unregister_buffer(BufferIndex index) = 0;
 
+    /// Ends the engine: waits, for some time, until no transfer in flight touches its buffer any more. True if that is
+    /// so. Requests in flight are the submitter's then, not finished. Afterwards only quiesce(), wake() and the
+    /// destructor may be called.
+    virtual bool quiesce() noexcept = 0;
+
     /// How many requests may be in flight at once.
     virtual std::size_t capacity() const noexcept = 0;
 
@@ -84,7 +95,8 @@ public:
 enum class IoEngineKind { automatic, uring_fixed, uring, threads };
 
 /// Makes the best engine that works here, in the order fixed buffers, plain io_uring, threads; one log line says
-/// which and why the better ones were passed over. A named kind that does not work throws InvalidArgument.
+/// which and why the better ones were passed over. A named kind that does not work throws InvalidArgument. If a ring
+/// breaks later, threads take over (FallbackEngine).
 /// `capacity` is the number of requests in flight.
 std::unique_ptr<IoEngine> make_io_engine(IoEngineKind kind, std::size_t capacity);
 

@@ -1,14 +1,13 @@
 #include "storage/thread_engine.h"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <csignal>
 
 #include "base/check.h"
+#include "base/engine_thread.h"
 
 namespace torch_offload {
 namespace {
@@ -26,22 +25,6 @@ std::int64_t transfer_once(const IoRequest& request) noexcept {
     return result < 0 ? -static_cast<std::int64_t>(errno) : result;
 }
 
-/// Blocks every signal while it lives, so that threads made meanwhile inherit an all-blocked mask.
-class SignalsBlocked {
-public:
-    SignalsBlocked() noexcept {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &previous_);
-    }
-    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &previous_, nullptr); }
-    SignalsBlocked(const SignalsBlocked&) = delete;
-    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
-private:
-    sigset_t previous_;
-};
-
 }  // namespace
 
 ThreadEngine::ThreadEngine(std::size_t capacity) : capacity_(capacity) {
@@ -57,10 +40,9 @@ ThreadEngine::ThreadEngine(std::size_t capacity) : capacity_(capacity) {
 ThreadEngine::~ThreadEngine() { stop_threads(); }
 
 void ThreadEngine::start_threads() {
-    const SignalsBlocked blocked;
     const std::size_t thread_count = std::min(capacity_, kMaxThreads);
     threads_.reserve(thread_count);
-    for (std::size_t i = 0; i < thread_count; ++i) threads_.emplace_back([this] { serve(); });
+    for (std::size_t i = 0; i < thread_count; ++i) threads_.push_back(engine_thread("to-io", [this] { serve(); }));
 }
 
 void ThreadEngine::stop_threads() noexcept {
@@ -71,6 +53,11 @@ void ThreadEngine::stop_threads() noexcept {
     work_arrived_.notify_all();
     for (std::thread& thread : threads_) thread.join();
     threads_.clear();
+}
+
+bool ThreadEngine::quiesce() noexcept {
+    stop_threads();
+    return true;
 }
 
 std::size_t ThreadEngine::submit(std::span<IoRequest* const> requests) {

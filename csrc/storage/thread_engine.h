@@ -30,6 +30,7 @@ public:
     void wake() noexcept override;
     BufferIndex register_buffer(std::span<std::byte>) override { return kUnregistered; }
     void unregister_buffer(BufferIndex) override {}
+    bool quiesce() noexcept override;
     std::size_t capacity() const noexcept override { return capacity_; }
     std::string name() const override { return "threads"; }
 

@@ -24,6 +24,7 @@ public:
     void wake() noexcept override;
     BufferIndex register_buffer(std::span<std::byte> memory) override { return engine_->register_buffer(memory); }
     void unregister_buffer(BufferIndex index) override { engine_->unregister_buffer(index); }
+    bool quiesce() noexcept override { return engine_->quiesce(); }
     std::size_t capacity() const noexcept override { return engine_->capacity(); }
     std::string name() const override { return engine_->name() + ", slowed down"; }
 

@@ -129,6 +129,7 @@ public:
     }
 
     ~UringEngine() override;
+    bool quiesce() noexcept override;
 
     std::size_t submit(std::span<IoRequest* const> requests) override;
     std::size_t reap(std::span<IoRequest*> finished, milliseconds timeout) override;
@@ -159,23 +160,31 @@ private:
     std::size_t in_flight_ = 0;
     bool woken_ = false;
     std::vector<BufferIndex> free_buffers_;
-    WakeEvent event_;  // its poll stays armed in the ring under the user data nullptr
-    std::unique_ptr<Ring> ring_;
+    WakeEvent event_;             // its poll stays armed in the ring under the user data nullptr
+    std::unique_ptr<Ring> ring_;  // none once the engine has ended
+    FileDescriptor pipe_;         // then: hangs up after the last transfer
 };
 
-/// A forked child only lets go of its copies: the transfers are the parent's.
 UringEngine::~UringEngine() {
-    const bool in_parent = process_ == ::getpid();
-    if (in_parent && (owner_ == std::this_thread::get_id() || !ring_->single_issuer())) drain();
-    const FileDescriptor pipe = ring_->take_pipe();
-    ring_.reset();
-    // With transfers still in flight, their owner's thread is gone and only the kernel knows when they end. With none,
-    // what matters is that locked memory is given back, so that the next engine can register as much.
-    if (!in_parent) return;
-    const bool has_ended = wait_for_hang_up(pipe.get(), in_flight_ > 0 ? kTransferTimeout : kTeardownTimeout);
-    if (has_ended || in_flight_ == 0) return;
+    if (quiesce()) return;
     OFFLOAD_LOG(error, "io_uring: ", in_flight_, " transfers still ran ", kTransferTimeout.count() / 1000,
                 " s after the end of their engine; their memory may yet change");
+}
+
+/// A forked child only lets go of its copies: the transfers are the parent's.
+bool UringEngine::quiesce() noexcept {
+    const bool in_parent = process_ == ::getpid();
+    if (ring_) {
+        if (in_parent && (owner_ == std::this_thread::get_id() || !ring_->single_issuer())) drain();
+        pipe_ = ring_->take_pipe();
+        ring_.reset();
+    }
+    // With transfers still in flight, their owner's thread is gone and only the kernel knows when they end. With none,
+    // what matters is that locked memory is given back, so that the next engine can register as much.
+    if (!in_parent) return true;
+    const bool has_ended = wait_for_hang_up(pipe_.get(), in_flight_ > 0 ? kTransferTimeout : kTeardownTimeout);
+    if (has_ended) in_flight_ = 0;
+    return in_flight_ == 0;
 }
 
 /// The first caller becomes the only issuer.
@@ -221,8 +230,11 @@ void UringEngine::unregister_buffer(BufferIndex index) {
     if (index == kUnregistered) return;
     OFFLOAD_CHECK(buffers_ == UringBuffers::fixed && index >= 0 && index < static_cast<BufferIndex>(kMaxBuffers),
                   InvalidArgument, "no buffer is registered as number ", index);
-    OFFLOAD_CHECK(set_buffer(index, {}), LogicError, "cannot empty buffer slot ", index);
-    free_buffers_.push_back(index);
+    if (set_buffer(index, {})) {
+        free_buffers_.push_back(index);
+    } else {  // the kernel keeps the memory until the ring ends; what is registered in its place has another slot
+        OFFLOAD_LOG(warning, "io_uring: the kernel keeps the registered memory of a buffer that is not used any more");
+    }
 }
 
 /// There is always one: the ring has an entry for each request in flight and one for the wake poll.

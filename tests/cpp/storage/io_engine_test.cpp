@@ -38,15 +38,23 @@ TEST_F(Settle, ShortTransferRestartsOnASector) {
     EXPECT_EQ(request.rounds, 1u);
 }
 
-// Interruptions and shortness end in EIO after kMaxRounds. Method: nothing but EINTR, EAGAIN and single bytes.
+// Interruptions and shortness end after kMaxRounds, in what the last one was. Method: nothing but EINTR, EAGAIN and
+// single bytes.
 TEST_F(Settle, RoundsAreBounded) {
     for (const std::int64_t result : {std::int64_t{-EINTR}, std::int64_t{-EAGAIN}, std::int64_t{1}}) {
         start_over(request);
         std::uint32_t count = 1;
         while (settle(request, result) == Next::resubmit) ASSERT_LT(++count, 2 * kMaxRounds);
         EXPECT_EQ(count, kMaxRounds);
-        EXPECT_EQ(request.error, EIO);
+        EXPECT_EQ(request.error, result < 0 ? static_cast<int>(-result) : EIO);
     }
+}
+
+// What may pass is what a controller or a kernel short of memory says; a full disk or a wrong call does not pass.
+// Method: some of each.
+TEST(MayPass, KnowsWhatDoesNotPassByItself) {
+    for (const int error : {EIO, ENOMEM, ETIMEDOUT, ENODEV, ESTALE, EAGAIN}) EXPECT_TRUE(may_pass(error)) << error;
+    for (const int error : {0, ENOSPC, EDQUOT, EROFS, EINVAL, EBADF, EPERM}) EXPECT_FALSE(may_pass(error)) << error;
 }
 
 // EIO is repeated once. Method: once and good; twice.

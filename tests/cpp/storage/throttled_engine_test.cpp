@@ -41,6 +41,7 @@ public:
     void wake() noexcept override {}
     BufferIndex register_buffer(std::span<std::byte>) override { return kUnregistered; }
     void unregister_buffer(BufferIndex) override {}
+    bool quiesce() noexcept override { return true; }
     std::size_t capacity() const noexcept override { return 8; }
     std::string name() const override { return "instant"; }
 

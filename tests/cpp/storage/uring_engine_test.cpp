@@ -111,8 +111,42 @@ TEST_P(UringEngine, RefusedSubmissionIsMadeGood) {
     }
 }
 
-// A submission that fails for good is a typed error, and the engine can be destroyed. Method: refuse by EBADR.
+// A ring that refuses a submission for good is replaced, and its transfers are made all the same. Method: refuse by
+// EBADR with one transfer in flight.
+TEST_P(UringEngine, BrokenRingIsReplaced) {
+    AlignedBuffer memory(2 * kSectorBytes);
+    memory.fill(7);
+    std::vector<IoRequest> writes(2);
+    for (std::size_t i = 0; i < 2; ++i) {
+        writes[i].direction = IoDirection::write;
+        writes[i].file_descriptor = file.file_descriptor();
+        writes[i].offset_bytes = file.allocate(kSectorBytes).offset_bytes;
+        writes[i].buffer = memory.bytes().subspan(i * kSectorBytes, kSectorBytes);
+        IoRequest* pointer = &writes[i];
+        if (i == 1) {
+            refusal_error = EBADR;
+            refusal_count = 1;
+        }
+        EXPECT_EQ(engine->submit({&pointer, 1}), 1u);
+    }
+    std::size_t reaped = 0;
+    std::array<IoRequest*, 2> finished{};
+    for (int i = 0; i < 10 && reaped < 2; ++i) reaped += engine->reap(finished, kLong);  // 0 after a wake
+    ASSERT_EQ(reaped, 2u);
+    EXPECT_EQ(engine->name(), "threads");
+    for (const IoRequest& write : writes) EXPECT_EQ(write.error, 0);
+    AlignedBuffer read(2 * kSectorBytes);
+    for (std::size_t i = 0; i < 2; ++i) {
+        const std::span<std::byte> half = read.bytes().subspan(i * kSectorBytes, kSectorBytes);
+        ASSERT_EQ(::pread(file.file_descriptor(), half.data(), half.size(), static_cast<off_t>(writes[i].offset_bytes)),
+                  static_cast<ssize_t>(half.size()));
+    }
+    EXPECT_TRUE(read == memory);
+}
+
+// A submission that fails for good is a typed error of the ring, and it can be destroyed. Method: refuse by EBADR.
 TEST_P(UringEngine, BrokenRingIsATierError) {
+    engine = make_uring_engine(GetParam() == IoEngineKind::uring_fixed ? UringBuffers::fixed : UringBuffers::plain, 4);
     AlignedBuffer memory(kSectorBytes);
     IoRequest write{.direction = IoDirection::write,
                     .file_descriptor = file.file_descriptor(),

@@ -54,6 +54,7 @@ public:
 
     BufferIndex register_buffer(std::span<std::byte>) override { return kUnregistered; }
     void unregister_buffer(BufferIndex) override {}
+    bool quiesce() noexcept override { return true; }
     std::size_t capacity() const noexcept override { return 64; }
     std::string name() const override { return "gated"; }
 

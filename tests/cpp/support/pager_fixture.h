@@ -23,6 +23,7 @@ inline PagerOptions options_with(std::size_t budget_pages, IoEngineKind engine =
     options.directories = {OFFLOAD_TEST_DIRECTORY};
     options.engine = engine;
     options.page_elements = kPageElements;
+    options.transfer_limits.retry_delays = {std::chrono::milliseconds(1)};
     return options;
 }
 

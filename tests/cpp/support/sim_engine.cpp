@@ -44,7 +44,7 @@ std::int64_t SimEngine::move_bytes(const IoRequest& request, std::size_t size_by
     const std::uint64_t offset_bytes = request.offset_bytes + request.done_bytes;
     std::byte* memory = request.buffer.data() + request.done_bytes;
     if (request.direction == IoDirection::write) {
-        file.resize(std::max<std::size_t>(file.size(), offset_bytes + size_bytes));
+        make_as_long_as(request.file_descriptor, offset_bytes + size_bytes);
         if (size_bytes > 0) std::memcpy(file.data() + offset_bytes, memory, size_bytes);
         return static_cast<std::int64_t>(size_bytes);
     }
@@ -54,8 +54,14 @@ std::int64_t SimEngine::move_bytes(const IoRequest& request, std::size_t size_by
     return static_cast<std::int64_t>(moved_bytes);
 }
 
+void SimEngine::make_as_long_as(int file_descriptor, std::size_t size_bytes) {
+    std::vector<std::byte>& file = files_[file_descriptor];
+    file.resize(std::max(file.size(), size_bytes));
+}
+
 std::int64_t SimEngine::attempt(const IoRequest& request, std::optional<SimFault> fault) {
     if (request.file_descriptor < 0) return -EBADF;
+    if (const int refusal = refusals_[static_cast<std::size_t>(request.direction)]) return -refusal;
     const std::size_t left_bytes = request.buffer.size() - request.done_bytes;
     const std::uint64_t first_byte = request.offset_bytes + request.done_bytes;
     if (fault == SimFault::io_error_forever) {
@@ -82,6 +88,7 @@ std::int64_t SimEngine::attempt(const IoRequest& request, std::optional<SimFault
             return -EIO;
         case SimFault::silent_torn_write:
             move_bytes(request, below(left_bytes));
+            make_as_long_as(request.file_descriptor, first_byte + left_bytes);  // as one that is preallocated
             return static_cast<std::int64_t>(left_bytes);
         case SimFault::silent_bit_flip: {
             const std::int64_t moved_bytes = move_bytes(request, left_bytes);

@@ -52,8 +52,12 @@ public:
     void wake() noexcept override;
     BufferIndex register_buffer(std::span<std::byte>) override { return next_buffer_++; }
     void unregister_buffer(BufferIndex) override {}
+    bool quiesce() noexcept override { return true; }
     std::size_t capacity() const noexcept override { return capacity_; }
     std::string name() const override { return "simulated"; }
+
+    /// Every attempt in a direction fails with this errno from now on; 0: none does. Threads: any.
+    void refuse(IoDirection direction, int error) noexcept { refusals_[static_cast<std::size_t>(direction)] = error; }
 
     std::uint64_t injected_count(SimFault fault) const { return injected_[static_cast<std::size_t>(fault)]; }
     std::uint64_t write_count() const noexcept { return write_count_; }  // requests that were finished
@@ -67,6 +71,7 @@ private:
 
     std::optional<SimFault> draw(const IoRequest& request);
     std::int64_t attempt(const IoRequest& request, std::optional<SimFault> fault);
+    void make_as_long_as(int file_descriptor, std::size_t size_bytes);
     std::int64_t move_bytes(const IoRequest& request, std::size_t size_bytes);
     std::size_t step(std::span<IoRequest*> finished);
     std::uint64_t below(std::uint64_t limit) { return random_() % limit; }
@@ -75,6 +80,7 @@ private:
     std::mt19937_64 random_;
     const SimChances chances_;
     std::deque<SimFault> scripted_;
+    std::array<std::atomic<int>, 2> refusals_{};
     std::map<int, std::vector<std::byte>> files_;
     std::set<std::pair<int, std::uint64_t>> bad_sectors_;
     std::deque<Pending> pending_;

@@ -1,0 +1,41 @@
+// How threads of the engine begin. Layer base: includes nothing of this project.
+#pragma once
+
+#include <pthread.h>
+
+#include <csignal>
+#include <thread>
+#include <utility>
+
+namespace torch_offload {
+
+/// Blocks every signal while it lives but those that a thread brings upon itself, so that threads made meanwhile
+/// inherit that: handlers of the program run where the program expects them.
+class SignalsBlocked {
+public:
+    SignalsBlocked() noexcept {
+        sigset_t blocked;
+        sigfillset(&blocked);
+        for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&blocked, own);
+        pthread_sigmask(SIG_SETMASK, &blocked, &previous_);
+    }
+    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &previous_, nullptr); }
+    SignalsBlocked(const SignalsBlocked&) = delete;
+    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+private:
+    sigset_t previous_;
+};
+
+/// Starts a thread that debuggers show as `name` (at most 15 characters) and that takes no signals of the program's.
+/// Throws: std::system_error if the system has no thread left.
+template <typename Body>
+std::thread engine_thread(const char* name, Body body) {
+    const SignalsBlocked blocked;
+    return std::thread([name, body = std::move(body)]() mutable {
+        pthread_setname_np(pthread_self(), name);
+        body();
+    });
+}
+
+}  // namespace torch_offload
