@@ -20,6 +20,7 @@
 #include "base/activity_log.h"
 #include "base/check.h"
 #include "base/counters.h"
+#include "base/log.h"
 
 namespace torch_offload {
 namespace {
@@ -94,7 +95,10 @@ struct DeferredOps::Impl {
         const std::lock_guard lock(mutex);
         return DeferredChain::of(segment);
     }
+    ChainPointer in_the_way(const Segments& segments) const;
+    void make_way(const Segments& segments);
     ChainPointer append(RecordedOp op, const Segments& segments);
+    void settle(std::span<const ChainPointer> changed);
     void settle(const ChainPointer& chain);
     void settle_page(const ChainPointer& chain, std::size_t index);
     void force(const ChainPointer& chain);
@@ -200,15 +204,32 @@ KernelThreads DeferredOps::Impl::threads(bool may_wait) const noexcept {
 
 // --- Recording ----------------------------------------------------------------------------------------------------
 
-/// Adds the operator to the one chain that its segments are in, or to a new one. Orders of different chains cannot be
-/// joined: all but one are worked off first.
+/// The chain to work off before an operator on the segments can be appended; nullptr: there is none. Orders of
+/// different chains cannot be joined, and a chain does not grow without end. The lock is held.
+ChainPointer DeferredOps::Impl::in_the_way(const Segments& segments) const {
+    const std::vector<ChainPointer> found = chains_of(segments);
+    const bool is_free = found.empty() || (found.size() == 1 && found.front()->length() < kMaxLength);
+    return is_free ? nullptr : found.back();
+}
+
+void DeferredOps::Impl::make_way(const Segments& segments) {
+    while (true) {
+        std::unique_lock lock(mutex);
+        const ChainPointer chain = in_the_way(segments);
+        lock.unlock();
+        if (!chain) return;
+        forced_chains.increment();
+        force(chain);
+    }
+}
+
+/// Adds the operator to the one chain that its segments are in, or to a new one.
 ChainPointer DeferredOps::Impl::append(RecordedOp op, const Segments& segments) {
     while (true) {
-        ChainPointer in_the_way;
         {
             const std::lock_guard lock(mutex);
-            const std::vector<ChainPointer> found = chains_of(segments);
-            if (found.empty() || (found.size() == 1 && found.front()->length() < kMaxLength)) {
+            if (!in_the_way(segments)) {
+                const std::vector<ChainPointer> found = chains_of(segments);
                 const ChainPointer chain =
                     found.empty() ? std::make_shared<DeferredChain>(segments.front()->page_count()) : found.front();
                 chains.insert(chain);
@@ -216,25 +237,41 @@ ChainPointer DeferredOps::Impl::append(RecordedOp op, const Segments& segments) 
                 recorded_elements.increment();
                 return chain;
             }
-            in_the_way = found.back();
         }
-        forced_chains.increment();
-        force(in_the_way);
+        make_way(segments);
     }
 }
 
-/// Sees to it that no page can be read without the operator just appended. If that fails, the rest is marked at least.
+/// Sees to it that no page can be read without the operator just appended. A page that cannot be brought now waits with
+/// its work: whoever uses it meets the same error. Throws only for a page that cannot wait, after all others.
 void DeferredOps::Impl::settle(const ChainPointer& chain) {
-    std::size_t index = 0;
-    try {
-        for (; index < chain->page_count(); ++index) settle_page(chain, index);
-    } catch (...) {
-        for (; index < chain->page_count(); ++index) {
+    std::exception_ptr failure;
+    for (std::size_t index = 0; index < chain->page_count(); ++index) {
+        try {
+            settle_page(chain, index);
+        } catch (const std::exception& error) {
             const std::optional<Turn> turn = Turn::take(*this, chain, index, true);
-            postpone(pager, turn->work().segments, index);
+            if (postpone(pager, turn->work().segments, index)) {
+                OFFLOAD_LOG(info, "an update is left to the next use: ", error.what());
+            } else if (!failure) {
+                failure = std::current_exception();
+            }
         }
-        throw;
     }
+    if (failure) std::rethrow_exception(failure);
+}
+
+/// All of them, whatever happens to one.
+void DeferredOps::Impl::settle(std::span<const ChainPointer> changed) {
+    std::exception_ptr failure;
+    for (const ChainPointer& chain : changed) {
+        try {
+            settle(chain);
+        } catch (...) {
+            if (!failure) failure = std::current_exception();
+        }
+    }
+    if (failure) std::rethrow_exception(failure);
 }
 
 /// Updates the page at once if all of it is in the memory where updates are applied, or if somebody holds an address
@@ -298,9 +335,13 @@ bool DeferredOps::try_record(const c10::OperatorHandle& op, c10::DispatchKeySet,
     if (!call || call->recordable().empty() || !call->rehearse()) return false;
     impl_->note_recording_thread();
     impl_->discard_unreachable();
+    // What may fail first, then all of the list is recorded, then it is worked on: never a part of a list only.
+    for (const std::size_t element : call->recordable()) impl_->make_way(call->segments(element));
+    std::vector<ChainPointer> chains;
     for (const std::size_t element : call->recordable()) {
-        impl_->settle(impl_->append(call->record(element), call->segments(element)));
+        chains.push_back(impl_->append(call->record(element), call->segments(element)));
     }
+    impl_->settle(chains);
     std::optional<std::vector<c10::IValue>> rest = call->rest();
     if (!rest) {
         torch::jit::drop(*stack, argument_count);

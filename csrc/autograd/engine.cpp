@@ -185,10 +185,11 @@ void Engine::end_optimizer_step() {
     }
     sweep_leases();
     finish_loading();
+    if (activity_log_.is_on()) {
+        activity_log_.add(
+            {ActivityLane::optimizer_step, step_begin_ns_.load(std::memory_order_relaxed), activity_now_ns()});
+    }
     pager_->end_step();
-    if (!activity_log_.is_on()) return;
-    activity_log_.add(
-        {ActivityLane::optimizer_step, step_begin_ns_.load(std::memory_order_relaxed), activity_now_ns()});
 }
 
 TraceId Engine::derived_role(TraceId parameter_role, Derived derived) {

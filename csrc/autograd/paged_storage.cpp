@@ -49,12 +49,6 @@ c10::DataPtr data_ptr_over(std::shared_ptr<Engine> engine, std::shared_ptr<Segme
     return {address, block.release(), &block_deleter, torch_device};
 }
 
-void assume_role(Segment& segment, SegmentRole role) {
-    segment.label = std::move(role.label);
-    segment.trace_id = role.trace_id;
-    segment.anchor_id = role.anchor_id;
-}
-
 void copy_out(Engine& engine, const std::shared_ptr<Segment>& segment, std::byte* target, std::size_t size_bytes) {
     for (std::size_t page = 0; page < segment->page_count(); ++page) {
         const std::size_t begin = page * segment->page_bytes();
@@ -81,9 +75,8 @@ std::optional<Temporary> adoptable(Engine& engine, c10::StorageImpl& storage, st
 
 void adopt_storage(const Temporary& temporary, c10::StorageImpl& storage, std::size_t element_bytes, SegmentRole role) {
     Engine& engine = *temporary.engine;
-    auto segment = engine.pager().adopt_range(temporary.range, storage.nbytes(), element_bytes, role.kind);
+    auto segment = engine.pager().adopt_range(temporary.range, storage.nbytes(), element_bytes, std::move(role));
     engine.counters.adopted_bytes.add(storage.nbytes());
-    assume_role(*segment, std::move(role));
     take_temporary(temporary.range.data());
     storage._mutable_data_ptr_no_checks().release_context();  // the range is the segment's now
     storage.set_data_ptr_noswap(data_ptr_over(temporary.engine, std::move(segment)));
@@ -95,7 +88,7 @@ void copy_storage(const std::shared_ptr<Engine>& engine, c10::StorageImpl& stora
     const std::span source(begin, storage.nbytes());
     const bool is_mapped = storage.data_ptr().get_context() != begin && engine->torch_device().is_cpu();
     auto segment = engine->pager().create_segment(storage.nbytes(), element_bytes, role.kind);
-    assume_role(*segment, std::move(role));
+    segment->assume(std::move(role));
     if (is_mapped) {
         engine->mapped_copy().copy_in(segment, source);
     } else {
@@ -237,7 +230,7 @@ at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Ten
     const auto element_bytes = c10::elementSize(dtype);
     const std::size_t size_bytes = static_cast<std::size_t>(like.numel()) * element_bytes;
     auto segment = engine->pager().create_segment(size_bytes, element_bytes, role.kind);
-    assume_role(*segment, std::move(role));
+    segment->assume(std::move(role));
     engine->counters.zero_segments.increment();
     at::Tensor zeros = make_tensor(make_storage(data_ptr_over(engine, std::move(segment)), size_bytes),
                                    c10::scalarTypeToTypeMeta(dtype));
@@ -264,7 +257,7 @@ void bring_to_device(const std::shared_ptr<Engine>& engine, const at::Tensor& te
                     const auto element_bytes = static_cast<std::size_t>(tensor.element_size());
                     auto segment = engine->pager().create_segment(storage.nbytes(), element_bytes, role.kind);
                     role.trace_id = engine->pager().new_trace_id();
-                    assume_role(*segment, std::move(role));
+                    segment->assume(std::move(role));
                     const auto* const begin = static_cast<const std::byte*>(storage.data());
                     copy_in(*engine, segment, {begin, storage.nbytes()}, c10::kCPU);
                     engine->counters.copied_bytes.add(storage.nbytes());

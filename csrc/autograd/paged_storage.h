@@ -32,13 +32,6 @@ struct Block {
     std::atomic<std::shared_ptr<const GradientNorm>> norm;
 };
 
-/// What a segment is called and where it stands in the recorded order of pins.
-struct SegmentRole {
-    SegmentKind kind = SegmentKind::other;
-    std::string label;
-    TraceId trace_id = kNoTrace;
-    TraceId anchor_id = kNoTrace;
-};
 SegmentRole role_of(const Segment& segment);
 
 /// The block behind a tensor's storage, or nullptr if the storage is not managed.

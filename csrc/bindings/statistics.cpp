@@ -48,6 +48,10 @@ void add_host(py::dict& result, const PagerStatistics& pager) {
     result["file_bytes"] = pager.store.file_bytes;
     result["read_bytes"] = by_kind(pager.read_bytes);
     result["written_bytes"] = by_kind(pager.written_bytes);
+    result["retried_reads"] = pager.store.retried_reads;
+    result["retried_writes"] = pager.store.retried_writes;
+    result["healed_mismatches"] = pager.store.healed_mismatches;
+    result["quarantined_bytes"] = pager.store.quarantined_bytes;
     result["engine"] = pager.store.engine;
 }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "pager/pager_impl.h"
+#include "pager/pager_guards.h"
 
 namespace torch_offload {
 

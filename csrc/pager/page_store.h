@@ -1,6 +1,7 @@
 // Where pages go that leave a tier's memory, and where they come back from. Layer pager.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -17,20 +18,44 @@ namespace torch_offload {
 class UpdateLatch;
 struct StallTotals;
 
+enum class TransferStatus : std::uint8_t {
+    ok,
+    not_now,  // nothing is lost: bytes that were to be read are still stored, those that were to be written in the
+              // frame
+    lost,     // what came is not what was written, and will not be; of reads only
+};
+
+/// How a transfer ended.
+struct TransferEnd {
+    TransferStatus status = TransferStatus::ok;
+    std::exception_ptr error;   // why, unless ok
+    std::int64_t begin_ns = 0;  // when it began, if ok
+};
+
+/// How often and how long transfers are tried.
+struct TransferLimits {
+    /// Waits between the attempts at one that fails for a reason that may pass.
+    std::vector<std::chrono::milliseconds> retry_delays = default_retry_delays();
+    /// So old, one is named in the log, and then again and again.
+    std::chrono::milliseconds warn_after{10'000};
+    std::chrono::milliseconds warn_every{30'000};
+    /// So old, one is late: it stays the engine's, and who waits for it raises.
+    std::chrono::milliseconds timeout{120'000};
+
+    static std::vector<std::chrono::milliseconds> default_retry_delays() {
+        using std::chrono::milliseconds;
+        return {milliseconds(10), milliseconds(100), milliseconds(1'000), milliseconds(5'000)};
+    }
+};
+
 /// What a store tells its pager. All calls come from threads of the store, without any lock held.
 class StoreClient {
 public:
     virtual ~StoreClient() = default;
-    /// A transfer that began then has succeeded: said just before finish_read() or finish_write(), for the log.
-    virtual void note_transfer(const Page& page, IoDirection direction, std::int64_t begin_ns) = 0;
-    virtual void finish_read(const std::shared_ptr<Segment>& segment, Page& page) = 0;
-    virtual void finish_write(Page& page) = 0;
-    /// The page's bytes are lost; `error` is raised by every access.
-    virtual void fail_read(Page& page, std::exception_ptr error) = 0;
-    /// The page's bytes are still in its frame; `error` is raised by the next pin of any page.
-    virtual void fail_write(Page& page, std::exception_ptr error) = 0;
-    /// Something failed that loses nothing; raised by the next pin of any page.
-    virtual void note_error(std::exception_ptr error) = 0;
+    virtual void end_read(const std::shared_ptr<Segment>& segment, Page& page, const TransferEnd& end) = 0;
+    virtual void end_write(Page& page, const TransferEnd& end) = 0;
+    /// The page's transfer has taken longer than it may; it still ends by one of the two above, some day.
+    virtual void note_late(Page& page, IoDirection direction, std::exception_ptr error) = 0;
     /// Registered free frames that are wanted for something else than transfers; take_unregistered() follows for each.
     virtual std::vector<Frame> frames_to_unregister() = 0;
     virtual void take_unregistered(const Frame& frame) = 0;
@@ -45,8 +70,12 @@ public:
 };
 
 struct StoreStatistics {
-    std::uint64_t stored_bytes = 0;  // live extents on SSD
-    std::uint64_t file_bytes = 0;    // preallocated on SSD
+    std::uint64_t stored_bytes = 0;       // live extents on SSD
+    std::uint64_t file_bytes = 0;         // preallocated on SSD
+    std::uint64_t retried_reads = 0;      // attempts after a failed one
+    std::uint64_t retried_writes = 0;     // the same
+    std::uint64_t healed_mismatches = 0;  // checksums that differed at the first read and agreed at the second
+    std::uint64_t quarantined_bytes = 0;  // extents that failed and are not used again
     std::string engine;
 };
 

@@ -1,6 +1,7 @@
 #include "pager/page_table.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 #include "base/units.h"
@@ -51,6 +52,12 @@ std::span<std::byte> Segment::page_range(std::size_t index) const noexcept {
 
 std::size_t Segment::frame_bytes(std::size_t index) const noexcept {
     return pager_.impl_->whole_granules(page_range(index)).size();
+}
+
+void Segment::assume(SegmentRole role) {
+    label = std::move(role.label);
+    trace_id = role.trace_id;
+    anchor_id = role.anchor_id;
 }
 
 void Segment::resolve_fault(std::byte* address, bool is_write) noexcept {

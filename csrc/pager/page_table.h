@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "device/memory.h"
-#include "storage/extent_map.h"
 #include "storage/io_engine.h"
 
 namespace torch_offload {
@@ -29,7 +28,7 @@ enum class PageState : std::uint32_t {
     busy,      // one thread maps, unmaps, protects or updates it
     mapped,    // in a frame, at the segment's address
     evicting,  // unmapped, a write to SSD under way
-    failed,    // lost to a read error; every access raises it
+    failed,    // lost: every access but one that overwrites it raises why
 };
 inline constexpr std::size_t kPageStateCount = 8;
 
@@ -44,7 +43,10 @@ struct PageWord {
     static constexpr std::uint32_t kPoisoned = 1u << 9;  // 0xFF lies at its address after an access that had to end
     static constexpr std::uint32_t kUpdateQueued = 1u << 10;  // its deferred work waits for the service thread
     static constexpr std::uint32_t kStored = 1u << 11;        // the store holds bytes of it
-    static constexpr std::uint32_t kPinUnit = 1u << 12;
+    static constexpr std::uint32_t kUndefined = 1u << 12;  // in memory for a pin that will overwrite it: no bytes yet
+    static constexpr std::uint32_t kTransferFailed =
+        1u << 13;  // a read ended without the bytes, which are stored; or a transfer is late
+    static constexpr std::uint32_t kPinUnit = 1u << 14;
 
     std::uint32_t bits = 0;
 
@@ -74,9 +76,6 @@ struct Frame {
 struct Page {
     std::atomic<std::uint32_t> word{static_cast<std::uint32_t>(PageState::zero)};
     Frame frame;
-    std::optional<Extent> extent;
-    std::uint64_t checksum = 0;
-    std::uint64_t version = 0;  // of the bytes in the extent
     Segment* segment = nullptr;
     std::atomic<Page*> next_fault{nullptr};
 
@@ -100,6 +99,14 @@ inline constexpr std::size_t kSegmentKindCount = 5;
 /// Number of a segment's role in the recorded order of pins; the same role has the same number in every step.
 using TraceId = std::uint32_t;
 inline constexpr TraceId kNoTrace = UINT32_MAX;
+
+/// What a segment is called and where it stands in the recorded order of pins.
+struct SegmentRole {
+    SegmentKind kind = SegmentKind::other;
+    std::string label{};
+    TraceId trace_id = kNoTrace;
+    TraceId anchor_id = kNoTrace;
+};
 
 /// Why a segment stands where it does in an EvictionQueue.
 struct EvictionRank {
@@ -136,6 +143,9 @@ public:
     std::size_t frame_bytes(std::size_t index) const noexcept;
 
     Pager& pager() const noexcept { return pager_; }
+
+    /// Before the segment is shared and has pages in memory. `role.kind` aside, which it has from its beginning.
+    void assume(SegmentRole role);
 
     void resolve_fault(std::byte* address, bool is_write) noexcept override;
 

@@ -17,6 +17,9 @@ namespace {
 constexpr std::size_t kDefaultElementBytes =
     4;  // pages of this element size may be put together to a gradient's memory
 
+/// Of the budget, that pages may take which accesses behind the dispatcher reached last: released when memory is short.
+constexpr std::size_t kShareOfFaulted = 2;
+
 /// What operations may allocate in small pieces while all other memory is pinned.
 std::size_t small_reserve(std::size_t budget_bytes) { return std::min(budget_bytes / 16, 4 * kMiB); }
 
@@ -36,6 +39,7 @@ Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_p
       memory(pager_options.memory ? *pager_options.memory : AddressSpace::process()),
       arena({pager_options.budget_bytes, small_reserve(pager_options.budget_bytes),
              pager_options.page_elements * kDefaultElementBytes, huge_pages_for(pager_options), &memory}),
+      fault_holds(pager_options.budget_bytes / kShareOfFaulted),
       store(std::move(page_store)) {
     OFFLOAD_CHECK(options.budget_bytes > 0, InvalidArgument, "the RAM budget is 0 bytes");
     OFFLOAD_CHECK(options.page_elements > 0 && options.page_elements % kSectorBytes == 0, InvalidArgument,
@@ -53,7 +57,7 @@ Pager::Impl::~Impl() {
 Pager::Pager(const PagerOptions& options) : Pager(options, make_io_engine(options.engine, options.queue_depth)) {}
 
 Pager::Pager(const PagerOptions& options, std::unique_ptr<IoEngine> engine)
-    : Pager(options, std::make_unique<SsdStore>(options.directories, std::move(engine))) {}
+    : Pager(options, std::make_unique<SsdStore>(options.directories, std::move(engine), options.transfer_limits)) {}
 
 Pager::Pager(const PagerOptions& options, std::unique_ptr<PageStore> store)
     : options_(options), impl_(std::make_unique<Impl>(*this, options_, std::move(store))) {}
@@ -116,14 +120,15 @@ bool Pager::can_adopt(std::span<std::byte> range, std::size_t element_bytes) con
 }
 
 std::shared_ptr<Segment> Pager::adopt_range(std::span<std::byte> range, std::size_t size_bytes,
-                                            std::size_t element_bytes, SegmentKind kind) {
+                                            std::size_t element_bytes, SegmentRole role) {
     OFFLOAD_CHECK(range.size() == impl_->whole_granules(size_bytes), InvalidArgument, "a range of ", range.size(),
                   " bytes cannot become a segment of ", size_bytes);
     OFFLOAD_CHECK(can_adopt(range, element_bytes), InvalidArgument, "a range of ", range.size(),
                   " bytes is not made of pages of ", options_.page_elements * element_bytes);
     impl_->check_page_size(element_bytes);
     impl_->memory.hide_from_fork(range, true);
-    auto segment = impl_->make_segment(range.first(size_bytes), element_bytes, kind);
+    auto segment = impl_->make_segment(range.first(size_bytes), element_bytes, role.kind);
+    segment->assume(std::move(role));  // before its pages may be evicted
     {
         const std::lock_guard lock(impl_->mutex);
         impl_->arena.hand_over(range);
@@ -152,11 +157,11 @@ bool Pager::Impl::is_whole_in_place(const Segment& segment) {
 
 /// If the memory cannot be moved, it goes with the segment's addresses.
 void Pager::Impl::take_out_of_segment(Page& page) noexcept {
-    if (page.load().state() != PageState::mapped) return;
     try {
         unmap_page(page);
     } catch (const std::exception& error) {
         OFFLOAD_LOG(debug, "memory of a page is given up: ", error.what());
+        if (!page.frame) return;  // that was done
         const std::lock_guard lock(mutex);
         arena.give_up_frame(std::exchange(page.frame, Frame{}));
     }
@@ -167,12 +172,15 @@ void Pager::Impl::forget(Segment& segment) {
     const std::span<std::byte> range = whole_granules(segment.range());
     log_use(segment, 0, segment.page_count(), UseKind::drop);
     memory.set_target(range, nullptr);
+    release_faulted(segment);
     store->forget(segment);
     const bool is_kept = is_whole_in_place(segment);
     if (is_kept) {
         memory.hide_from_fork(range, false);
     } else {
-        for (std::size_t i = 0; i < segment.page_count(); ++i) take_out_of_segment(segment.page(i));
+        for (std::size_t i = 0; i < segment.page_count(); ++i) {
+            if (segment.page(i).load().state() == PageState::mapped) take_out_of_segment(segment.page(i));
+        }
         memory.release(range);
     }
     {
@@ -180,6 +188,7 @@ void Pager::Impl::forget(Segment& segment) {
         for (std::size_t i = 0; i < segment.page_count(); ++i) {
             const Page& page = segment.page(i);
             page_errors.erase(&page);
+            unwritable.remove(page);
             if (is_kept) {
                 arena.return_to_range(page.frame);
             } else if (page.frame) {
@@ -213,10 +222,12 @@ void Pager::prefetch(const std::shared_ptr<Segment>& segment) {
 
 void Pager::prefetch_page(const std::shared_ptr<Segment>& segment, std::size_t index) {
     const PageWord word = segment->page(index).load();
-    if (word.state() == PageState::stored && !word.has(PageWord::kPending)) impl_->read_ahead_page(segment, index, 0);
+    const bool is_missing = word.state() == PageState::stored && !word.has(PageWord::kTransferFailed);
+    if (is_missing && !word.has(PageWord::kPending)) impl_->read_ahead_page(segment, index, 0);
 }
 
 std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
+    impl_->release_faulted(*segment);
     std::size_t pinned_bytes = 0;
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         Page& page = segment->page(i);
@@ -224,6 +235,7 @@ std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
         }
         PageWord seen = page.load();
         while (seen.state() == PageState::loading || seen.state() == PageState::busy) {
+            impl_->raise_if_late(page, seen);
             page.wait_change(seen);
             seen = page.load();
         }
@@ -232,21 +244,23 @@ std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         Page& page = segment->page(i);
         for (PageWord seen = page.load(); seen.state() == PageState::evicting; seen = page.load()) {
+            impl_->raise_if_late(page, seen);
             page.wait_change(seen);
         }
     }
-    impl_->raise_kept_error();
+    impl_->raise_write_error(segment.get());
     impl_->store->evict(*segment);
     return pinned_bytes;
 }
 
 void Pager::flush() {
-    while (impl_->moving_pages.load(std::memory_order_acquire) != 0) {
+    while (impl_->is_anything_moving()) {
         const std::uint32_t seen = impl_->progress.load(std::memory_order_acquire);
-        if (impl_->moving_pages.load(std::memory_order_acquire) == 0) break;
+        if (!impl_->is_anything_moving()) break;
         impl_->progress.wait(seen, std::memory_order_acquire);
     }
-    impl_->raise_kept_error();
+    impl_->raise_fault_error();
+    impl_->raise_unsaid_write_error();
 }
 
 bool Pager::is_resident(const Segment& segment) const noexcept {
@@ -364,6 +378,7 @@ void Pager::end_step() {
     AddressSpace::process().ensure_handler_installed();
     impl_->store->note_step_end();
     impl_->store->kick();
+    impl_->raise_unsaid_write_error();
 }
 
 PagerStatistics Pager::statistics() const {

@@ -32,7 +32,8 @@ struct PagerOptions {
     Tier tier = Tier::host;                // whose memory that is
     std::vector<std::string> directories;  // on real disks; pages are spread over them
     IoEngineKind engine = IoEngineKind::automatic;
-    std::size_t queue_depth = 16;                      // transfers in flight
+    std::size_t queue_depth = 16;  // transfers in flight
+    TransferLimits transfer_limits;
     std::size_t page_elements = std::size_t{1} << 20;  // per page, a multiple of kSectorBytes
     Device* device = nullptr;    // asked whether copies have passed before memory is used; outlives the pager
     Memory* memory = nullptr;    // where frames come from, nullptr: the process's; one that is not needs a TierStore
@@ -171,12 +172,13 @@ public:
     /// Makes a segment of the first `size_bytes` of a live range from allocate_range() without a copy: all pages
     /// mapped and dirty. The range is the segment's from now on.
     std::shared_ptr<Segment> adopt_range(std::span<std::byte> range, std::size_t size_bytes, std::size_t element_bytes,
-                                         SegmentKind kind);
+                                         SegmentRole role);
 
     // --- The verbs ------------------------------------------------------------------------------------------------
     /// Brings all pages of the segments into memory, maps them and keeps them there while the guard lives.
-    /// Throws: OutOfTierMemory before anything is touched if they cannot all fit; TierIoError, CorruptPage for a
-    /// failed read, also an earlier one; a failed write-back is raised once by the next pin.
+    /// Throws: OutOfTierMemory before anything is touched if they cannot all fit; TierIoError for a read that fails
+    /// now, for a write-back that fails where its memory is needed, and for an access behind the dispatcher that failed
+    /// since the last pin; CorruptPage for a page that is lost. Pages that were to be overwritten are then as before.
     PinGuard pin(std::span<const PinRequest> requests);
     /// The same for `count` pages of one segment.
     PinGuard pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count, Access access);
@@ -186,7 +188,7 @@ public:
     /// Sends every unpinned page of the segment to SSD (clean ones are dropped) and waits for it. Returns the bytes
     /// that stayed because they are pinned.
     std::size_t evict(const std::shared_ptr<Segment>& segment);
-    /// Waits until all writes under way have ended; raises a failed one.
+    /// Waits until all transfers under way have ended; raises a failed write.
     void flush();
     /// Copies a page's bytes out of the tier below, past this one's memory: what is left of a lost device. False, with
     /// nothing copied, if those below are not the latest. Throws: what a pin throws.
@@ -219,7 +221,7 @@ public:
     /// The segment's deferred work will be triggered by another role: a state that became a parameter's.
     void set_anchor(Segment& segment, TraceId anchor);
     void touch(const std::shared_ptr<Segment>& segment);
-    void end_step();
+    void end_step();  // throws, once, TierIoError for a page that could not be written and still has to be
 
     // --- The tier above -------------------------------------------------------------------------------------------
     /// This pager's segments hold what has left that of another tier, whose uses are the prediction here as well.

@@ -2,7 +2,7 @@
 #include <array>
 
 #include "base/log.h"
-#include "pager/pager_impl.h"
+#include "pager/pager_guards.h"
 
 namespace torch_offload {
 namespace {
@@ -34,6 +34,11 @@ bool can_protect(Memory& memory, std::span<std::byte> range, Protection protecti
 } catch (const std::exception& error) {
     OFFLOAD_LOG(warning, "the memory of a page that could not be moved: ", error.what());
     return false;
+}
+
+/// Whether a page in that state is brought into memory by such an access: overwriting brings back one that was lost.
+bool is_loadable(PageWord word, Access access) noexcept {
+    return word.is_absent() || (word.state() == PageState::failed && access == Access::overwrite);
 }
 
 }  // namespace
@@ -148,11 +153,15 @@ void Pager::Impl::wait_page(const Page& page, PageWord seen, StallCause cause) {
     page.wait_change(seen);
 }
 
-/// Absent to loading (or at once loaded, where nothing is read). Waits for memory.
-void Pager::Impl::start_load(const std::shared_ptr<Segment>& segment, Page& page, Access access) {
-    if (!page.load().is_absent()) return;
+/// Absent to loading (or at once loaded, where nothing is read). Waits for memory. `own` learns of a page that is
+/// undefined from now on.
+void Pager::Impl::start_load(const std::shared_ptr<Segment>& segment, Page& page, Access access, Overwriting* own) {
+    if (!is_loadable(page.load(), access)) return;
     const Frame frame = acquire_frame(segment->frame_bytes(segment->index_of(page)));
+    const bool is_overwritten = access == Access::overwrite && own != nullptr;
+    if (is_overwritten) own->add(page);
     if (load_into(segment, page, access, frame)) return;
+    if (is_overwritten) own->drop(page);
     const std::lock_guard lock(mutex);
     arena.give_frame(frame);
 }
@@ -172,12 +181,13 @@ void Pager::Impl::zero_frame(Page& page) {
 bool Pager::Impl::load_into(const std::shared_ptr<Segment>& segment, Page& page, Access access, const Frame& frame) {
     PageWord seen = page.load();
     do {
-        if (!seen.is_absent()) return false;
-    } while (!page.change(seen, seen.with(PageState::loading)));
+        if (!is_loadable(seen, access)) return false;
+    } while (!page.change(seen, seen.with(PageState::loading).without_flag(PageWord::kTransferFailed)));
+    if (seen.has(PageWord::kTransferFailed)) forget_error(page);
     page.frame = frame;
     if (const std::lock_guard lock(mutex); !segment->eviction_rank) rank(*segment);
     if (access == Access::overwrite) {
-        page.enter(PageState::loaded, PageWord::kDirty);
+        page.enter(PageState::loaded, PageWord::kUndefined);
     } else if (seen.state() == PageState::zero) {
         zero_frame(page);
         page.enter(PageState::loaded);
@@ -205,19 +215,26 @@ bool Pager::Impl::map_page(Page& page, PageWord seen, Access access) {
         }
         throw;
     }
-    const std::uint32_t written = access != Access::read ? PageWord::kDirty : 0;
+    const bool is_written = access != Access::read && !seen.has(PageWord::kUndefined);
+    const std::uint32_t written = is_written ? PageWord::kDirty : 0;
     page.enter(PageState::mapped, written | (is_writable ? PageWord::kWritable : 0), PageWord::kPoisoned);
     return true;
 }
 
 /// Its memory could not be moved, and cannot be used where it is. Called while that error is handled.
 void Pager::Impl::lose_page(Page& page) {
+    const PageWord word = page.load();
+    const bool is_stored = word.has(PageWord::kStored) && !word.has(PageWord::kDirty);
     {
         const std::lock_guard lock(mutex);
-        page_errors[&page] = std::current_exception();
+        if (!is_stored) page_errors[&page] = std::current_exception();
         arena.give_up_frame(std::exchange(page.frame, Frame{}));
     }
-    page.enter(PageState::failed);
+    if (is_stored) {
+        page.enter(PageState::stored, 0, PageWord::kWritable);
+    } else {
+        page.enter(PageState::failed, 0, PageWord::kWritable | PageWord::kDirty | PageWord::kStored);
+    }
 }
 
 /// Pre: the page is busy and was mapped. Its bytes end up in its frame's slot; if this throws, it is mapped as before,
@@ -252,15 +269,22 @@ bool Pager::Impl::make_writable(Page& page, PageWord seen) {
     return true;
 }
 
-/// Pre: the caller holds a pin on the page.
-void Pager::Impl::ensure_mapped(const std::shared_ptr<Segment>& segment, std::size_t index, Access access) {
+/// Pre: the caller holds a pin on the page. `own`: what its pin overwrites. Raises why a read failed that it began or
+/// waited for; one that failed before is made again.
+void Pager::Impl::ensure_mapped(const std::shared_ptr<Segment>& segment, std::size_t index, Access access,
+                                Overwriting* own) {
     Page& page = segment->page(index);
     bool is_miss = false;
+    bool was_read = false;
     while (true) {
         PageWord seen = page.load();
         if (seen.has(PageWord::kPending)) {
             const StallClock clock(own_updates);
             resolve_pending(*segment, index, true);
+            continue;
+        }
+        if (seen.has(PageWord::kUndefined) && !(own && own->has(page))) {
+            wait_page(page, seen, StallCause::update);
             continue;
         }
         switch (seen.state()) {
@@ -277,21 +301,26 @@ void Pager::Impl::ensure_mapped(const std::shared_ptr<Segment>& segment, std::si
                 break;
             case PageState::zero:
             case PageState::stored:
-                start_load(segment, page, access);
+                if (was_read && seen.has(PageWord::kTransferFailed)) raise_page_error(page);
+                was_read = true;
+                start_load(segment, page, access, own);
                 break;
             case PageState::loading:
                 if (!is_miss) misses.increment();
-                is_miss = true;
+                is_miss = was_read = true;
+                raise_if_late(page, seen);
                 wait_page(page, seen, StallCause::read);
                 break;
             case PageState::evicting:
+                raise_if_late(page, seen);
                 wait_page(page, seen, StallCause::memory);
                 break;
             case PageState::busy:
                 wait_page(page, seen, StallCause::update);
                 break;
             case PageState::failed:
-                raise_page_error(page);
+                if (access != Access::overwrite) raise_page_error(page);
+                start_load(segment, page, access, own);
         }
     }
 }
@@ -324,7 +353,7 @@ void Pager::Impl::check_fits(std::span<const PinRequest> requests) {
 }
 
 /// Starts every read that the request needs, so that they are under way together.
-void Pager::Impl::start_missing(const PinRequest& request) {
+void Pager::Impl::start_missing(const PinRequest& request, Overwriting& own) {
     Segment& segment = *request.segment;
     for (std::size_t i = 0; i < segment.page_count(); ++i) {
         const PageWord word = segment.page(i).load();
@@ -332,16 +361,17 @@ void Pager::Impl::start_missing(const PinRequest& request) {
             start_update_below(request.segment, i, UpdateTime::while_program_waits);
         } else if (word.has(PageWord::kPending)) {
             read_ahead_update(request.segment, i, 0, UpdateTime::while_program_waits);
-        } else if (word.is_absent()) {
-            start_load(request.segment, segment.page(i), request.access);
+        } else if (is_loadable(word, request.access)) {
+            start_load(request.segment, segment.page(i), request.access, &own);
         }
     }
 }
 
 PinGuard Pager::pin(std::span<const PinRequest> requests) {
-    impl_->raise_kept_error();
+    impl_->raise_fault_error();
     impl_->check_fits(requests);
     PinGuard guard;
+    Impl::Overwriting own(*impl_);  // ends before the guard: pins keep its pages
     for (const PinRequest& request : requests) {
         PageAccess::hold(guard, request.segment, 0, request.segment->page_count());
         impl_->pins.add(request.segment->page_count());
@@ -349,25 +379,28 @@ PinGuard Pager::pin(std::span<const PinRequest> requests) {
     for (const PinRequest& request : requests) {
         impl_->log_use(*request.segment, 0, request.segment->page_count(), use_of(request.access));
     }
-    for (const PinRequest& request : requests) impl_->start_missing(request);
+    for (const PinRequest& request : requests) impl_->start_missing(request, own);
     for (const PinRequest& request : requests) {
         for (std::size_t i = 0; i < request.segment->page_count(); ++i) {
-            impl_->ensure_mapped(request.segment, i, request.access);
+            impl_->ensure_mapped(request.segment, i, request.access, &own);
         }
     }
+    own.confirm();
     return guard;
 }
 
 PinGuard Pager::pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count,
                           Access access) {
-    impl_->raise_kept_error();
+    impl_->raise_fault_error();
     OFFLOAD_CHECK(first + count <= segment->page_count(), InvalidArgument, "pages ", first, " to ", first + count,
                   " of a segment of ", segment->page_count());
     PinGuard guard;
+    Impl::Overwriting own(*impl_);
     PageAccess::hold(guard, segment, first, count);
     impl_->pins.add(count);
     impl_->log_use(*segment, first, count, use_of(access));
-    for (std::size_t i = first; i < first + count; ++i) impl_->ensure_mapped(segment, i, access);
+    for (std::size_t i = first; i < first + count; ++i) impl_->ensure_mapped(segment, i, access, &own);
+    own.confirm();
     return guard;
 }
 
@@ -390,7 +423,7 @@ bool Pager::Impl::set_pending(Segment& segment, std::size_t index) {
         PageWord seen = page.load();
         if (seen.has(PageWord::kPending)) return true;
         if (seen.pin_count() != 0) {
-            if (!wait_for_oldest_use()) return false;
+            if (!release_faulted(segment) && !wait_for_oldest_use()) return false;
         } else if (seen.state() == PageState::busy) {
             wait_page(page, seen, StallCause::update);
         } else if (seen.state() == PageState::mapped) {
@@ -409,8 +442,14 @@ std::span<std::byte> Pager::Impl::latch_page(const std::shared_ptr<Segment>& seg
                                              Patience patience, bool& is_pinned) {
     Page& page = segment->page(index);
     const std::size_t size_bytes = segment->page_range(index).size();
+    bool was_read = false;
     while (true) {
         PageWord seen = page.load();
+        if (seen.has(PageWord::kUndefined)) {
+            if (patience == Patience::give_up) return {};
+            wait_page(page, seen, StallCause::update);
+            continue;
+        }
         switch (seen.state()) {
             case PageState::loaded:
                 if (!page.change(seen, seen.with(PageState::busy))) break;
@@ -427,12 +466,19 @@ std::span<std::byte> Pager::Impl::latch_page(const std::shared_ptr<Segment>& seg
             case PageState::zero:
             case PageState::stored:
                 if (patience == Patience::give_up) return {};
+                if (was_read && seen.has(PageWord::kTransferFailed)) raise_page_error(page);
+                was_read = true;
                 start_load(segment, page, Access::read);
                 break;
             case PageState::loading:
+                was_read = true;
+                raise_if_late(page, seen);
                 wait_page(page, seen, StallCause::read);
                 break;
             case PageState::evicting:
+                raise_if_late(page, seen);
+                wait_page(page, seen, StallCause::memory);
+                break;
             case PageState::busy:
                 wait_page(page, seen, StallCause::memory);
                 break;
@@ -492,59 +538,6 @@ UpdateLatch Pager::latch_for_update(std::span<const std::shared_ptr<Segment>> se
 
 bool Pager::in_memory(const Segment& segment, std::size_t index) noexcept {
     return segment.page(index).load().in_memory();
-}
-
-// --- Faults -------------------------------------------------------------------------------------------------------
-
-/// Runs in the SIGSEGV handler: atomics, a semaphore and futex waits only.
-void Pager::Impl::answer_fault(Page& page, bool is_write) noexcept {
-    faults.increment();
-    const ProgramWait wait(*this, StallCause::fault);
-    while (true) {
-        const PageWord seen = page.load();
-        const bool is_mapped = seen.state() == PageState::mapped && (!is_write || seen.has(PageWord::kWritable));
-        if (is_mapped || seen.has(PageWord::kPoisoned)) return;
-        if (service->is_current()) {
-            // The thread that answers faults cannot wait for itself: a defect, ended rather than hung.
-            memory.poison(mapped_range(page));
-            page.set_flag(PageWord::kPoisoned);
-            return;
-        }
-        if (is_write && !seen.has(PageWord::kFaultedWrite)) page.set_flag(PageWord::kFaultedWrite);
-        PageWord current = page.load();
-        if (!current.has(PageWord::kFaulted)) {
-            if (page.change(current, current.with_flag(PageWord::kFaulted))) service->push_fault(page);
-            continue;
-        }
-        if (current.state() != PageState::mapped || (is_write && !current.has(PageWord::kWritable))) {
-            page.wait_change(current);
-        }
-    }
-}
-
-/// Maps the page for a thread that waits in the handler; if that fails, lets the access end on 0xFF bytes and keeps
-/// the error for the next pin.
-void Pager::Impl::serve_fault(Page& page) {
-    std::shared_ptr<Segment> segment;
-    {
-        const std::lock_guard lock(mutex);
-        if (const auto found = segments.find(page.segment); found != segments.end()) segment = found->second.lock();
-    }
-    try {
-        OFFLOAD_CHECK(segment, LogicError, "access to a segment that is going away");
-        PinGuard guard;
-        const std::size_t index = segment->index_of(page);
-        PageAccess::hold(guard, segment, index, 1);
-        const Access access = page.load().has(PageWord::kFaultedWrite) ? Access::write : Access::read;
-        ensure_mapped(segment, index, access);
-        page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
-    } catch (const std::exception& error) {
-        OFFLOAD_LOG(error, "an access behind the dispatcher could not be served: ", error.what());
-        memory.poison(mapped_range(page));
-        note_error(std::current_exception());
-        page.set_flag(PageWord::kPoisoned);
-        page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
-    }
 }
 
 }  // namespace torch_offload

@@ -1,6 +1,6 @@
 // Updates applied in the tier below: what this memory holds of their pages goes down first. And what that tier holds
 // when this one is lost.
-#include "pager/pager_impl.h"
+#include "pager/pager_guards.h"
 
 namespace torch_offload {
 
@@ -37,6 +37,11 @@ Pager::Impl::SentDown Pager::Impl::send_down(const std::shared_ptr<Segment>& seg
     Page& page = segment->page(index);
     while (true) {
         PageWord seen = page.load();
+        if (seen.has(PageWord::kUndefined)) {
+            if (patience == Patience::give_up) return SentDown::not_yet;
+            wait_page(page, seen, StallCause::update);
+            continue;
+        }
         switch (seen.state()) {
             case PageState::zero:
             case PageState::stored:

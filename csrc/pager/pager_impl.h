@@ -2,23 +2,29 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "base/check.h"
 #include "base/units.h"
 #include "pager/eviction.h"
+#include "pager/fault_holds.h"
 #include "pager/page_store.h"
 #include "pager/pager.h"
 #include "pager/prefetch_queue.h"
 #include "pager/service_thread.h"
 #include "pager/stall_clock.h"
+#include "pager/unwritable_pages.h"
 
 namespace torch_offload {
+
+inline std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 /// Whether a call may wait for memory to become free.
 enum class Patience { wait, give_up };
@@ -57,9 +63,17 @@ struct Pager::Impl final : StoreClient {
     static bool is_whole_in_place(const Segment& segment);
     void take_out_of_segment(Page& page) noexcept;
     void forget(Segment& segment);
-    void raise_kept_error();
     void log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind);
     [[noreturn]] void raise_page_error(const Page& page);
+
+    // Errors (pager_transfer.cpp)
+    void forget_error(const Page& page);
+    void note_fault_error(std::exception_ptr error);
+    void raise_fault_error();
+    void raise_unsaid_write_error();
+    void raise_write_error(const Segment* segment = nullptr);
+    void raise_if_late(const Page& page, PageWord seen);
+    bool end_lateness(const Page& page);
 
     // Uses that outlive their guards (in_flight_uses.cpp)
     std::shared_ptr<const Event> fence_use() noexcept;
@@ -79,33 +93,39 @@ struct Pager::Impl final : StoreClient {
         std::shared_ptr<Segment> segment;
         Page* page = nullptr;
     };
-    std::size_t evict_for(std::size_t wanted_bytes, UsePosition keep_before);
-    std::vector<Victim> choose_victims(std::size_t wanted_bytes, UsePosition keep_before);
+    /// Whether pages are tried that UnwritablePages leaves alone: by who would run out of memory without them.
+    enum class Resting : std::uint8_t { not_yet, too };
+    std::size_t evict_for(std::size_t wanted_bytes, UsePosition keep_before, Resting resting = Resting::not_yet);
+    std::vector<Victim> choose_victims(std::size_t wanted_bytes, UsePosition keep_before, Resting resting);
     bool evict_page(Page& page, const std::shared_ptr<Segment>& segment);
     void drop_or_write(Page& page, const std::shared_ptr<Segment>& segment);
     void announce_progress() noexcept;
     void check_idle(std::span<const std::byte> memory) noexcept;
     void retire_frame(Page& page) noexcept;
     void end_move(std::size_t left_bytes) noexcept;
+    bool is_anything_moving() const noexcept;
     bool is_of_device() const noexcept { return options.tier == Tier::device; }
     const char* tier_name() const noexcept { return is_of_device() ? "device" : "host"; }
     const char* budget_name() const noexcept { return is_of_device() ? "`gpu`" : "`ram`"; }
     [[noreturn]] void raise_out_of_memory(std::size_t wanted_bytes);
 
     // Access (pager_access.cpp)
-    void start_load(const std::shared_ptr<Segment>& segment, Page& page, Access access);
+    class Overwriting;
+    void start_load(const std::shared_ptr<Segment>& segment, Page& page, Access access, Overwriting* own = nullptr);
     bool load_into(const std::shared_ptr<Segment>& segment, Page& page, Access access, const Frame& frame);
     void zero_frame(Page& page);
-    void ensure_mapped(const std::shared_ptr<Segment>& segment, std::size_t index, Access access);
+    void ensure_mapped(const std::shared_ptr<Segment>& segment, std::size_t index, Access access,
+                       Overwriting* own = nullptr);
     void wait_page(const Page& page, PageWord seen, StallCause cause);
     bool make_writable(Page& page, PageWord seen);
     bool map_page(Page& page, PageWord seen, Access access);
     void unmap_page(Page& page);
     void lose_page(Page& page);
+    void undo_overwrite(Page& page) noexcept;
     std::span<std::byte> mapped_range(const Page& page) const noexcept;
     std::size_t page_capacity_bytes();
     void check_fits(std::span<const PinRequest> requests);
-    void start_missing(const PinRequest& request);
+    void start_missing(const PinRequest& request, Overwriting& own);
     std::span<std::byte> latch_page(const std::shared_ptr<Segment>& segment, std::size_t index, Patience patience,
                                     bool& is_pinned);
     UpdateLatch latch_here(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, Patience patience);
@@ -123,6 +143,11 @@ struct Pager::Impl final : StoreClient {
     bool is_above(const Segment& segment, std::size_t index);
     void answer_fault(Page& page, bool is_write) noexcept;
     void serve_fault(Page& page);
+    void poison_page(const std::shared_ptr<Segment>& segment, Page& page);
+    void clear_poison();
+    void hold_faulted(Page& page);
+    bool release_faulted();
+    bool release_faulted(const Segment& segment);
 
     // Prediction (pager_plan.cpp)
     UsePosition next_use(const Segment& segment) const;
@@ -162,12 +187,10 @@ struct Pager::Impl final : StoreClient {
     void kick_if_due() noexcept;
 
     // StoreClient (pager_transfer.cpp)
-    void note_transfer(const Page& page, IoDirection direction, std::int64_t begin_ns) override;
-    void finish_read(const std::shared_ptr<Segment>& segment, Page& page) override;
-    void finish_write(Page& page) override;
-    void fail_read(Page& page, std::exception_ptr error) override;
-    void fail_write(Page& page, std::exception_ptr error) override;
-    void note_error(std::exception_ptr error) override;
+    void note_transfer(const Page& page, IoDirection direction, std::int64_t begin_ns);
+    void end_read(const std::shared_ptr<Segment>& segment, Page& page, const TransferEnd& end) override;
+    void end_write(Page& page, const TransferEnd& end) override;
+    void note_late(Page& page, IoDirection direction, std::exception_ptr error) override;
     std::vector<Frame> frames_to_unregister() override;
     void take_unregistered(const Frame& frame) override;
     bool may_register(std::size_t size_bytes) override;
@@ -188,7 +211,10 @@ struct Pager::Impl final : StoreClient {
     std::vector<std::weak_ptr<Segment>> roles;  // by TraceId
     PrefetchQueue prefetch_queue;               // of callers of prefetch()
     std::unordered_map<const Page*, std::exception_ptr> page_errors;
-    std::exception_ptr kept_error;  // of a write or a fault, raised by the next pin
+    UnwritablePages unwritable;
+    FaultHolds fault_holds;
+    std::exception_ptr fault_error;  // of an access behind the dispatcher, raised by the next pin
+    std::vector<std::pair<std::weak_ptr<Segment>, std::size_t>> poisoned;  // pages, until that error is raised
     std::size_t unregister_wanted_bytes = 0;
     std::size_t registered_bytes = 0;
     std::uint64_t next_segment_id = 1;
@@ -203,12 +229,12 @@ struct Pager::Impl final : StoreClient {
     std::atomic<int> transients{0};          // latches, wanted or held, of threads that give up rather than wait
     std::atomic<int> memory_waiters{0};      // threads that wait for memory: reads ahead of use stand back
     std::atomic<int> program_waiters{0};     // threads of the program that wait: their cores are free for updates
-    std::atomic<bool> has_kept_error{false};
+    std::atomic<bool> has_fault_error{false};
     std::atomic<std::uint64_t> clock{1};
     std::atomic<std::size_t> moving_pages{0};    // loading or evicting: each ends with progress
-    std::atomic<std::size_t> evicting_bytes{0};  // memory that writes under way will free
+    std::atomic<std::size_t> late_pages{0};      // of these, whose transfer is late
+    std::atomic<std::size_t> evicting_bytes{0};  // memory that writes under way, and not late, will free
     std::atomic<std::int64_t> last_kick_ns{0};
-
     UseLog use_log;
     Counter pins, misses, faults, evictions, clean_drops, prefetches;
     Counter read_bytes[kSegmentKindCount], written_bytes[kSegmentKindCount];
@@ -217,32 +243,6 @@ struct Pager::Impl final : StoreClient {
 
     std::unique_ptr<PageStore> store;
     std::unique_ptr<ServiceThread> service;
-};
-
-/// A thread that waits for the pager: timed, and while it is one of the program's, its cores are offered to updates.
-class ProgramWait {
-public:
-    ProgramWait(Pager::Impl& pager, StallCause cause) noexcept;
-    ~ProgramWait();
-    ProgramWait(const ProgramWait&) = delete;
-    ProgramWait& operator=(const ProgramWait&) = delete;
-
-private:
-    Pager::Impl& pager_;
-    bool is_program_;
-    StallClock stall_;
-};
-
-/// Private doors of the guards, for the pager's own files.
-struct PageAccess {
-    static void hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count);
-    static void confirm(UpdateLatch& latch, std::optional<Pager::Impl::Transient> transient) noexcept;
-    /// The page carries a pin of the latch.
-    static void add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page, std::span<std::byte> bytes,
-                         bool is_pinned);
-    /// The page is busy and has no frame.
-    static void add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page);
-    static void confirm_below(UpdateLatch& latch, UpdateLatch below);
 };
 
 inline std::size_t kind_index(const Segment& segment) noexcept { return static_cast<std::size_t>(segment.kind()); }

@@ -1,10 +1,11 @@
 // Getting memory: take it if the budget has it, else evict and wait.
 #include <algorithm>
 #include <functional>
+#include <utility>
 
 #include "base/log.h"
 #include "base/units.h"
-#include "pager/pager_impl.h"
+#include "pager/pager_guards.h"
 
 namespace torch_offload {
 namespace {
@@ -43,6 +44,7 @@ void Pager::Impl::end_transient() noexcept {
 template <typename Take, typename Available>
 auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available) {
     std::optional<MemoryWait> wait;
+    bool are_resting_tried = false;
     while (true) {
         close_passed_uses();
         const std::uint32_t seen = progress.load(std::memory_order_acquire);
@@ -54,7 +56,6 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
             // Free frames that the I/O engine has registered: what was not has been given back by `take`.
             if (available_bytes >= size_bytes) unregister_wanted_bytes = size_bytes;
         }
-        raise_kept_error();
         bool is_expected = available_bytes >= size_bytes;
         if (is_expected) {
             store->kick();
@@ -62,9 +63,11 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
             const std::size_t expected_bytes = available_bytes + evicting_bytes.load(std::memory_order_acquire);
             is_expected = expected_bytes >= size_bytes || evict_for(size_bytes - expected_bytes, 0) > 0;
         }
-        if (!is_expected && moving_pages.load(std::memory_order_acquire) == 0 &&
-            transients.load(std::memory_order_acquire) == 0 && progress.load(std::memory_order_acquire) == seen) {
-            if (wait_for_oldest_use()) continue;
+        if (!is_expected && !is_anything_moving() && transients.load(std::memory_order_acquire) == 0 &&
+            progress.load(std::memory_order_acquire) == seen) {
+            if (wait_for_oldest_use() || release_faulted()) continue;
+            if (!std::exchange(are_resting_tried, true) && evict_for(size_bytes, 0, Resting::too) > 0) continue;
+            raise_write_error();
             raise_out_of_memory(size_bytes);
         }
         if (!wait) wait.emplace(*this);
@@ -103,10 +106,13 @@ std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, UseP
 }
 
 /// Unpinned pages in memory, furthest next use first, at least `wanted_bytes` if there are as many that are used at
-/// `keep_before` or later. Of one segment the last page goes first: the first is needed first.
-std::vector<Pager::Impl::Victim> Pager::Impl::choose_victims(std::size_t wanted_bytes, UsePosition keep_before) {
+/// `keep_before` or later. Of one segment the last page goes first: the first is needed first. Pages whose last write
+/// failed a moment ago only as `resting` says.
+std::vector<Pager::Impl::Victim> Pager::Impl::choose_victims(std::size_t wanted_bytes, UsePosition keep_before,
+                                                             Resting resting) {
     std::vector<Victim> victims;  // outlives the lock: the last owner of a segment takes it
     std::size_t chosen_bytes = 0;
+    const std::int64_t now_ns = steady_ns();
     const std::lock_guard lock(mutex);
     for (auto entry = evictable.begin(); entry != evictable.end() && chosen_bytes < wanted_bytes;) {
         Segment& segment = *entry->segment;
@@ -118,6 +124,7 @@ std::vector<Pager::Impl::Victim> Pager::Impl::choose_victims(std::size_t wanted_
             const PageWord word = segment.page(i).load();
             has_pages = has_pages || !(word.is_absent() || word.state() == PageState::failed);
             if (!word.in_memory() || word.pin_count() != 0) continue;
+            if (resting == Resting::not_yet && unwritable.is_resting(segment.page(i), now_ns)) continue;
             std::shared_ptr<Segment> owner = segments.at(&segment).lock();
             if (!owner) break;
             victims.push_back({std::move(owner), &segment.page(i)});
@@ -129,10 +136,10 @@ std::vector<Pager::Impl::Victim> Pager::Impl::choose_victims(std::size_t wanted_
 }
 
 /// Starts pages on their way out, at least `wanted_bytes` if there are as many; returns the bytes of those that went.
-std::size_t Pager::Impl::evict_for(std::size_t wanted_bytes, UsePosition keep_before) {
+std::size_t Pager::Impl::evict_for(std::size_t wanted_bytes, UsePosition keep_before, Resting resting) {
     close_passed_uses();
     std::size_t evicted_bytes = 0;
-    for (const Victim& victim : choose_victims(wanted_bytes, keep_before)) {
+    for (const Victim& victim : choose_victims(wanted_bytes, keep_before, resting)) {
         const std::size_t size_bytes = victim.segment->frame_bytes(victim.segment->index_of(*victim.page));
         if (evict_page(*victim.page, victim.segment)) evicted_bytes += size_bytes;
     }
@@ -157,7 +164,7 @@ void Pager::Impl::check_idle(std::span<const std::byte> memory) noexcept {
     try {
         options.device->check_idle(memory);
     } catch (const LogicError&) {
-        note_error(std::current_exception());
+        note_fault_error(std::current_exception());
     }
 }
 
@@ -168,6 +175,7 @@ void Pager::Impl::retire_frame(Page& page) noexcept {
         options.device->poison(page.frame.slot);
     }
     const std::lock_guard lock(mutex);
+    unwritable.remove(page);
     arena.give_frame(page.frame);
     page.frame = Frame{};
 }
@@ -178,7 +186,7 @@ void Pager::Impl::drop_or_write(Page& page, const std::shared_ptr<Segment>& segm
     if (page.load().has(PageWord::kDirty)) {
         moving_pages.fetch_add(1, std::memory_order_acq_rel);
         evicting_bytes.fetch_add(page.frame.slot.size(), std::memory_order_acq_rel);
-        page.enter(PageState::evicting, 0, PageWord::kWritable);
+        page.enter(PageState::evicting, 0, PageWord::kWritable | PageWord::kTransferFailed);
         store->write(segment, page);
         return;
     }

@@ -32,7 +32,8 @@ constexpr std::int64_t kMarginNs = 100'000'000;
 // need.
 constexpr std::int64_t kRoomAheadNs = 30'000'000;
 
-std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+/// A read that failed is made again only for who needs it.
+bool may_read_ahead(PageWord word) noexcept { return word.is_absent() && !word.has(PageWord::kTransferFailed); }
 
 }  // namespace
 
@@ -219,7 +220,7 @@ void Pager::Impl::read_requested() {
 bool Pager::Impl::read_wanted(const std::shared_ptr<Segment>& segment) {
     if (segment->has_pending()) return read_ahead(segment, 0, UpdateTime::at_once);
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
-        if (!segment->page(i).load().is_absent() || is_above(*segment, i)) continue;
+        if (!may_read_ahead(segment->page(i).load()) || is_above(*segment, i)) continue;
         const std::size_t most = most_reads_ahead(segment->frame_bytes(i), kShareOfWanted);
         if (store->reads_in_flight() >= most || !start_reading(segment, i, 0)) return false;
     }
@@ -235,7 +236,8 @@ bool Pager::Impl::is_above(const Segment& segment, std::size_t index) {
 bool Pager::Impl::read_ahead_for_above(std::span<const std::shared_ptr<Segment>> updated, std::size_t index,
                                        UsePosition use) {
     for (const std::shared_ptr<Segment>& member : updated) {
-        const bool is_missing = member->page(index).load().state() == PageState::stored && !is_above(*member, index);
+        const PageWord word = member->page(index).load();
+        const bool is_missing = word.state() == PageState::stored && may_read_ahead(word) && !is_above(*member, index);
         if (is_missing && !read_ahead_page(member, index, use)) return false;
     }
     return true;
@@ -254,7 +256,7 @@ bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, UsePositio
             start_update_below(segment, i, time);
         } else if (word.has(PageWord::kPending)) {
             if (!read_ahead_update(segment, i, use, time)) return false;
-        } else if (word.is_absent() && !is_above(*segment, i) && !read_ahead_page(segment, i, use)) {
+        } else if (may_read_ahead(word) && !is_above(*segment, i) && !read_ahead_page(segment, i, use)) {
             return false;
         }
     }
@@ -286,7 +288,7 @@ bool Pager::Impl::read_ahead_update(const std::shared_ptr<Segment>& segment, std
     bool all_in_memory = true;
     for (const std::shared_ptr<Segment>& member : members_of(*segment)) {
         const PageWord word = member->page(index).load();
-        if (word.is_absent() && !read_ahead_page(member, index, use)) return false;
+        if (may_read_ahead(word) && !read_ahead_page(member, index, use)) return false;
         all_in_memory = all_in_memory && member->page(index).load().in_memory();
     }
     if (all_in_memory) queue_update(segment, index, time);

@@ -15,9 +15,24 @@ void Pager::Impl::note_transfer(const Page& page, IoDirection direction, std::in
     log->add({lane, begin_ns, activity_now_ns(), page.frame.slot.size(), page.segment->label});
 }
 
-void Pager::Impl::finish_read(const std::shared_ptr<Segment>& segment, Page& page) {
-    read_bytes[kind_index(*segment)].add(page.frame.slot.size());
-    page.enter(PageState::loaded);
+void Pager::Impl::end_read(const std::shared_ptr<Segment>& segment, Page& page, const TransferEnd& end) {
+    end_lateness(page);
+    if (end.status == TransferStatus::ok) {
+        note_transfer(page, IoDirection::read, end.begin_ns);
+        read_bytes[kind_index(*segment)].add(page.frame.slot.size());
+        page.enter(PageState::loaded, 0, PageWord::kTransferFailed);
+    } else {
+        {
+            const std::lock_guard lock(mutex);
+            page_errors[&page] = end.error;
+        }
+        retire_frame(page);
+        if (end.status == TransferStatus::lost) {
+            page.enter(PageState::failed, 0, PageWord::kStored | PageWord::kTransferFailed);
+        } else {
+            page.enter(PageState::stored, PageWord::kTransferFailed);
+        }
+    }
     end_move(0);
 }
 
@@ -30,34 +45,33 @@ void Pager::Impl::end_move(std::size_t left_bytes) noexcept {
     announce_progress();
 }
 
-void Pager::Impl::finish_write(Page& page) {
+/// After a failed write the bytes are still in memory: the page stays usable, and is tried again after others.
+void Pager::Impl::end_write(Page& page, const TransferEnd& end) {
     const std::size_t size_bytes = page.frame.slot.size();
-    written_bytes[kind_index(*page.segment)].add(size_bytes);
-    if (page.load().pin_count() != 0) {
-        page.enter(PageState::loaded, PageWord::kStored, PageWord::kDirty);  // wanted again meanwhile
-    } else {
-        retire_frame(page);
-        page.enter(PageState::stored, PageWord::kStored, PageWord::kDirty);
+    const std::size_t expected_bytes = end_lateness(page) ? 0 : size_bytes;
+    if (end.status != TransferStatus::ok) {
+        {
+            const std::lock_guard lock(mutex);
+            unwritable.add(page, end.error, steady_ns());
+        }
+        page.enter(PageState::loaded, 0, PageWord::kTransferFailed);
+        end_move(expected_bytes);
+        return;
     }
-    end_move(size_bytes);
-}
-
-void Pager::Impl::fail_read(Page& page, std::exception_ptr error) {
+    note_transfer(page, IoDirection::write, end.begin_ns);
+    written_bytes[kind_index(*page.segment)].add(size_bytes);
     {
         const std::lock_guard lock(mutex);
-        page_errors[&page] = std::move(error);
+        unwritable.remove(page);
     }
-    retire_frame(page);
-    page.enter(PageState::failed);
-    end_move(0);
-}
-
-/// The bytes are still in memory: the page stays usable, and evicting it again tries again.
-void Pager::Impl::fail_write(Page& page, std::exception_ptr error) {
-    note_error(std::move(error));
-    const std::size_t size_bytes = page.frame.slot.size();
-    page.enter(PageState::loaded);
-    end_move(size_bytes);
+    if (page.load().pin_count() != 0) {
+        constexpr std::uint32_t kCleared = PageWord::kDirty | PageWord::kTransferFailed;
+        page.enter(PageState::loaded, PageWord::kStored, kCleared);  // wanted again meanwhile
+    } else {
+        retire_frame(page);
+        page.enter(PageState::stored, PageWord::kStored, PageWord::kDirty | PageWord::kTransferFailed);
+    }
+    end_move(expected_bytes);
 }
 
 /// The frames are nobody's until take_unregistered(): who waits for memory waits for them too.
@@ -90,24 +104,84 @@ void Pager::Impl::note_registered(std::size_t size_bytes) {
     registered_bytes += size_bytes;
 }
 
-void Pager::Impl::note_error(std::exception_ptr error) {
+/// The page stays the store's; nobody waits for it any longer.
+void Pager::Impl::note_late(Page& page, IoDirection direction, std::exception_ptr error) {
     {
         const std::lock_guard lock(mutex);
-        kept_error = std::move(error);
+        page_errors[&page] = error;
+        if (direction == IoDirection::write) unwritable.add(page, error, steady_ns());
     }
-    has_kept_error.store(true, std::memory_order_release);
+    late_pages.fetch_add(1, std::memory_order_acq_rel);
+    const bool is_write = direction == IoDirection::write;
+    if (is_write) evicting_bytes.fetch_sub(page.frame.slot.size(), std::memory_order_acq_rel);
+    page.set_flag(PageWord::kTransferFailed);
     announce_progress();
 }
 
-void Pager::Impl::raise_kept_error() {
-    if (!has_kept_error.load(std::memory_order_acquire)) return;
+/// Of a transfer that has ended. False if it was not late.
+bool Pager::Impl::end_lateness(const Page& page) {
+    if (!page.load().has(PageWord::kTransferFailed)) return false;
+    forget_error(page);
+    late_pages.fetch_sub(1, std::memory_order_acq_rel);
+    return true;
+}
+
+/// Whether a transfer is under way that is not late: memory may come of it.
+bool Pager::Impl::is_anything_moving() const noexcept {
+    return moving_pages.load(std::memory_order_acquire) > late_pages.load(std::memory_order_acquire);
+}
+
+void Pager::Impl::raise_if_late(const Page& page, PageWord seen) {
+    const bool is_moving = seen.state() == PageState::loading || seen.state() == PageState::evicting;
+    if (is_moving && seen.has(PageWord::kTransferFailed)) raise_page_error(page);
+}
+
+/// Raised by the next pin: an access whose result may already have been used.
+void Pager::Impl::note_fault_error(std::exception_ptr error) {
+    {
+        const std::lock_guard lock(mutex);
+        fault_error = std::move(error);
+    }
+    has_fault_error.store(true, std::memory_order_release);
+    announce_progress();
+}
+
+void Pager::Impl::raise_fault_error() {
+    if (!has_fault_error.load(std::memory_order_acquire)) return;
     std::exception_ptr error;
     {
         const std::lock_guard lock(mutex);
-        error = std::exchange(kept_error, nullptr);
-        has_kept_error.store(false, std::memory_order_release);
+        error = std::exchange(fault_error, nullptr);
+        has_fault_error.store(false, std::memory_order_release);
+    }
+    clear_poison();
+    if (error) std::rethrow_exception(error);
+}
+
+/// Raises why a page could not be written lately that still has to be, unless that was raised already.
+void Pager::Impl::raise_unsaid_write_error() {
+    std::exception_ptr error;
+    {
+        const std::lock_guard lock(mutex);
+        error = unwritable.unsaid_error();
     }
     if (error) std::rethrow_exception(error);
+}
+
+/// The same of every page, or of a segment's, whether it was raised before or not.
+void Pager::Impl::raise_write_error(const Segment* segment) {
+    std::exception_ptr error;
+    {
+        const std::lock_guard lock(mutex);
+        const auto is_of_it = [&](const Page& page) { return !segment || page.segment == segment; };
+        error = unwritable.error_of(is_of_it);
+    }
+    if (error) std::rethrow_exception(error);
+}
+
+void Pager::Impl::forget_error(const Page& page) {
+    const std::lock_guard lock(mutex);
+    page_errors.erase(&page);
 }
 
 void Pager::Impl::raise_page_error(const Page& page) {

@@ -1,5 +1,6 @@
 #include <cerrno>
 
+#include "base/engine_thread.h"
 #include "base/log.h"
 #include "pager/pager_impl.h"
 
@@ -15,7 +16,7 @@ ServiceThread::~ServiceThread() {
 }
 
 void ServiceThread::start() {
-    thread_ = std::thread([this] { run(); });
+    thread_ = engine_thread("to-service", [this] { run(); });
     thread_id_ = thread_.get_id();
 }
 

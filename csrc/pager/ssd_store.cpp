@@ -1,12 +1,15 @@
 #include "pager/ssd_store.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "base/activity_log.h"
 #include "base/check.h"
+#include "base/engine_thread.h"
 #include "base/log.h"
 #include "base/units.h"
 #include "pager/pager.h"
@@ -16,9 +19,10 @@ namespace torch_offload {
 namespace {
 
 constexpr std::chrono::milliseconds kIdleWait{200};
+constexpr std::chrono::milliseconds kBrokenPause{10};
 constexpr std::size_t kReapBatch = 32;
-
 constexpr double kFirstReadRate = 1e9;  // bytes per second, until there is a measurement
+constexpr double kJitter = 0.25;        // of a wait before a transfer is tried again, either way
 
 /// Distinguishes the scratch files of one process, so that a page of one is never taken for a page of another.
 std::uint64_t next_store_id() {
@@ -26,11 +30,14 @@ std::uint64_t next_store_id() {
     return ++last;
 }
 
+bool is_full(int error) noexcept { return error == ENOSPC || error == EDQUOT; }
+
 }  // namespace
 
-SsdStore::SsdStore(std::span<const std::string> directories, std::unique_ptr<IoEngine> engine)
+SsdStore::SsdStore(std::span<const std::string> directories, std::unique_ptr<IoEngine> engine, TransferLimits limits)
     : file_(directories),
       store_id_(next_store_id()),
+      limits_(std::move(limits)),
       engine_(std::move(engine)),
       arbiter_(engine_->capacity()),
       read_rate_(kFirstReadRate) {}
@@ -39,7 +46,7 @@ SsdStore::~SsdStore() { stop(); }
 
 void SsdStore::start(StoreClient& client) {
     client_ = &client;
-    thread_ = std::thread([this] { run(); });
+    thread_ = engine_thread("to-ssd", [this] { run(); });
 }
 
 void SsdStore::stop() {
@@ -59,12 +66,19 @@ void SsdStore::write(std::shared_ptr<Segment> segment, Page& page) {
 }
 
 void SsdStore::forget(Segment& segment) noexcept {
+    const std::lock_guard lock(stored_mutex_);
     for (std::size_t i = 0; i < segment.page_count(); ++i) {
-        if (const Page& page = segment.page(i); page.extent) file_.free(*page.extent);
+        const auto found = stored_.find(&segment.page(i));
+        if (found == stored_.end()) continue;
+        if (found->second.extent) file_.free(*found->second.extent);
+        stored_.erase(found);
     }
 }
 
-StoreStatistics SsdStore::statistics() const { return {file_.allocated_bytes(), file_.size_bytes(), engine_->name()}; }
+StoreStatistics SsdStore::statistics() const {
+    return {file_.allocated_bytes(),  file_.size_bytes(),       retried_reads_.get(), retried_writes_.get(),
+            healed_mismatches_.get(), quarantined_bytes_.get(), engine_->name()};
+}
 
 UpdateLatch SsdStore::latch_for_update(std::span<const std::shared_ptr<Segment>>, std::size_t, bool) {
     throw LogicError("an update cannot be applied on the SSD");
@@ -87,10 +101,44 @@ void SsdStore::kick() noexcept {
     if (!kicked_.exchange(true, std::memory_order_acq_rel)) engine_->wake();
 }
 
+// --- Its thread ---------------------------------------------------------------------------------------------------
+
+/// Nothing that fails here ends the process.
 void SsdStore::run() {
     StallClock::ignore_this_thread();
+    while (true) {
+        try {
+            serve();
+            return;
+        } catch (const TierIoError& error) {
+            serve_broken(error);
+            return;
+        } catch (const std::exception& error) {  // such as a lack of memory for a transfer's own needs
+            OFFLOAD_LOG(error, "ssd tier: a turn of the I/O thread failed: ", error.what());
+            end_all(error);
+        }
+    }
+}
+
+/// The engine failed as a whole, and with it every transfer, now and later: each ends as not now. Pages in memory stay
+/// usable.
+void SsdStore::serve_broken(const TierIoError& error) {
+    OFFLOAD_LOG(error, "ssd tier: the I/O engine failed: ", error.what(), "; pages on SSD cannot be used any more");
+    while (!engine_->quiesce()) OFFLOAD_LOG(error, "ssd tier: transfers are still under way, waiting for them");
+    for (Transfer* transfer : submitted_) ready_reads_.emplace_back(transfer);
+    submitted_.clear();
+    while (true) {
+        take_queue();
+        end_all(error);
+        if (stopping_.load(std::memory_order_acquire)) return;
+        std::this_thread::sleep_for(kBrokenPause);
+    }
+}
+
+/// Until it is stopped and nothing is in flight.
+void SsdStore::serve() {
     std::array<IoRequest*, kReapBatch> finished{};
-    auto turn_start = std::chrono::steady_clock::now();
+    auto turn_start = Clock::now();
     while (true) {
         take_queue();
         submit_ready();
@@ -104,22 +152,29 @@ void SsdStore::run() {
         }
         const IoLoad load_before = load();
         const bool was_reading = reads_in_flight() > 0;
-        const std::size_t count = engine_->reap(finished, kIdleWait);
-        submitted_ -= count;
-        std::size_t read_bytes = 0;
+        const std::size_t count = engine_->reap(finished, longest_wait());
         std::size_t finished_bytes = 0;
-        for (std::size_t i = 0; i < count; ++i) {
-            std::unique_ptr<Transfer> transfer(static_cast<Transfer*>(finished[i]->context));
-            finished_bytes += transfer->request.buffer.size();
-            if (transfer->request.direction == IoDirection::read) read_bytes += transfer->request.buffer.size();
-            settle_finished(std::move(transfer));
-        }
-        const auto now = std::chrono::steady_clock::now();
+        for (IoRequest* request : std::span(finished).first(count)) finished_bytes += request->buffer.size();
+        const std::size_t read_bytes = settle_batch(std::span(finished).first(count));
+        check_ages();
+        const auto now = Clock::now();
         arbiter_.note(finished_bytes, now - turn_start, load_before);
         if (was_reading) read_rate_.note(read_bytes, now - turn_start);  // whatever else the disk did meanwhile
         turn_start = now;
         if (count > 0) kicked_.store(true, std::memory_order_release);
     }
+}
+
+/// Returns how many bytes were read.
+std::size_t SsdStore::settle_batch(std::span<IoRequest* const> finished) {
+    std::size_t read_bytes = 0;
+    for (IoRequest* request : finished) {
+        if (request->direction == IoDirection::read) read_bytes += request->buffer.size();
+        std::unique_ptr<Transfer> transfer(static_cast<Transfer*>(request->context));
+        submitted_.erase(transfer.get());
+        settle_finished(std::move(transfer));
+    }
+    return read_bytes;
 }
 
 void SsdStore::take_queue() {
@@ -132,6 +187,30 @@ void SsdStore::take_queue() {
         const bool is_read = transfer->request.direction == IoDirection::read;
         (is_read ? ready_reads_ : ready_writes_).push_back(std::move(transfer));
     }
+    take_due();
+}
+
+/// Of a store that stops, all are due: they get their last attempt.
+void SsdStore::take_due() {
+    const bool are_all_due = stopping_.load(std::memory_order_acquire);
+    const auto now = Clock::now();
+    const auto due = std::stable_partition(delayed_.begin(), delayed_.end(),
+                                           [&](const auto& transfer) { return !are_all_due && transfer->due > now; });
+    for (auto transfer = due; transfer != delayed_.end(); ++transfer) {
+        const bool is_read = (*transfer)->request.direction == IoDirection::read;
+        (is_read ? ready_reads_ : ready_writes_).push_front(std::move(*transfer));
+    }
+    delayed_.erase(due, delayed_.end());
+}
+
+/// Until the next delayed transfer is due, if that is soon.
+std::chrono::milliseconds SsdStore::longest_wait() const {
+    auto wait = kIdleWait;
+    for (const auto& transfer : delayed_) {
+        const auto left = std::chrono::ceil<std::chrono::milliseconds>(transfer->due - Clock::now());
+        wait = std::clamp(left, std::chrono::milliseconds(0), wait);
+    }
+    return wait;
 }
 
 void SsdStore::submit_ready() {
@@ -140,72 +219,117 @@ void SsdStore::submit_ready() {
         Transfer& transfer = *ready.front();
         if (transfer.request.context == nullptr && !prepare(transfer)) {
             ready.pop_front();
-            in_flight_.fetch_sub(1, std::memory_order_relaxed);
             continue;
         }
         if (transfer.begin_ns == 0) transfer.begin_ns = activity_now_ns();
+        transfer.submitted = Clock::now();
         IoRequest* request = &transfer.request;
         if (engine_->submit({&request, 1}) == 0) return;  // full: the rest waits for completions
-        static_cast<void>(ready.front().release());       // the engine's until reaped; context leads back to it
+        submitted_.insert(ready.front().release());       // the engine's until reaped; context leads back to it
         ready.pop_front();
-        ++submitted_;
     }
 }
 
-IoLoad SsdStore::load() const noexcept { return {ready_reads_.size(), ready_writes_.size(), submitted_}; }
-
-PageIdentity SsdStore::identity_of(const Page& page) const {
-    return {store_id_, page.segment->id() << 24 | page.segment->index_of(page), page.version};
+/// Names transfers that take long, and says so to who waits for one that is late.
+void SsdStore::check_ages() {
+    const auto now = Clock::now();
+    for (Transfer* transfer : submitted_) {
+        const auto age = std::chrono::duration_cast<std::chrono::milliseconds>(now - transfer->submitted);
+        const auto warn_at = transfer->warned.count() == 0 ? limits_.warn_after : transfer->warned + limits_.warn_every;
+        if (age < warn_at && (age < limits_.timeout || transfer->is_late)) continue;
+        const std::string what = describe(*transfer, age);
+        if (age >= warn_at) {
+            transfer->warned = age;
+            OFFLOAD_LOG(warning, what, "; the disk may hang: see the kernel's log (dmesg)");
+        }
+        if (age < limits_.timeout || transfer->is_late) continue;
+        transfer->is_late = true;
+        const auto error = std::make_exception_ptr(TierIoError(
+            concat(what, "; nothing is lost if the disk comes back: see the kernel's log (dmesg)"), ETIMEDOUT));
+        client_->note_late(*transfer->page, transfer->request.direction, error);
+    }
 }
 
-/// Gives the page an extent and the checksum of its frame; throws TierIoError when the disk is full.
-void SsdStore::prepare_write(Page& page) {
-    if (!page.extent) page.extent = file_.allocate(page.frame.slot.size());
-    ++page.version;
-    page.checksum = page_checksum(page.frame.slot, identity_of(page));
+std::string SsdStore::describe(const Transfer& transfer, Clock::duration age) const {
+    const bool is_read = transfer.request.direction == IoDirection::read;
+    const Extent& extent = is_read ? *transfer.stored->extent : *transfer.target;
+    return concat("ssd tier: ", is_read ? "reading" : "writing", " page ", transfer.segment->index_of(*transfer.page),
+                  " of ", transfer.segment->label, " (offset ", extent.offset_bytes, " of the scratch file in ",
+                  file_.directory(extent), ") has taken ", std::chrono::duration<double>(age).count(), " s; ",
+                  reads_in_flight(), " of ", in_flight(), " transfers under way are reads");
 }
 
-bool SsdStore::frame_matches(const Page& page) const {
-    return page_checksum(page.frame.slot, identity_of(page)) == page.checksum;
+IoLoad SsdStore::load() const noexcept { return {ready_reads_.size(), ready_writes_.size(), submitted_.size()}; }
+
+/// Ends every transfer that the engine does not have.
+void SsdStore::end_all(const std::exception& error) {
+    std::vector<std::unique_ptr<Transfer>> left = std::move(delayed_);
+    delayed_.clear();
+    for (auto* ready : {&ready_reads_, &ready_writes_}) {
+        std::ranges::move(*ready, std::back_inserter(left));
+        ready->clear();
+    }
+    for (const std::unique_ptr<Transfer>& transfer : left) {
+        const auto why = std::make_exception_ptr(TierIoError(concat("ssd tier: ", error.what()), EIO));
+        end(*transfer, {TransferStatus::not_now, why});
+    }
 }
 
-/// `error_number` 0: the bytes came, and are not the ones that were written.
-std::exception_ptr SsdStore::read_error(const Page& page, int error_number) const {
-    const std::string message =
-        concat("ssd tier: reading page ", page.segment->index_of(page), " of ", page.segment->label, " at offset ",
-               page.extent->offset_bytes, " of the scratch file in ", file_.directory(*page.extent),
-               " failed: ", error_number == 0 ? "checksum mismatch" : std::strerror(error_number),
-               "; the page is lost, restart from the last checkpoint on a sound disk");
-    if (error_number == 0) return std::make_exception_ptr(CorruptPage(message));
-    return std::make_exception_ptr(TierIoError(message, error_number));
+// --- Before and after a transfer ----------------------------------------------------------------------------------
+
+/// The page's entry, which stays where it is.
+StoredPage& SsdStore::stored_page(const Page& page) {
+    const std::lock_guard lock(stored_mutex_);
+    return stored_[&page];
 }
 
-std::exception_ptr SsdStore::write_error(const Page& page, const std::string& why, int error_number) const {
-    return std::make_exception_ptr(TierIoError(
-        concat("ssd tier: writing page ", page.segment->index_of(page), " of ", page.segment->label,
-               page.extent ? concat(" to the scratch file in ", file_.directory(*page.extent)) : std::string(),
-               " failed: ", why),
-        error_number));
+PageIdentity SsdStore::identity_of(const Page& page, std::uint64_t version) const {
+    return {store_id_, page.segment->id() << 24 | page.segment->index_of(page), version};
+}
+
+bool SsdStore::frame_matches(const Transfer& transfer) const {
+    const PageIdentity identity = identity_of(*transfer.page, transfer.stored->version);
+    return page_checksum(transfer.page->frame.slot, identity) == transfer.stored->checksum;
+}
+
+/// A new extent; on a full disk the one that the page has, whose bytes nobody reads any more.
+Extent SsdStore::place_for(const Transfer& transfer) {
+    try {
+        return file_.allocate(transfer.page->frame.slot.size());
+    } catch (const TierIoError& error) {
+        if (!is_full(error.error_number()) || !transfer.stored->extent) throw;
+        return *transfer.stored->extent;
+    }
+}
+
+/// Gives a write its place and its checksum. Throws: TierIoError when the disk is full.
+void SsdStore::prepare_write(Transfer& transfer) {
+    if (!transfer.target) transfer.target = place_for(transfer);
+    if (transfer.version != 0) return;
+    transfer.version = ++transfer.stored->last_version;
+    transfer.checksum = page_checksum(transfer.page->frame.slot, identity_of(*transfer.page, transfer.version));
 }
 
 /// Fills the request; false if the transfer ended in an error that was already reported.
 bool SsdStore::prepare(Transfer& transfer) {
     Page& page = *transfer.page;
     IoRequest& request = transfer.request;
+    transfer.stored = &stored_page(page);
     if (page.frame.fixed_index == kUnregistered && client_->may_register(page.frame.slot.size())) {
         page.frame.fixed_index = engine_->register_buffer(page.frame.slot);
         if (page.frame.fixed_index != kUnregistered) client_->note_registered(page.frame.slot.size());
     }
     if (request.direction == IoDirection::write) {
         try {
-            prepare_write(page);
+            prepare_write(transfer);
         } catch (const TierIoError& error) {
-            client_->fail_write(page, write_error(page, error.what(), error.error_number()));
+            end_failed_write(transfer, error.what(), error.error_number());
             return false;
         }
     }
-    request.file_descriptor = file_.file_descriptor(*page.extent);
-    request.offset_bytes = page.extent->offset_bytes;
+    const Extent& extent = request.direction == IoDirection::write ? *transfer.target : *transfer.stored->extent;
+    request.file_descriptor = file_.file_descriptor(extent);
+    request.offset_bytes = extent.offset_bytes;
     request.buffer = page.frame.slot;
     request.fixed_index = page.frame.fixed_index;
     request.fixed_address = page.frame.slot.data();
@@ -216,36 +340,110 @@ bool SsdStore::prepare(Transfer& transfer) {
 void SsdStore::settle_finished(std::unique_ptr<Transfer> transfer) {
     if (transfer->request.direction == IoDirection::read) {
         settle_read(std::move(transfer));
-        return;
-    }
-    in_flight_.fetch_sub(1, std::memory_order_relaxed);
-    const int error = transfer->request.error;
-    if (error == 0) {
-        client_->note_transfer(*transfer->page, IoDirection::write, transfer->begin_ns);
-        client_->finish_write(*transfer->page);
     } else {
-        client_->fail_write(*transfer->page, write_error(*transfer->page, std::strerror(error), error));
+        settle_write(std::move(transfer));
     }
 }
 
+/// Puts a transfer off that failed for a reason that may pass. False, and still the caller's, once it was tried as
+/// often as is worth it, or the store stops.
+bool SsdStore::try_again_later(std::unique_ptr<Transfer>& transfer) {
+    const IoRequest& request = transfer->request;
+    const bool is_worth_it = may_pass(request.error) && transfer->failed_attempts < limits_.retry_delays.size();
+    if (!is_worth_it || stopping_.load(std::memory_order_acquire)) return false;
+    const IoDirection direction = request.direction;
+    const bool is_read = direction == IoDirection::read;
+    (is_read ? retried_reads_ : retried_writes_).increment();
+    const auto delay = limits_.retry_delays[transfer->failed_attempts++];
+    OFFLOAD_LOG(warning, "ssd tier: ", is_read ? "reading" : "writing", " page ",
+                transfer->segment->index_of(*transfer->page), " of ", transfer->segment->label, " failed (",
+                std::strerror(request.error), "), trying again in ", delay.count(), " ms");
+    std::uniform_real_distribution<double> factor(1 - kJitter, 1 + kJitter);
+    transfer->due = Clock::now() + std::chrono::duration_cast<Clock::duration>(delay * factor(jitter_));
+    if (transfer->target && transfer->target != transfer->stored->extent)
+        transfer->refused.push_back(*transfer->target);
+    transfer->target.reset();  // a write is tried again elsewhere
+    transfer->request = IoRequest{};
+    transfer->request.direction = direction;
+    delayed_.push_back(std::move(transfer));
+    return true;
+}
+
+void SsdStore::end(Transfer& transfer, const TransferEnd& end) {
+    in_flight_.fetch_sub(1, std::memory_order_relaxed);
+    if (transfer.request.direction == IoDirection::read) {
+        reads_in_flight_.fetch_sub(1, std::memory_order_relaxed);
+        client_->end_read(transfer.segment, *transfer.page, end);
+        return;
+    }
+    if (end.status != TransferStatus::ok) {
+        for (const Extent& extent : transfer.refused) file_.free(extent);  // all of the disk fails, as it seems
+        if (transfer.target && transfer.target != transfer.stored->extent) file_.free(*transfer.target);
+    }
+    client_->end_write(*transfer.page, end);
+}
+
+/// Where it failed is not used again if it succeeded elsewhere.
+void SsdStore::settle_write(std::unique_ptr<Transfer> transfer) {
+    StoredPage& stored = *transfer->stored;
+    if (const int error = transfer->request.error; error != 0) {
+        if (!try_again_later(transfer)) end_failed_write(*transfer, std::strerror(error), error);
+        return;
+    }
+    if (stored.extent && stored.extent != transfer->target) file_.free(*stored.extent);
+    stored.extent = transfer->target;
+    stored.version = transfer->version;
+    stored.checksum = transfer->checksum;
+    for (const Extent& extent : transfer->refused) quarantined_bytes_.add(extent.size_bytes);
+    end(*transfer, {TransferStatus::ok, nullptr, transfer->begin_ns});
+}
+
+void SsdStore::end_failed_write(Transfer& transfer, const std::string& why, int error_number) {
+    const std::string message =
+        concat("ssd tier: writing page ", transfer.segment->index_of(*transfer.page), " of ", transfer.segment->label,
+               transfer.target ? concat(" to the scratch file in ", file_.directory(*transfer.target)) : std::string(),
+               " failed: ", why, "; nothing is lost, the page stays in memory");
+    end(transfer, {TransferStatus::not_now, std::make_exception_ptr(TierIoError(message, error_number))});
+}
+
 void SsdStore::settle_read(std::unique_ptr<Transfer> transfer) {
-    Page& page = *transfer->page;
+    StoredPage& stored = *transfer->stored;
     const int error = transfer->request.error;
-    if (error == 0 && !frame_matches(page) && !transfer->is_second_read) {
+    if (error != 0) {
+        if (try_again_later(transfer)) return;
+        end(*transfer, {TransferStatus::not_now, read_error(*transfer, error)});
+    } else if (frame_matches(*transfer)) {
+        if (transfer->is_second_read) healed_mismatches_.increment();
+        end(*transfer, {TransferStatus::ok, nullptr, transfer->begin_ns});
+    } else if (!transfer->is_second_read) {
         OFFLOAD_LOG(warning, "checksum mismatch at offset ", transfer->request.offset_bytes, ", reading again");
         transfer->is_second_read = true;
         transfer->request = IoRequest{};
         ready_reads_.push_front(std::move(transfer));
-        return;
-    }
-    in_flight_.fetch_sub(1, std::memory_order_relaxed);
-    reads_in_flight_.fetch_sub(1, std::memory_order_relaxed);
-    if (error != 0 || (transfer->is_second_read && !frame_matches(page))) {
-        client_->fail_read(page, read_error(page, error));
     } else {
-        client_->note_transfer(page, IoDirection::read, transfer->begin_ns);
-        client_->finish_read(transfer->segment, page);
+        const std::exception_ptr why = read_error(*transfer, 0);
+        quarantined_bytes_.add(stored.extent->size_bytes);
+        stored.extent.reset();
+        end(*transfer, {TransferStatus::lost, why});
     }
+}
+
+/// `error_number` 0: the bytes came, and are not the ones that were written.
+std::exception_ptr SsdStore::read_error(const Transfer& transfer, int error_number) const {
+    const Extent& extent = *transfer.stored->extent;
+    const std::string where =
+        concat("ssd tier: reading page ", transfer.segment->index_of(*transfer.page), " of ", transfer.segment->label,
+               " at offset ", extent.offset_bytes, " of the scratch file in ", file_.directory(extent), " failed: ");
+    if (error_number == 0) {
+        return std::make_exception_ptr(
+            CorruptPage(concat(where,
+                               "checksum mismatch, also when read again; the page is lost: overwrite the "
+                               "tensor, or restart from the last checkpoint on a sound disk")));
+    }
+    return std::make_exception_ptr(TierIoError(concat(where, std::strerror(error_number),
+                                                      "; nothing is lost if the disk comes back: the next "
+                                                      "access reads it again"),
+                                               error_number));
 }
 
 void SsdStore::give_back_registered() {

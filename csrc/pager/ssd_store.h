@@ -6,11 +6,17 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <random>
 #include <span>
 #include <string>
 #include <thread>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
+#include "base/check.h"
+#include "base/counters.h"
 #include "pager/io_arbiter.h"
 #include "pager/page_store.h"
 #include "pager/rate_meter.h"
@@ -20,21 +26,39 @@
 
 namespace torch_offload {
 
+/// Where the latest bytes of a page lie that were written whole, and what they are.
+struct StoredPage {
+    std::optional<Extent> extent;
+    std::uint64_t checksum = 0;
+    std::uint64_t version = 0;       // of the bytes in the extent
+    std::uint64_t last_version = 0;  // that any write had
+};
+
 /// One page on its way. Keeps its segment alive.
 struct Transfer {
     IoRequest request;
     std::shared_ptr<Segment> segment;
     Page* page = nullptr;
-    std::int64_t begin_ns = 0;    // when it was first submitted
+    StoredPage* stored = nullptr;                 // of the page
+    std::optional<Extent> target;                 // of a write: where it goes, to be the page's when it has succeeded
+    std::vector<Extent> refused;                  // of a write: where it failed before
+    std::uint64_t checksum = 0;                   // of a write: of what is written
+    std::uint64_t version = 0;                    // of a write: the same
+    std::int64_t begin_ns = 0;                    // when it was first submitted
+    std::size_t failed_attempts = 0;              // for reasons that may pass
+    std::chrono::steady_clock::time_point due{};  // not submitted before
+    std::chrono::steady_clock::time_point submitted{};
+    std::chrono::milliseconds warned{0};  // at which age it was named last
+    bool is_late = false;
     bool is_second_read = false;  // after a checksum mismatch
 };
 
 /// Reads pages into frames and verifies them, writes pages, and has the pager look ahead when it has nothing better to
-/// do, all on one thread.
+/// do, all on one thread. A page is written to a new extent; the one it had is free once that has succeeded.
 class SsdStore final : public PageStore {
 public:
     /// Throws: what StripedFile does.
-    SsdStore(std::span<const std::string> directories, std::unique_ptr<IoEngine> engine);
+    SsdStore(std::span<const std::string> directories, std::unique_ptr<IoEngine> engine, TransferLimits limits);
     ~SsdStore() override;
 
     void start(StoreClient& client) override;
@@ -54,35 +78,61 @@ public:
     bool has_in_memory(std::span<const std::shared_ptr<Segment>>, std::size_t) override { return false; }
 
 private:
+    using Clock = std::chrono::steady_clock;
+
     void enqueue(IoDirection direction, std::shared_ptr<Segment> segment, Page& page);
     void run();
+    void serve();
+    void serve_broken(const TierIoError& error);
     void take_queue();
+    void take_due();
+    std::chrono::milliseconds longest_wait() const;
     void submit_ready();
+    void check_ages();
+    std::string describe(const Transfer& transfer, Clock::duration age) const;
+    std::size_t settle_batch(std::span<IoRequest* const> finished);
     IoLoad load() const noexcept;
     std::size_t in_flight() const noexcept { return in_flight_.load(std::memory_order_relaxed); }
+
     bool prepare(Transfer& transfer);
-    void prepare_write(Page& page);
+    void prepare_write(Transfer& transfer);
+    Extent place_for(const Transfer& transfer);
     void settle_finished(std::unique_ptr<Transfer> transfer);
     void settle_read(std::unique_ptr<Transfer> transfer);
-    PageIdentity identity_of(const Page& page) const;
-    bool frame_matches(const Page& page) const;
-    std::exception_ptr read_error(const Page& page, int error_number) const;
-    std::exception_ptr write_error(const Page& page, const std::string& why, int error_number) const;
+    void settle_write(std::unique_ptr<Transfer> transfer);
+    bool try_again_later(std::unique_ptr<Transfer>& transfer);
+    void end(Transfer& transfer, const TransferEnd& end);
+    void end_failed_write(Transfer& transfer, const std::string& why, int error_number);
+    void end_all(const std::exception& error);
     void give_back_registered();
+
+    StoredPage& stored_page(const Page& page);
+    PageIdentity identity_of(const Page& page, std::uint64_t version) const;
+    bool frame_matches(const Transfer& transfer) const;
+    std::exception_ptr read_error(const Transfer& transfer, int error_number) const;
 
     StripedFile file_;
     std::uint64_t store_id_;
+    const TransferLimits limits_;
     StoreClient* client_ = nullptr;  // from start() on
     std::unique_ptr<IoEngine> engine_;
     std::mutex queue_mutex_;
     std::vector<std::unique_ptr<Transfer>> queue_;
-    std::deque<std::unique_ptr<Transfer>> ready_reads_;   // its thread only
-    std::deque<std::unique_ptr<Transfer>> ready_writes_;  // its thread only
-    IoArbiter arbiter_;                                   // its thread only
-    std::size_t submitted_ = 0;                           // its thread only
-    std::atomic<std::size_t> in_flight_{0};               // queued, ready or submitted
+    std::mutex stored_mutex_;  // guards which entries there are; one belongs to the page's transfer while there is one
+    std::unordered_map<const Page*, StoredPage> stored_;
+
+    // Of its thread only.
+    std::deque<std::unique_ptr<Transfer>> ready_reads_;
+    std::deque<std::unique_ptr<Transfer>> ready_writes_;
+    std::vector<std::unique_ptr<Transfer>> delayed_;  // failed for a reason that may pass, not yet due
+    IoArbiter arbiter_;
+    std::unordered_set<Transfer*> submitted_;  // the engine's; owned here
+    std::minstd_rand jitter_;
+
+    std::atomic<std::size_t> in_flight_{0};  // queued, ready, delayed or submitted
     std::atomic<std::size_t> reads_in_flight_{0};
     RateMeter read_rate_;
+    Counter retried_reads_, retried_writes_, healed_mismatches_, quarantined_bytes_;
     std::atomic<bool> kicked_{false};
     std::atomic<bool> stopping_{false};
     std::thread thread_;

@@ -1,12 +1,15 @@
 #include "pager/tier_store.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <optional>
 #include <utility>
 
 #include "base/activity_log.h"
 #include "base/check.h"
+#include "base/engine_thread.h"
+#include "base/log.h"
 #include "base/units.h"
 #include "pager/stall_clock.h"
 
@@ -20,6 +23,19 @@ constexpr std::size_t kCapacity = 16;
 constexpr std::size_t kMinPagesBelow = 2 * kLinkDirectionCount * kCopiesUnderWay;
 constexpr std::size_t kWidestElementBytes = 4;
 constexpr double kFirstReadRate = 4e9;  // bytes per second, until there is a measurement
+
+/// Of the exception that is being handled: a page is lost only if the tier below has lost it, not where that lacks
+/// memory or a disk fails.
+TransferEnd failed_end() {
+    const std::exception_ptr error = std::current_exception();
+    try {
+        std::rethrow_exception(error);
+    } catch (const CorruptPage&) {
+        return {TransferStatus::lost, error};
+    } catch (...) {
+        return {TransferStatus::not_now, error};
+    }
+}
 
 }  // namespace
 
@@ -38,8 +54,9 @@ void TierStore::start(StoreClient& client) {
     below_.set_tier_above(
         {client.stall_totals(), [this](Segment& backing) { return members_below(backing); },
          [this](const Segment& backing, std::size_t index) { return has_page_above(backing, index); }});
-    for (Lane* lane : {&to_device_, &to_host_}) lane->thread = std::thread([this, lane] { run(*lane); });
-    planner_ = std::thread([this] { look_ahead_when_kicked(); });
+    to_device_.thread = engine_thread("to-up", [this] { run(to_device_); });
+    to_host_.thread = engine_thread("to-down", [this] { run(to_host_); });
+    planner_ = engine_thread("to-plan", [this] { look_ahead_when_kicked(); });
 }
 
 void TierStore::stop() {
@@ -137,11 +154,16 @@ void TierStore::look_ahead_when_kicked() {
 
 void TierStore::run(Lane& lane) {
     StallClock::ignore_this_thread();
-    const std::unique_ptr<Stream> stream = device_.make_stream(lane.direction);
+    std::unique_ptr<Stream> stream;
+    try {
+        stream = device_.make_stream(lane.direction);
+    } catch (const std::exception& error) {  // every transfer meets the same
+        OFFLOAD_LOG(error, "no stream of the device ", device_.name(), ": ", error.what());
+    }
     std::deque<Transfer> under_way;
     while (true) {
         std::optional<Transfer> transfer = next(lane, under_way.empty());
-        if (transfer && begin(lane, *stream, *transfer)) under_way.push_back(std::move(*transfer));
+        if (transfer && begin(lane, stream.get(), *transfer)) under_way.push_back(std::move(*transfer));
         if (!under_way.empty() && (!transfer || under_way.size() == kCopiesUnderWay)) {
             Transfer oldest = std::move(under_way.front());
             under_way.pop_front();
@@ -163,10 +185,11 @@ std::optional<TierStore::Transfer> TierStore::next(Lane& lane, bool may_wait) {
 }
 
 /// The backing segment's page is pinned and the copy queued; false if that failed, and was said so.
-bool TierStore::begin(Lane& lane, Stream& stream, Transfer& transfer) {
+bool TierStore::begin(Lane& lane, Stream* stream, Transfer& transfer) {
     Page& page = *transfer.page;
     const bool is_read = lane.direction == LinkDirection::to_device;
     try {
+        if (!stream) throw TierIoError(concat("device ", device_.name(), ": no stream for copies"), EIO);
         const std::shared_ptr<Segment> backing = backing_of(transfer.segment);
         const std::size_t index = transfer.segment->index_of(page);
         transfer.below = pin_below(backing, index, is_read ? Access::read : Access::overwrite);
@@ -174,57 +197,42 @@ bool TierStore::begin(Lane& lane, Stream& stream, Transfer& transfer) {
         const std::span<std::byte> here = page.frame.slot.first(there.size());
         transfer.begin_ns = activity_now_ns();
         if (is_read) {
-            stream.copy(here, there);
+            stream->copy(here, there);
         } else {
-            stream.copy(there, here);
+            stream->copy(there, here);
         }
-        transfer.copied = stream.record();
+        transfer.copied = stream->record();
         return true;
     } catch (...) {
-        fail(lane, page);
+        end(lane, transfer, failed_end());
         return false;
     }
 }
 
-/// Says the exception that is being handled.
-void TierStore::fail(Lane& lane, Page& page) {
+void TierStore::end(Lane& lane, const Transfer& transfer, const TransferEnd& end) {
     lane.in_flight.fetch_sub(1);
     if (lane.direction == LinkDirection::to_device) {
-        client_->fail_read(page, std::current_exception());
+        client_->end_read(transfer.segment, *transfer.page, end);
     } else {
-        client_->fail_write(page, std::current_exception());
+        client_->end_write(*transfer.page, end);
     }
 }
 
 void TierStore::finish(Lane& lane, Transfer transfer) {
-    Page& page = *transfer.page;
     try {
         transfer.copied->wait();
     } catch (...) {
-        fail(lane, page);
+        end(lane, transfer, failed_end());
         return;
     }
     transfer.below = PinGuard();
-    lane.in_flight.fetch_sub(1);
-    if (lane.direction == LinkDirection::to_device) {
-        note_read(transfer, activity_now_ns());
-        client_->note_transfer(page, IoDirection::read, transfer.begin_ns);
-        client_->finish_read(transfer.segment, page);
-    } else {
-        client_->note_transfer(page, IoDirection::write, transfer.begin_ns);
-        client_->finish_write(page);
-    }
+    if (lane.direction == LinkDirection::to_device) note_read(transfer, activity_now_ns());
+    end(lane, transfer, {TransferStatus::ok, nullptr, transfer.begin_ns});
     kick();
 }
 
-/// What the pager below raises may be an earlier failure of another page, which it raises once.
 PinGuard TierStore::pin_below(const std::shared_ptr<Segment>& backing, std::size_t index, Access access) {
     below_.touch(backing);
-    try {
-        return below_.pin_pages(backing, index, 1, access);
-    } catch (const OffloadError&) {
-        client_->note_error(std::current_exception());
-    }
     return below_.pin_pages(backing, index, 1, access);
 }
 

@@ -78,8 +78,8 @@ private:
     void enqueue(Lane& lane, std::shared_ptr<Segment> segment, Page& page);
     void run(Lane& lane);
     std::optional<Transfer> next(Lane& lane, bool may_wait);
-    bool begin(Lane& lane, Stream& stream, Transfer& transfer);
-    void fail(Lane& lane, Page& page);
+    bool begin(Lane& lane, Stream* stream, Transfer& transfer);
+    void end(Lane& lane, const Transfer& transfer, const TransferEnd& end);
     void finish(Lane& lane, Transfer transfer);
     void look_ahead_when_kicked();
     PinGuard pin_below(const std::shared_ptr<Segment>& backing, std::size_t index, Access access);

@@ -67,7 +67,8 @@ class Figures(Traffic):
         evictions: Pages that left memory.
         clean_drops: Of those, pages that left without a write.
         stall_seconds: Seconds in which the program waited, by cause: ``read``, ``memory``, ``update``, ``fault``.
-        counters: Everything else that the engine counts, by name: deferred work, norms, adoptions.
+        counters: Everything else that the engine counts, by name: deferred work, norms, adoptions, and what the disk
+            did wrong (``retried_reads``, ``retried_writes``, ``healed_mismatches``, ``quarantined_bytes``).
         device: The device's figures, None where the module computes in the host's memory. Pins, misses, faults,
             prefetches and evictions are those of the memory in which it computes, stalls those in either.
         activations: Which layers page the activations of the backward pass and which recompute them, and why; None

@@ -54,6 +54,17 @@ def _ssd_rows(report: Figures) -> Iterator[Row]:
     yield "read", _total_and_parts(report.read_bytes)
     yield "written", _total_and_parts(report.written_bytes)
     yield "I/O engine", report.io_engine
+    counted = report.counters
+    retries = counted.get("retried_reads", 0) + counted.get("retried_writes", 0)
+    healed, quarantined = counted.get("healed_mismatches", 0), counted.get("quarantined_bytes", 0)
+    if retries or healed or quarantined:
+        yield (
+            "SSD errors",
+            (
+                f"{retries} transfers tried again, {healed} reads whose bytes differed at first, "
+                f"{format_size(quarantined)} of the scratch file not used again: replace this disk"
+            ),
+        )
 
 
 def _page_rows(report: Figures) -> Iterator[Row]:

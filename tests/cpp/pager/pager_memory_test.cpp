@@ -105,7 +105,7 @@ TEST(PagerMemory, SegmentThatDiesInPlaceLeavesItsRange) {
     Pager pager(options_with(8));
     const auto range = pager.allocate_range(4 * kPageBytes);
     const std::byte* address = range.data();
-    auto gradient = pager.adopt_range(range, 4 * kPageBytes, 4, SegmentKind::gradient);
+    auto gradient = pager.adopt_range(range, 4 * kPageBytes, 4, {.kind = SegmentKind::gradient});
     fill(*gradient, 3);
     gradient.reset();
     EXPECT_EQ(pager.statistics().memory.idle_range_bytes, 4 * kPageBytes);
@@ -120,7 +120,8 @@ TEST(PagerMemory, SegmentThatDiesInPlaceLeavesItsRange) {
 // its last owner for a moment.
 TEST(PagerMemory, SegmentThatDiesElsewhereLeavesFrames) {
     Pager pager(options_with(8));
-    auto gradient = pager.adopt_range(pager.allocate_range(4 * kPageBytes), 4 * kPageBytes, 4, SegmentKind::gradient);
+    auto gradient =
+        pager.adopt_range(pager.allocate_range(4 * kPageBytes), 4 * kPageBytes, 4, {.kind = SegmentKind::gradient});
     fill(*gradient, 3);
     EXPECT_EQ(pager.evict(gradient), 0u);
     {

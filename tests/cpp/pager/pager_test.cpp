@@ -5,10 +5,16 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <csignal>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <map>
 #include <random>
+#include <string>
 #include <thread>
 
+#include "storage/thread_engine.h"
 #include "support/pager_fixture.h"
 #include "support/sanitizer_options.h"
 #include "support/scratch_directory.h"
@@ -102,7 +108,7 @@ TEST(Pager, AdoptedRangeKeepsAddressAndBytes) {
     const auto bystander = filled_segment(pager, 6, 1);
     const auto range = pager.allocate_range(4 * kPageBytes);
     const std::byte* address = range.data();
-    auto gradient = pager.adopt_range(range, 4 * kPageBytes, 4, SegmentKind::gradient);
+    auto gradient = pager.adopt_range(range, 4 * kPageBytes, 4, {.kind = SegmentKind::gradient});
     fill(*gradient, 9);
     EXPECT_EQ(gradient->range().data(), address);
     pager.evict(gradient);
@@ -226,26 +232,127 @@ TEST(Pager, DiscardedPageIsNotWritten) {
     EXPECT_EQ(pager.statistics().clean_drops, 1u);
 }
 
+/// Threads that count what they are given to write, by file.
+class CountingEngine final : public IoEngine {
+public:
+    std::size_t submit(std::span<IoRequest* const> requests) override {
+        const std::size_t taken = engine_.submit(requests);
+        for (const IoRequest* request : requests.first(taken)) {
+            if (request->direction == IoDirection::write) ++writes[request->file_descriptor];
+        }
+        return taken;
+    }
+    std::size_t reap(std::span<IoRequest*> finished, std::chrono::milliseconds timeout) override {
+        return engine_.reap(finished, timeout);
+    }
+    void wake() noexcept override { engine_.wake(); }
+    BufferIndex register_buffer(std::span<std::byte>) override { return kUnregistered; }
+    void unregister_buffer(BufferIndex) override {}
+    bool quiesce() noexcept override { return engine_.quiesce(); }
+    std::size_t capacity() const noexcept override { return engine_.capacity(); }
+    std::string name() const override { return "counting"; }
+
+    std::map<int, std::size_t> writes;
+
+private:
+    ThreadEngine engine_{8};
+};
+
 // Pages spread over directories come back from the one that each went to. Method: two directories, a budget of four
-// pages, sixteen pages written and read.
+// pages, sixteen pages written and read; the engine counts the files that it is given.
 TEST(Pager, StripesOverDirectories) {
     const ScratchDirectory first, second;
     PagerOptions options = options_with(4);
     options.directories = {first.path(), second.path()};
-    Pager pager(options);
+    auto made = std::make_unique<CountingEngine>();
+    const CountingEngine& engine = *made;
+    Pager pager(options, std::move(made));
     std::vector<std::shared_ptr<Segment>> segments;
     for (std::uint32_t seed = 0; seed < 16; ++seed) segments.push_back(filled_segment(pager, 1, seed));
     for (std::uint32_t seed = 0; seed < 16; ++seed) {
         const PinGuard guard = pin(pager, segments[seed], Access::read);
         EXPECT_TRUE(holds(*segments[seed], seed));
     }
-    std::array<std::size_t, 2> pages{};
-    for (const auto& segment : segments) {
-        if (const auto& extent = segment->page(0).extent) ++pages.at(extent->file);
-    }
-    EXPECT_GE(pages[0], 6u);
-    EXPECT_GE(pages[1], 6u);
+    pager.flush();
+    ASSERT_EQ(engine.writes.size(), 2u);
+    for (const auto& [file, count] : engine.writes) EXPECT_GE(count, 6u) << file;
     EXPECT_GE(total(pager.statistics().read_bytes), 12 * kPageBytes);
+}
+
+// A kernel that reaches several tensors by faults alone brings each page a few times at most. Method: four tensors of
+// which five eighths fit, walked element by element without pins, twice, by two threads at once; every word is looked
+// at.
+TEST(PagerFaultNet, KernelWithoutPinsMakesProgress) {
+    constexpr std::size_t kPages = 8;
+    Pager pager(options_with(20));
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (std::uint32_t i = 0; i < 4; ++i) segments.push_back(filled_segment(pager, kPages, i));
+    for (const auto& segment : segments) ASSERT_EQ(pager.evict(segment), 0u);
+    const std::size_t words = segments[0]->size_bytes() / 4;
+    const auto walk = [&](std::size_t begin, std::size_t end) {
+        std::array<std::uint32_t*, 4> at{};
+        for (std::size_t k = 0; k < 4; ++k) at[k] = reinterpret_cast<std::uint32_t*>(segments[k]->range().data());
+        for (std::size_t i = begin; i < end; ++i) {
+            for (std::size_t k = 0; k < 3; ++k) at[3][i] += at[k][i];  // each element of all four, one after the other
+        }
+    };
+    for (int round = 0; round < 2; ++round) {
+        std::thread other(walk, 0, words / 2);
+        walk(words / 2, words);
+        other.join();
+    }
+    EXPECT_LE(pager.statistics().faults, 8 * 4 * kPages);
+    const PinGuard guard = pin(pager, segments[3], Access::read);
+    const auto* sums = reinterpret_cast<const std::uint32_t*>(segments[3]->range().data());
+    for (std::size_t i = 0; i < words; ++i) {
+        ASSERT_EQ(sums[i], word_of(3, i) + 2 * (word_of(0, i) + word_of(1, i) + word_of(2, i))) << i;
+    }
+}
+
+// What faults have brought gives way to who needs the memory. Method: raw reads fill half of the budget, then a pin
+// takes nearly all of it, and deferred work may be put on what was read.
+TEST(PagerFaultNet, PagesThatFaultsBroughtGiveWay) {
+    Pager pager(options_with(16));
+    const auto read = filled_segment(pager, 8, 1);
+    ASSERT_EQ(pager.evict(read), 0u);
+    EXPECT_TRUE(holds(*read, 1));
+    EXPECT_GE(pager.statistics().faults, 8u);
+    {
+        const auto large = filled_segment(pager, 14, 2);
+        EXPECT_TRUE(holds(*large, 2));
+    }
+    EXPECT_TRUE(holds(*read, 1));
+    EXPECT_TRUE(pager.set_pending(*read, 0));
+    EXPECT_EQ(pager.evict(read), 0u);
+}
+
+/// What the kernel says of this process's threads whose name begins with `prefix`: name and blocked signals, in hex.
+std::map<std::string, std::uint64_t> threads_named(const std::string& prefix) {
+    std::map<std::string, std::uint64_t> found;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+        std::ifstream status(task.path() / "status");
+        std::string name;
+        for (std::string line; std::getline(status, line);) {
+            if (line.starts_with("Name:\t")) name = line.substr(6);
+            if (line.starts_with("SigBlk:\t") && name.starts_with(prefix)) {
+                found[name] = std::stoull(line.substr(8), nullptr, 16);
+            }
+        }
+    }
+    return found;
+}
+
+// Threads of the engine have names, and leave signals to the program. Method: what the kernel says of them.
+TEST(PagerThreads, HaveNamesAndTakeNoSignals) {
+    Pager pager(options_with(8, IoEngineKind::threads));
+    const std::uint64_t interrupt = std::uint64_t{1} << (SIGINT - 1);
+    const std::uint64_t fault = std::uint64_t{1} << (SIGSEGV - 1);
+    for (const char* name : {"to-ssd", "to-service", "to-io"}) {
+        ASSERT_TRUE(comes_true([&] { return threads_named("to-").contains(name); })) << name;
+        const std::uint64_t blocked = threads_named("to-").at(name);
+        EXPECT_TRUE(blocked & interrupt) << name;
+        EXPECT_FALSE(blocked & fault) << name;
+    }
 }
 
 }  // namespace

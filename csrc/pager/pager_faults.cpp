@@ -1,0 +1,157 @@
+// Accesses behind the dispatcher: from the signal handler to a page at its address, or to bytes that let them end.
+#include "base/log.h"
+#include "pager/pager_guards.h"
+
+namespace torch_offload {
+namespace {
+
+bool drop_pins(const std::vector<Page*>& pages) noexcept {
+    for (Page* page : pages) page->drop_pin();
+    return !pages.empty();
+}
+
+}  // namespace
+
+/// Runs in the SIGSEGV handler: atomics, a semaphore and futex waits only.
+void Pager::Impl::answer_fault(Page& page, bool is_write) noexcept {
+    faults.increment();
+    const ProgramWait wait(*this, StallCause::fault);
+    while (true) {
+        const PageWord seen = page.load();
+        const bool is_mapped = seen.state() == PageState::mapped && (!is_write || seen.has(PageWord::kWritable));
+        if (is_mapped || seen.has(PageWord::kPoisoned)) return;
+        if (service->is_current()) {
+            // The thread that answers faults cannot wait for itself: a defect, ended rather than hung.
+            memory.poison(mapped_range(page));
+            page.set_flag(PageWord::kPoisoned);
+            return;
+        }
+        if (is_write && !seen.has(PageWord::kFaultedWrite)) page.set_flag(PageWord::kFaultedWrite);
+        PageWord current = page.load();
+        if (!current.has(PageWord::kFaulted)) {
+            if (page.change(current, current.with_flag(PageWord::kFaulted))) service->push_fault(page);
+            continue;
+        }
+        if (current.state() != PageState::mapped || (is_write && !current.has(PageWord::kWritable))) {
+            page.wait_change(current);
+        }
+    }
+}
+
+/// Maps the page for a thread that waits in the handler; if that fails twice, lets the access end on 0xFF bytes and
+/// keeps the error for the next pin.
+void Pager::Impl::serve_fault(Page& page) {
+    std::shared_ptr<Segment> segment;
+    {
+        const std::lock_guard lock(mutex);
+        if (const auto found = segments.find(page.segment); found != segments.end()) segment = found->second.lock();
+    }
+    for (int attempt = 0;; ++attempt) {
+        try {
+            OFFLOAD_CHECK(segment, LogicError, "access to a segment that is going away");
+            PinGuard guard;
+            const std::size_t index = segment->index_of(page);
+            PageAccess::hold(guard, segment, index, 1);
+            const Access access = page.load().has(PageWord::kFaultedWrite) ? Access::write : Access::read;
+            ensure_mapped(segment, index, access);
+            hold_faulted(page);
+            page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
+            return;
+        } catch (const std::exception& error) {
+            if (attempt == 0 && segment && page.load().state() != PageState::failed) continue;
+            OFFLOAD_LOG(error, "an access behind the dispatcher could not be served: ", error.what());
+            note_fault_error(std::current_exception());
+            poison_page(segment, page);
+            return;
+        }
+    }
+}
+
+void Pager::Impl::hold_faulted(Page& page) {
+    page.add_pin();
+    std::vector<Page*> given_back;
+    {
+        const std::lock_guard lock(mutex);
+        given_back = fault_holds.add(page);
+    }
+    drop_pins(given_back);
+}
+
+/// For who would run out of memory otherwise. False if there are none.
+bool Pager::Impl::release_faulted() {
+    std::vector<Page*> given_back;
+    {
+        const std::lock_guard lock(mutex);
+        given_back = fault_holds.take_older_half();
+    }
+    return drop_pins(given_back);
+}
+
+bool Pager::Impl::release_faulted(const Segment& segment) {
+    std::vector<Page*> given_back;
+    {
+        const std::lock_guard lock(mutex);
+        if (fault_holds.empty()) return false;
+        given_back = fault_holds.take(segment);
+    }
+    return drop_pins(given_back);
+}
+
+/// Lets accesses to the page end on 0xFF bytes, unless somebody has mapped it meanwhile. Takes the page first: what
+/// lies at its address while nobody may use it there is nobody's.
+void Pager::Impl::poison_page(const std::shared_ptr<Segment>& segment, Page& page) {
+    PageWord seen = page.load();
+    while (segment) {
+        const PageState state = seen.state();
+        if (state == PageState::mapped && (seen.has(PageWord::kWritable) || !seen.has(PageWord::kFaultedWrite))) {
+            page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
+            return;
+        }
+        if (state == PageState::loading || state == PageState::evicting || state == PageState::busy) {
+            page.wait_change(seen);
+            seen = page.load();
+        } else if (page.change(seen, seen.with(PageState::busy))) {
+            break;
+        }
+    }
+    memory.poison(mapped_range(page));
+    if (!segment) {
+        page.set_flag(PageWord::kPoisoned);
+        page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
+        return;
+    }
+    {
+        const std::lock_guard lock(mutex);
+        poisoned.emplace_back(segment, segment->index_of(page));
+    }
+    PageState state = seen.state();
+    if (state == PageState::mapped) {  // it could not be made writable; its memory is gone with its address
+        lose_page(page);
+        state = page.load().state();
+    }
+    page.enter(state, PageWord::kPoisoned, PageWord::kFaulted | PageWord::kFaultedWrite);
+}
+
+/// Takes the 0xFF bytes away that accesses ended on, once their error is raised: later accesses are served again.
+void Pager::Impl::clear_poison() {
+    std::vector<std::pair<std::weak_ptr<Segment>, std::size_t>> taken;
+    {
+        const std::lock_guard lock(mutex);
+        taken.swap(poisoned);
+    }
+    for (const auto& [owner_of_page, index] : taken) {
+        const std::shared_ptr<Segment> segment = owner_of_page.lock();
+        if (!segment) continue;
+        Page& page = segment->page(index);
+        PageWord seen = page.load();
+        while (seen.has(PageWord::kPoisoned) &&
+               (seen.is_absent() || seen.state() == PageState::loaded || seen.state() == PageState::failed)) {
+            if (!page.change(seen, seen.with(PageState::busy))) continue;
+            memory.decommit(mapped_range(page));
+            page.enter(seen.state(), 0, PageWord::kPoisoned);
+            break;
+        }
+    }
+}
+
+}  // namespace torch_offload

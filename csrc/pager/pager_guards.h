@@ -1,0 +1,60 @@
+// What threads hold of a pager for a while, for its own files. Layer pager. Included by csrc/pager/*.cpp only.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <unordered_set>
+#include <utility>
+
+#include "pager/pager_impl.h"
+
+namespace torch_offload {
+
+/// The pages that one pin has made room for without reading them, because it will overwrite them: nobody else uses them
+/// before they are confirmed. Unless they are, they end as they were before.
+class Pager::Impl::Overwriting {
+public:
+    explicit Overwriting(Impl& pager) noexcept : pager_(pager) {}
+    ~Overwriting();
+    Overwriting(const Overwriting&) = delete;
+    Overwriting& operator=(const Overwriting&) = delete;
+
+    void add(Page& page) { pages_.insert(&page); }
+    void drop(Page& page) { pages_.erase(&page); }
+    bool has(Page& page) const { return pages_.contains(&page); }
+    /// The whole pin has succeeded: what is written there counts from now on.
+    void confirm() noexcept;
+
+private:
+    Impl& pager_;
+    std::unordered_set<Page*> pages_;
+};
+
+/// A thread that waits for the pager: timed, and while it is one of the program's, its cores are offered to updates.
+class ProgramWait {
+public:
+    ProgramWait(Pager::Impl& pager, StallCause cause) noexcept;
+    ~ProgramWait();
+    ProgramWait(const ProgramWait&) = delete;
+    ProgramWait& operator=(const ProgramWait&) = delete;
+
+private:
+    Pager::Impl& pager_;
+    bool is_program_;
+    StallClock stall_;
+};
+
+/// Private doors of the guards, for the pager's own files.
+struct PageAccess {
+    static void hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count);
+    static void confirm(UpdateLatch& latch, std::optional<Pager::Impl::Transient> transient) noexcept;
+    /// The page carries a pin of the latch.
+    static void add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page, std::span<std::byte> bytes,
+                         bool is_pinned);
+    /// The page is busy and has no frame.
+    static void add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page);
+    static void confirm_below(UpdateLatch& latch, UpdateLatch below);
+};
+
+}  // namespace torch_offload

@@ -1,0 +1,117 @@
+// What the pager does about transfers that do not end.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "support/gated_engine.h"
+#include "support/log_capture.h"
+#include "support/pager_fixture.h"
+
+namespace torch_offload::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+/// A pager over a disk that finishes nothing while it is shut, and so looks at the ages of its transfers all the time.
+class LatePager {
+public:
+    LatePager()
+        : disk_(new GatedEngine), pager(with_short_limits(), std::unique_ptr<IoEngine>(disk_)), waker_([this] {
+              while (!is_ending_) {
+                  disk_->wake();
+                  std::this_thread::sleep_for(milliseconds(1));
+              }
+          }) {}
+    ~LatePager() {
+        disk_->open();
+        is_ending_ = true;
+        waker_.join();
+    }
+
+    GatedEngine& disk() { return *disk_; }
+
+private:
+    static PagerOptions with_short_limits() {
+        PagerOptions options = options_with(8);
+        options.transfer_limits.warn_after = milliseconds(10);
+        options.transfer_limits.warn_every = milliseconds(20);
+        options.transfer_limits.timeout = milliseconds(50);
+        return options;
+    }
+
+    GatedEngine* disk_;  // the pager's
+
+public:
+    Pager pager;
+
+private:
+    std::atomic<bool> is_ending_{false};
+    std::thread waker_;
+};
+
+/// The errno of the TierIoError that `body` throws; 0: it throws none.
+int error_of(const std::function<void()>& body) {
+    try {
+        body();
+    } catch (const TierIoError& error) {
+        return error.error_number();
+    }
+    return 0;
+}
+
+// A read that does not end is named in the log and raised as ETIMEDOUT, to everybody who waits for it; once it ends,
+// the page is there. Method: a shut disk, two accesses one after the other, then an open one.
+TEST(PagerLate, ReadThatDoesNotEndIsRaised) {
+    const LogCapture log(LogLevel::warning);
+    LatePager late;
+    const auto segment = filled_segment(late.pager, 1, 1);
+    const auto resident = filled_segment(late.pager, 1, 2);
+    ASSERT_EQ(late.pager.evict(segment), 0u);
+    late.disk().shut();
+    for (int access = 0; access < 2; ++access) {
+        EXPECT_EQ(error_of([&] { static_cast<void>(pin(late.pager, segment, Access::read)); }), ETIMEDOUT);
+    }
+    EXPECT_EQ(error_of([&] { late.pager.evict(segment); }), ETIMEDOUT) << "nobody waits for it any longer";
+    {
+        const PinGuard guard = pin(late.pager, resident, Access::write);
+        EXPECT_TRUE(holds(*resident, 2));
+    }
+    EXPECT_TRUE(
+        comes_true([&] { return log.lines().find("reading page 0 of segment 1 (offset ") != std::string::npos; }));
+    late.disk().open();
+    ASSERT_TRUE(comes_true([&] { return late.pager.is_resident(*segment); }));
+    const PinGuard guard = pin(late.pager, segment, Access::read);
+    EXPECT_TRUE(holds(*segment, 1));
+}
+
+// Who needs the memory of a page whose write does not end is told so, and so is who needs the page; nothing is lost.
+// Method: a shut disk and more memory wanted than is free, then an open one.
+TEST(PagerLate, WriteThatDoesNotEndIsRaised) {
+    LatePager late;
+    const auto leaving = filled_segment(late.pager, 6, 1);
+    late.disk().shut();
+    const auto more = late.pager.create_segment(5 * kPageBytes, 4, SegmentKind::parameter);
+    EXPECT_EQ(error_of([&] { static_cast<void>(pin(late.pager, more, Access::overwrite)); }), ETIMEDOUT);
+    EXPECT_EQ(error_of([&] { static_cast<void>(pin(late.pager, leaving, Access::read)); }), ETIMEDOUT);
+    late.disk().open();
+    const auto overwrite = [&] {
+        const PinGuard guard = pin(late.pager, more, Access::overwrite);
+        fill(*more, 2);
+    };
+    ASSERT_TRUE(comes_true([&] { return error_of(overwrite) == 0; })) << "once what was late has ended";
+    for (int round = 0; round < 2; ++round) {
+        {
+            const PinGuard guard = pin(late.pager, leaving, Access::read);
+            EXPECT_TRUE(holds(*leaving, 1));
+        }
+        const PinGuard guard = pin(late.pager, more, Access::read);
+        EXPECT_TRUE(holds(*more, 2));
+    }
+}
+
+}  // namespace
+}  // namespace torch_offload::test
