@@ -15,6 +15,7 @@ MAY_PRINT = ("torch_offload/cli/app.py", "torch_offload/__main__.py")
 # TMPDIR, as tempfile reads it; what other programs and child processes are told.
 SITE_HOOK = "torch_offload/launch/_site/sitecustomize.py"  # imported by the child processes of a launcher
 MAY_READ_ENVIRONMENT = ("torch_offload/system/resources.py", "torch_offload/system/environment.py", SITE_HOOK)
+MAY_WRITE_FILES = "torch_offload/system/atomic_files.py"
 GENERATED = ("_C", "_build_info")
 ALL_PYTHON = (LIBRARY, "tests/", "examples/", "benchmarks/", "setup.py")
 DEMO = "examples/demo"  # the demo measures and reports besides training
@@ -164,6 +165,29 @@ def loose_equality(tree: Tree) -> list[str]:
     return broken
 
 
+def file_writes(tree: Tree) -> list[str]:
+    """One module of the package makes files appear; no other writes to one that it opens by its name."""
+    broken = []
+    for path, node in _nodes(tree):
+        if path == MAY_WRITE_FILES or not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func).rpartition(".")[2] or getattr(node.func, "attr", "")
+        modes = [argument.value for argument in _mode_arguments(node) if isinstance(argument, ast.Constant)]
+        is_open = name in ("open", "fdopen") and any(
+            isinstance(mode, str) and set(mode) & set("wax+") for mode in modes
+        )
+        if name in ("write_text", "write_bytes") or is_open:
+            broken.append(f"{path}:{node.lineno}: {name}: write files with torch_offload.system.atomic_files")
+    return broken
+
+
+def _mode_arguments(call: ast.Call) -> list[ast.expr]:
+    """Return what may be the mode of ``open(path, mode)`` or ``path.open(mode)``."""
+    is_method = isinstance(call.func, ast.Attribute) and dotted(call.func.value) not in ("os", "io", "gzip")
+    named = [keyword.value for keyword in call.keywords if keyword.arg == "mode"]
+    return [*call.args[0 if is_method else 1 :][:1], *named]
+
+
 RULES = (
     file_sizes,
     function_lengths,
@@ -172,4 +196,5 @@ RULES = (
     dead_modules,
     skipped_tests,
     loose_equality,
+    file_writes,
 )

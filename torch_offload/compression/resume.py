@@ -3,8 +3,6 @@
 import hashlib
 import json
 import logging
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from torch_offload.errors import CheckpointError, ConfigError
 from torch_offload.moe.modules import CodedExperts, CodedPlane, ExpertShapes, blob_name
 from torch_offload.moe.ternary import SCALE_DTYPE
+from torch_offload.system.atomic_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +42,8 @@ class ResumeState:
             return
         folder.mkdir(parents=True, exist_ok=True)
         state_path = folder / _STATE
+        if not state_path.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} holds files of something else; move them, or give another folder")
         if state_path.exists():
             state = _read_state(state_path)
             if state.get("fingerprint") != fingerprint:
@@ -82,15 +83,21 @@ class ResumeState:
         tensors = {f"{name}.{key}": value for name, coded in experts.items() for key, value in coded.named_buffers()}
         content = safetensors.torch.save(tensors)
         file_name = f"block-{len(self._state['blocks']):05}.safetensors"
-        _write(self._folder / file_name, content)
+        write_whole(self._folder / file_name, content)
         digest = hashlib.sha256(content).hexdigest()
         self._state["blocks"].append({"block": block, "file": file_name, "sha256": digest, "kept": kept})
-        _write(self._folder / _STATE, (json.dumps(self._state, indent=1) + "\n").encode())
+        write_whole(self._folder / _STATE, f"{json.dumps(self._state, indent=1)}\n".encode())
 
     def remove(self) -> None:
-        """Delete the folder."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder)
+        """Delete what was kept, and the folder unless somebody put something else there."""
+        if self._folder is None:
+            return
+        for name in (*(entry["file"] for entry in self._state["blocks"]), _STATE):
+            (self._folder / name).unlink(missing_ok=True)
+        if any(self._folder.iterdir()):
+            logger.warning("%s stays: it holds files of something else", self._folder)
+        else:
+            self._folder.rmdir()
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -99,15 +106,6 @@ def _read_state(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); delete {path.parent} to begin again") from None
     return state
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def _experts_from(tensors: Mapping[str, Tensor], name: str, shapes: ExpertShapes) -> CodedExperts:

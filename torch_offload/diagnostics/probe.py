@@ -20,6 +20,7 @@ from torch_offload.optim.adamw import AdamW
 from torch_offload.reporting.progress import Show, progress
 from torch_offload.reporting.result import Result
 from torch_offload.system import environment
+from torch_offload.system.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -159,11 +160,9 @@ def _cached(path: Path, key: dict[str, str]) -> Probe | None:
 
 
 def _keep(path: Path, measured: Probe) -> None:
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, f"{measured.model_dump_json(indent=1)}\n".encode())
     except OSError as error:
         logger.warning("measurements are not kept for the next time: %s", error)
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import reprlib
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from torch_offload.moe.layouts import CODED, experts_of, read_ahead
 from torch_offload.moe.modules import ACTIVE_PLANES, CodedExperts, CodedPlane
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.safetensors_writer import stream_file
+from torch_offload.system.atomic_files import write_whole
 
 BLOB_ALIGNMENT_BYTES = 4096
 _MAX_BLOB_BYTES = 1 << 40
@@ -204,8 +206,8 @@ def save(
 
     Args:
         model: Of transformers.
-        folder: Made if it is not there. What a model of the same kind left there is replaced; files of coded experts
-            that nothing names any more are deleted last.
+        folder: Made if it is not there. What a model of the same kind left there is replaced once everything new is
+            complete in a hidden folder inside; files of weights that nothing names any more are deleted last.
         max_shard_size: Of one file.
         options: For ``save_pretrained``, which writes everything but coded blobs.
 
@@ -214,21 +216,36 @@ def save(
         OSError: If a file cannot be written.
     """
     folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     model.config.quantization_config = config_of(model)
     state = model.state_dict()
     blobs = {name: state.pop(name) for name in list(state) if _BLOB.search(name)}
-    for older in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME):
-        older.unlink(missing_ok=True)  # which of them is there afterwards says what was written
-    with _without_quantizer(model):
-        model.save_pretrained(
-            folder, state_dict=state, max_shard_size=max_shard_size, save_original_format=False, **options
-        )
-    weight_map = _write_blobs(blobs, folder, shard_bytes=parse_size(max_shard_size))
     total_bytes = sum(tensor.nbytes for tensor in (*state.values(), *blobs.values()))
-    _extend_index(folder, weight_map, total_bytes=total_bytes)
-    for path in folder.glob("experts-*-of-*.safetensors"):
-        if path.name not in weight_map.values():
-            path.unlink()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".torch_offload-") as unfinished:
+        new = Path(unfinished)
+        with _without_quantizer(model):
+            model.save_pretrained(
+                new, state_dict=state, max_shard_size=max_shard_size, save_original_format=False, **options
+            )
+        weight_map = _write_blobs(blobs, new, shard_bytes=parse_size(max_shard_size))
+        _extend_index(new, weight_map, total_bytes=total_bytes)
+        _move_files(new, folder)
+    named = set(json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text())["weight_map"].values())
+    for pattern in ("experts-*-of-*.safetensors", "model-*-of-*.safetensors"):
+        for path in folder.glob(pattern):
+            if path.name not in named:
+                path.unlink()
+
+
+def _move_files(new: Path, folder: Path) -> None:
+    """Replace a model's files by others that are complete. There is no index meanwhile, so that old and new files are
+    not taken for one model.
+    """
+    for older in (folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME):
+        older.unlink(missing_ok=True)
+    names = sorted(path.name for path in new.iterdir())
+    for name in sorted(names, key=lambda name: name == SAFE_WEIGHTS_INDEX_NAME):  # the index is last
+        os.replace(new / name, folder / name)
 
 
 @contextmanager
@@ -280,7 +297,7 @@ def _extend_index(folder: Path, added: Mapping[str, str], *, total_bytes: int) -
         weight_map, metadata = index["weight_map"], index["metadata"]
     metadata["total_size"] = total_bytes
     text = json.dumps({"metadata": metadata, "weight_map": weight_map | dict(added)}, indent=2, sort_keys=True)
-    index_path.write_text(text + "\n")
+    write_whole(index_path, f"{text}\n".encode())
 
 
 def _names_in(path: Path) -> list[str]:

@@ -17,6 +17,7 @@ from torch_offload.reporting.html_page import page_of
 from torch_offload.reporting.result import Result
 from torch_offload.reporting.table import table_of
 from torch_offload.reporting.timeline import Timeline, by_purpose
+from torch_offload.system.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,7 +106,7 @@ class Report(Figures, Result):
             OffloadError: If jinja2 or plotly is missing. The message names the extra that brings them.
             OSError: If the file cannot be written.
         """
-        Path(path).write_text(page_of(self, endurance_bytes=endurance_bytes), encoding="utf-8")
+        write_whole(path, page_of(self, endurance_bytes=endurance_bytes).encode())
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write what each resource did when: a file for https://ui.perfetto.dev or chrome://tracing.

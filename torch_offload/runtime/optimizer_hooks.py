@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from torch_offload import _C
+from torch_offload.errors import OffloadError
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 from torch_offload.runtime.eligibility import why_not_pageable
@@ -67,6 +68,20 @@ class OptimizerHooks:
         self._refresh = refresh
         self._label_of = label_of
         self._known: weakref.WeakKeyDictionary[Optimizer, Known] = weakref.WeakKeyDictionary()
+        self._unfinished: dict[int, str] = {}  # optimizers in a step, or whose last one raised: by id, for a message
+
+    def check_steps_are_whole(self) -> None:
+        """Refuse to keep parameters of which some were updated by a step and others were not.
+
+        Raises:
+            OffloadError: If a step raised before its end, and its optimizer has loaded no state since.
+        """
+        if self._unfinished:
+            raise OffloadError(
+                f"a step of {' and '.join(self._unfinished.values())} raised before its end: some parameters are "
+                "updated and others are not. Load a checkpoint into the model and the optimizer (load_state_dict), or "
+                "unwrap the module to save it as it is"
+            )
 
     def install(self, patches: Patches) -> list[RemovableHandle]:
         """Hook every optimizer, and have loaded states paged as they arrive."""
@@ -98,11 +113,13 @@ class OptimizerHooks:
             self._refresh()
             known.is_settled = not self._adopt_gradients(optimizer)
         self._engine.begin_optimizer_step()
+        self._unfinished[id(optimizer)] = type(optimizer).__name__
 
     def _after(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         known = self._known.get(optimizer)
         if known is None or not known.has_pages:
             return
+        self._unfinished.pop(id(optimizer), None)
         try:
             if known.is_searched:
                 found_any = self._adopt_states(optimizer)
@@ -141,6 +158,7 @@ class OptimizerHooks:
 
     def _after_loading(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **options: Any) -> Any:
         result = original(optimizer, *args, **options)
+        self._unfinished.pop(id(optimizer), None)
         known = self._known.get(optimizer)
         if known is not None:
             known.is_settled = False

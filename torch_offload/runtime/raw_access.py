@@ -9,6 +9,7 @@ The replacements are installed while there is an engine and ask one question of 
 """
 
 import ctypes
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,20 +25,25 @@ from torch_offload.hooks.patches import Patches
 from torch_offload.runtime import safetensors_writer
 
 
-def install(patches: Patches, *, budget_bytes: int) -> None:
+def install(patches: Patches, *, budget_bytes: int, check: Callable[[], None]) -> None:
     """Replace the functions of torch and safetensors that read memory behind the dispatcher.
 
     Threads: one at a time; the session calls it when it opens and undoes `patches` when it closes.
+
+    Args:
+        patches: To replace with.
+        budget_bytes: Of the engine.
+        check: Raises if tensors must not be written to files now.
     """
     patches.replace(replaced_functions.TENSOR_NUMPY, _held_numpy)
     for function in (replaced_functions.TENSOR_DLPACK, *replaced_functions.TO_DLPACK):
         patches.replace(function, _held_dlpack)
     for function in replaced_functions.STORAGE_SHARING:
         patches.replace(function, _refuse_sharing)
-    patches.replace(replaced_functions.STORAGE_WRITE_FILE, _pinned_write_file)
+    patches.replace(replaced_functions.STORAGE_WRITE_FILE, functools.partial(_pinned_write_file, check))
     patches.replace(replaced_functions.STORAGE_COPY, _pinned_copy)
-    patches.replace(replaced_functions.FILE_WRITER_RECORD, _pinned_write_record)
-    safetensors_writer.install(patches, budget_bytes=budget_bytes)
+    patches.replace(replaced_functions.FILE_WRITER_RECORD, functools.partial(_pinned_write_record, check))
+    safetensors_writer.install(patches, budget_bytes=budget_bytes, check=check)
 
 
 def held(tensor: torch.Tensor, engine: _C.Engine) -> torch.Tensor:
@@ -121,13 +127,26 @@ def _pinned_copy(original: Callable[..., Any], target: torch.UntypedStorage, sou
         return original(target, source, *args)
 
 
-def _pinned_write_file(original: Callable[..., Any], storage: torch.UntypedStorage, *args: Any) -> Any:
+def _pinned_write_file(
+    check: Callable[[], None], original: Callable[..., Any], storage: torch.UntypedStorage, *args: Any
+) -> Any:
+    if engine_of_storage(storage) is not None:
+        check()
     with pinned_storage(storage):
         return original(storage, *args)
 
 
-def _pinned_write_record(original: Callable[..., Any], writer: Any, name: str, content: Any, size_bytes: int) -> Any:
+def _pinned_write_record(
+    check: Callable[[], None],
+    original: Callable[..., Any],
+    writer: Any,
+    name: str,
+    content: Any,
+    size_bytes: int,
+) -> Any:
     if not isinstance(content, torch.UntypedStorage):
         return original(writer, name, content, size_bytes)
+    if engine_of_storage(content) is not None:
+        check()
     with pinned_storage(content):
         return original(writer, name, content, size_bytes)

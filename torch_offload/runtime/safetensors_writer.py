@@ -20,6 +20,7 @@ import torch
 from torch_offload import _C
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
+from torch_offload.system.atomic_files import appearing, readable_path
 from torch_offload.system.direct_file import DirectFile
 
 AHEAD_SHARE = 8
@@ -36,12 +37,12 @@ class PointedTensors(dict[str, Any]):
         self.tensors = dict(tensors)
 
 
-def install(patches: Patches, *, budget_bytes: int) -> None:
+def install(patches: Patches, *, budget_bytes: int, check: Callable[[], None]) -> None:
     """Replace the two functions that every ``save_file`` goes through, looked up by the library at each call."""
     if not hasattr(safetensors.torch, "_flatten_as_ptr"):
         return  # a library that copies the bytes by itself: addresses that are read in user space fault and are safe
     patches.replace(replaced_functions.SAFETENSORS_POINTERS, _remember_tensors)
-    patches.replace(replaced_functions.SAFETENSORS_WRITER, functools.partial(_write_file, budget_bytes))
+    patches.replace(replaced_functions.SAFETENSORS_WRITER, functools.partial(_write_file, budget_bytes, check))
 
 
 def _remember_tensors(original: Callable[..., Any], tensors: Any, *args: Any) -> Any:
@@ -50,6 +51,7 @@ def _remember_tensors(original: Callable[..., Any], tensors: Any, *args: Any) ->
 
 def _write_file(
     budget_bytes: int,
+    check: Callable[[], None],
     original: Callable[..., Any],
     pointed: Any,
     filename: Any,
@@ -58,6 +60,7 @@ def _write_file(
     is_ours = isinstance(pointed, PointedTensors)
     if not is_ours or not any(_C.is_managed(tensor) for tensor in pointed.tensors.values()):
         return original(pointed, filename, metadata=metadata)
+    check()
     stream_file(pointed.tensors, Path(os.path.realpath(filename)), metadata, budget_bytes=budget_bytes)
     return None
 
@@ -85,18 +88,13 @@ def stream_file(
     header, names = lay_out(tensors, metadata, alignment_bytes=alignment_bytes)
     first = ctypes.create_string_buffer(header, len(header))
     size_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with DirectFile(partial, size_bytes=size_bytes, budget_bytes=budget_bytes) as file:
+    with appearing(path) as descriptor:
+        with DirectFile(descriptor, size_bytes=size_bytes, budget_bytes=budget_bytes) as file:
             file.append(ctypes.addressof(first), len(header))
             _append_all(file, [tensors[name] for name in names], ahead_bytes=budget_bytes // AHEAD_SHARE)
             file.finish()
-        with safetensors.safe_open(str(partial), framework="pt"):
+        with safetensors.safe_open(readable_path(descriptor), framework="pt"):
             pass  # the library agrees with the header
-        os.replace(partial, path)
-        _sync_directory(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def lay_out(
@@ -153,12 +151,3 @@ def _begin_reading(tensor: torch.Tensor) -> bool:
         return True
     engine.prefetch(tensor)
     return False
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a new name in `directory` outlive a power loss."""
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

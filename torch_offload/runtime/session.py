@@ -117,7 +117,9 @@ class Session:
         logger.info("engine with a budget of %d bytes and pages in %s", config.ram, ", ".join(map(str, config.ssd)))
 
     def _install(self) -> None:
-        raw_access.install(self._patches, budget_bytes=self.config.compute_bytes)
+        raw_access.install(
+            self._patches, budget_bytes=self.config.compute_bytes, check=self._steps.check_steps_are_whole
+        )
         self._unpickled.install(self._patches)
         self._patches.replace(replaced_functions.MODULE_APPLY, self._after_conversion)
         self._patches.replace(replaced_functions.PARAMETER_DEEPCOPY, self._after_copy)

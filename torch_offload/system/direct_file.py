@@ -5,7 +5,7 @@ import errno
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from fcntl import F_GETFL, F_SETFL, fcntl
 from types import TracebackType
 
 import torch
@@ -16,6 +16,47 @@ MIN_BLOCK_BYTES = 16 << 10
 DEPTH = 4
 BLOCK_SHARE = 64
 """A block takes one part in so many of the budget; there are `DEPTH` of them."""
+
+
+def preallocate(file: int, size_bytes: int) -> None:
+    """Give a file its length and, where the file system can, all of its space.
+
+    The C library's own function writes a byte to every block where the file system cannot.
+
+    Raises:
+        OSError: If the disk is too full.
+    """
+    error = _fallocate(file, size_bytes)
+    if error == 0:
+        return
+    if error not in (errno.EOPNOTSUPP, errno.ENOSYS):
+        raise OSError(error, os.strerror(error))
+    disk = os.fstatvfs(file)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks > 0 and free_bytes < size_bytes:
+        raise OSError(errno.ENOSPC, f"{size_bytes} bytes are needed, {free_bytes} are free on the disk")
+    os.ftruncate(file, size_bytes)
+
+
+def _fallocate(file: int, size_bytes: int) -> int:
+    """Return 0 or errno."""
+    library = ctypes.CDLL(None, use_errno=True)
+    while library.fallocate64(file, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)) != 0:
+        if ctypes.get_errno() != errno.EINTR:
+            return ctypes.get_errno()
+    return 0
+
+
+def _set_direct(file: int, *, is_direct: bool) -> bool:
+    """Have writes go past the page cache, or not; returns whether they do now."""
+    flags = fcntl(file, F_GETFL)
+    try:
+        fcntl(file, F_SETFL, flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False  # a file system in memory, say
+    return is_direct
 
 
 @dataclass
@@ -40,23 +81,24 @@ class Block:
 
 
 class DirectFile:
-    """A new file of known size. Threads: one appends; others write blocks behind it."""
+    """Fills a new file of known size. Threads: one appends; others write blocks behind it."""
 
-    def __init__(self, path: Path, *, size_bytes: int, budget_bytes: int) -> None:
-        """Make the file with all the space that it needs.
+    def __init__(self, file: int, *, size_bytes: int, budget_bytes: int) -> None:
+        """Give the file all the space that it needs.
+
+        Args:
+            file: Descriptor of an empty file, open for writing; it stays the caller's.
+            size_bytes: Of the whole file.
+            budget_bytes: Blocks take a share of it.
 
         Raises:
-            OSError: If it cannot be made, or the disk is too full for it.
+            OSError: If the disk is too full for it.
         """
         self._size_bytes = size_bytes
-        self._is_direct = True
-        self._file = self._open(path)
-        try:
-            if size_bytes > 0:
-                os.posix_fallocate(self._file, 0, size_bytes)
-        except BaseException:
-            os.close(self._file)
-            raise
+        self._file = file
+        if size_bytes > 0:
+            preallocate(file, size_bytes)
+        self._is_direct = _set_direct(file, is_direct=True)
         share_bytes = budget_bytes // BLOCK_SHARE // SECTOR_BYTES * SECTOR_BYTES
         self._block_bytes = min(max(share_bytes, MIN_BLOCK_BYTES), MAX_BLOCK_BYTES)
         self._blocks: list[Block] = []
@@ -73,7 +115,6 @@ class DirectFile:
     ) -> None:
         self._pool.shutdown(wait=True)
         self._blocks = []
-        os.close(self._file)
 
     def append(self, address: int, size_bytes: int) -> None:
         """Copy memory to the end of what was appended so far.
@@ -92,7 +133,7 @@ class DirectFile:
                 self._send()
 
     def finish(self) -> None:
-        """Write what is left, cut the file to its size and wait until it is on the disk.
+        """Write what is left and cut the file to its size.
 
         Raises:
             OSError: If anything cannot be written.
@@ -105,17 +146,6 @@ class DirectFile:
         for block in self._blocks:
             self._wait(block)
         os.ftruncate(self._file, self._size_bytes)
-        os.fsync(self._file)
-
-    def _open(self, path: Path) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        try:
-            return os.open(path, flags | os.O_DIRECT, 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        self._is_direct = False  # a file system in memory, say
-        return os.open(path, flags, 0o666)
 
     def _current(self) -> Block:
         """Return the block to fill, free to be written to."""
@@ -142,7 +172,13 @@ class DirectFile:
     def _write(self, content: memoryview, offset: int) -> None:
         """Write all of it; a short write goes on with the rest, from a sector on where that is needed."""
         while content:
-            written_bytes = os.pwrite(self._file, content, offset)
+            try:
+                written_bytes = os.pwrite(self._file, content, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._is_direct = _set_direct(self._file, is_direct=False)  # accepted when it was set, and refused now
+                continue
             if self._is_direct and written_bytes < len(content):
                 written_bytes = written_bytes // SECTOR_BYTES * SECTOR_BYTES
             if written_bytes == 0:

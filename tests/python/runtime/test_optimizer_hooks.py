@@ -4,6 +4,7 @@ Method: a small module under a budget below its state, counts of searches and of
 """
 
 import pytest
+import safetensors.torch
 import torch
 from support.bits import digest
 from support.paging import assert_bitwise_equal
@@ -137,3 +138,43 @@ def test_states_from_a_file_are_those_of_their_parameters(config, tmp_path, ram)
         assert states > 10 * others  # what a step makes and drops may leave as well
     assert PROCESS.session is not None
     assert_bitwise_equal([digest(weight) for weight in paged.parameters()], [digest(w) for w in plain.parameters()])
+
+
+class RaisesInTheMiddle(torch.optim.SGD):
+    """Updates half of its parameters, once."""
+
+    is_broken = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = self.param_groups[0]["params"]
+        for position, parameter in enumerate(parameters):
+            if self.is_broken and position == len(parameters) // 2:
+                raise OSError("in the middle")
+            parameter.add_(parameter.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("write", [torch.save, safetensors.torch.save_file], ids=["torch.save", "safetensors"])
+def test_a_step_that_raised_in_the_middle_is_not_saved(config, tmp_path, write):
+    """Until its optimizer has loaded a state, or the module is unwrapped. A step of another one changes nothing."""
+    module = torch_offload.wrap(make_module(2), config=config)
+    optimizer = RaisesInTheMiddle(module.parameters(), lr=0.1)
+    other = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = optimizer.state_dict()
+    write(module.state_dict(), tmp_path / "before")
+    module(torch.ones(2, 128)).sum().backward()
+    with pytest.raises(OSError, match="in the middle"):
+        optimizer.step()
+    other.step()
+    for _ in range(2):
+        with pytest.raises(torch_offload.OffloadError, match="a step of RaisesInTheMiddle raised before its end"):
+            write(module.state_dict(), tmp_path / "half")
+    write({"other": torch.ones(3)}, tmp_path / "other")
+    optimizer.load_state_dict(before)
+    optimizer.is_broken = False
+    optimizer.step()
+    write(module.state_dict(), tmp_path / "after")
+    optimizer.is_broken = True
+    with pytest.raises(OSError, match="in the middle"):
+        optimizer.step()
+    write(torch_offload.unwrap(module).state_dict(), tmp_path / "unwrapped")

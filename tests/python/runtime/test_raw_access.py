@@ -510,7 +510,7 @@ def test_everything_is_put_back(config):
 def test_a_replacement_on_top_of_ours_is_left_alone():
     """Somebody who wrapped our function keeps a function that works."""
     patches = Patches()
-    raw_access.install(patches, budget_bytes=1 << 20)
+    raw_access.install(patches, budget_bytes=1 << 20, check=lambda: None)
     ours = torch.Tensor.numpy
     torch.Tensor.numpy = lambda tensor: ours(tensor)
     try:

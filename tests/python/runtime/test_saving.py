@@ -4,6 +4,8 @@ Method: tiny models under a budget below their size, disks that are full at ever
 """
 
 import errno
+import fcntl
+import functools
 import os
 import resource
 from contextlib import nullcontext
@@ -20,6 +22,7 @@ from torch import nn
 
 import torch_offload
 from torch_offload.system import direct_file
+from torch_offload.system.atomic_files import appearing
 from torch_offload.system.direct_file import SECTOR_BYTES, DirectFile
 
 
@@ -67,23 +70,26 @@ def test_names_metadata_and_types_are_spelled_as_the_library_does(config, tmp_pa
 
 
 class FullDisk:
-    """Fails the n-th call of a function of `os`, as a full disk does."""
+    """Fails the n-th call of a function, as a full disk does."""
 
-    def __init__(self, monkeypatch, name: str, fails_at: int) -> None:
+    def __init__(self, monkeypatch, owner, name: str, fails_at: int) -> None:
         self.calls = 0
         self.fails_at = fails_at
-        self.real = getattr(os, name)
-        monkeypatch.setattr(direct_file.os, name, self)
+        self.real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, self)
 
-    def __call__(self, *args):
+    def __call__(self, *args, **options):
         self.calls += 1
         if self.calls >= self.fails_at:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return self.real(*args)
+        return self.real(*args, **options)
 
 
-@pytest.mark.parametrize(("name", "fails_at"), [("posix_fallocate", 1), ("pwrite", 1), ("pwrite", 5), ("fsync", 1)])
-def test_a_full_disk_leaves_the_old_checkpoint(config, tmp_path, monkeypatch, name, fails_at):
+CALLS = [(direct_file, "preallocate", 1), (os, "pwrite", 1), (os, "pwrite", 5), (os, "fsync", 1), (os, "replace", 1)]
+
+
+@pytest.mark.parametrize(("owner", "name", "fails_at"), CALLS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_full_disk_leaves_the_old_checkpoint(config, tmp_path, monkeypatch, owner, name, fails_at):
     """Before the first byte, in the middle, and when all seemed written; then there is room and it is replaced."""
     model = tiny_model("llama", tied=False)
     torch_offload.wrap(model, config=config, ram="1MiB")
@@ -92,7 +98,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(config, tmp_path, monkeypatch, na
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     with monkeypatch.context() as patch:
-        disk = FullDisk(patch, name, fails_at)
+        disk = FullDisk(patch, owner, name, fails_at)
         with pytest.raises(OSError, match="No space left"):
             model.save_pretrained(tmp_path)
         assert disk.calls >= fails_at
@@ -155,17 +161,35 @@ def test_optimizer_states_are_written_and_read_within_the_budget(config, tmp_pat
     assert outcomes[1] == outcomes[0]
 
 
+def refuse_direct(real, file: int, part: memoryview, offset: int) -> int:
+    if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return real(file, part, offset)
+
+
+def test_a_disk_that_cannot_preallocate_is_asked_for_its_room(scratch, monkeypatch):
+    """More is wanted than is free: the error says so before the first byte."""
+    monkeypatch.setattr(direct_file, "_fallocate", lambda *_: errno.EOPNOTSUPP)
+    with pytest.raises(OSError, match=r"bytes are needed, .* are free"), appearing(scratch / "file") as opened:
+        direct_file.preallocate(opened, 1 << 60)
+    assert list(scratch.iterdir()) == []
+
+
 @pytest.mark.parametrize("size_bytes", [0, 1, SECTOR_BYTES, (64 << 10) - 1, 64 << 10, (1 << 20) + 7])
-@pytest.mark.parametrize("is_short", [False, True], ids=["whole writes", "short writes"])
-def test_a_direct_file_holds_what_was_appended(scratch, monkeypatch, size_bytes, is_short):
-    """Pieces of odd sizes, blocks that are used again, writes that end early."""
-    if is_short:
-        real = os.pwrite
+@pytest.mark.parametrize("disk", ["usual", "short writes", "no direct writes", "no preallocation"])
+def test_a_direct_file_holds_what_was_appended(scratch, monkeypatch, size_bytes, disk):
+    """Pieces of odd sizes, blocks that are used again; writes that end early, and what a file system may not have."""
+    real = os.pwrite
+    if disk == "short writes":
         cut = 3 * SECTOR_BYTES + 5
         monkeypatch.setattr(direct_file.os, "pwrite", lambda file, part, at: min(real(file, part, at), cut))
+    elif disk == "no direct writes":  # which is found out only at the first of them
+        monkeypatch.setattr(direct_file.os, "pwrite", functools.partial(refuse_direct, real))
+    elif disk == "no preallocation":
+        monkeypatch.setattr(direct_file, "_fallocate", lambda *_: errno.EOPNOTSUPP)
     content = torch.randint(0, 255, (size_bytes,), dtype=torch.uint8)
     path = scratch / "file"
-    with DirectFile(path, size_bytes=size_bytes, budget_bytes=1 << 20) as file:
+    with appearing(path) as opened, DirectFile(opened, size_bytes=size_bytes, budget_bytes=1 << 20) as file:
         done_bytes = 0
         while done_bytes < size_bytes:
             part_bytes = min(777 + done_bytes, size_bytes - done_bytes)
