@@ -18,7 +18,6 @@ from torch_offload.system import resources
 
 OLDEST_KERNEL = (5, 7)
 GOOD_KERNEL = (6, 1)
-MAPPINGS_PER_PAGE = 2
 MIN_PAGE_BYTES = 2 * DEFAULT_PAGE_ELEMENTS
 LITTLE_MEMORY_BYTES = 1 << 30
 TESTED_WITH = {
@@ -217,12 +216,12 @@ def address_result() -> CheckResult:
 
 def mappings_result(*, ram: int, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Whether the kernel allows as many mappings as the budget has pages."""
-    word = _first_word(root / "proc/sys/vm/max_map_count")
-    if word is None or not word.isdigit():
+    allowed = resources.max_mappings(root=root)
+    if allowed is None:
         return CheckResult(name="mappings", state=State.ok, what="the system does not say how many it allows")
-    needed = MAPPINGS_PER_PAGE * ram // MIN_PAGE_BYTES
-    what = f"vm.max_map_count is {word}; the budget may take {needed}"
-    if int(word) >= needed:
+    needed = resources.MAPPINGS_PER_PAGE * ram // MIN_PAGE_BYTES
+    what = f"vm.max_map_count is {allowed}; the budget may take {needed}"
+    if allowed >= needed:
         return CheckResult(name="mappings", state=State.ok, what=what)
     remedy = f"as root: sysctl -w vm.max_map_count={2 * needed}"
     return CheckResult(name="mappings", state=State.warning, what=what, remedy=remedy)

@@ -1,5 +1,6 @@
 """Preflight checks: does the module fit the memory budget and the disk?"""
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from torch_offload.config import Config, OptimizerDevice, format_size
 from torch_offload.errors import ConfigError, OutOfTierMemory
 from torch_offload.runtime.eligibility import why_not_pageable
 from torch_offload.system import gpu, resources
+
+logger = logging.getLogger(__name__)
 
 SPARE_PAGES = 4
 TENSORS_PER_WEIGHT = 4  # itself, its gradient, two moments
@@ -56,7 +59,23 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
             f"ssd tier: parameters beyond the budget need {needed_bytes} bytes ({format_size(needed_bytes)}) in "
             f"{' and '.join(map(str, directories))}, {free_bytes} bytes are free; give a directory on a larger disk"
         )
+    _warn_of_small_disk(directories, paged, ram=ram, free_bytes=free_bytes)
     return config.replace(ram=ram, ssd=directories, optimizer_device=optimizer_device(config, paged))
+
+
+def _warn_of_small_disk(
+    directories: Iterable[Path], paged: Iterable[torch.Tensor], *, ram: int, free_bytes: int
+) -> None:
+    """Say so where the parameters fit the disk, and training them with two moments each would not."""
+    sizes = ((tensor.untyped_storage().nbytes(), tensor.requires_grad) for tensor in paged)
+    needed_bytes = sum(size * (TENSORS_PER_WEIGHT if is_trained else 1) for size, is_trained in sizes) - ram
+    if free_bytes < needed_bytes:
+        logger.warning(
+            "ssd: training all parameters with two moments each takes up to %s beyond the budget; %s are free in %s",
+            format_size(needed_bytes),
+            format_size(free_bytes),
+            " and ".join(map(str, directories)),
+        )
 
 
 def check_directories(directories: Iterable[Path]) -> None:
@@ -96,10 +115,38 @@ def compute_device(config: Config) -> str:
 
 
 def check_all(config: Config, paged: dict[str, torch.Tensor]) -> None:
-    """Refuse a budget in which an operator on the largest tensor, and its gradient, cannot run."""
+    """Refuse a budget in which an operator on the largest tensor, and its gradient, cannot run, or that has too many
+    pages for the system.
+
+    Raises:
+        OutOfTierMemory: As from :func:`check`.
+        ConfigError: As from :func:`check_mappings`.
+    """
     if paged:
         name, largest = max(paged.items(), key=lambda entry: entry[1].untyped_storage().nbytes())
         check(config, name, size_bytes=largest.untyped_storage().nbytes(), element_bytes=largest.element_size())
+        check_mappings(config, paged.values())
+
+
+def check_mappings(config: Config, paged: Iterable[torch.Tensor], *, root: Path = Path("/")) -> None:
+    """Refuse pages, of parameters, gradients and moments, that are more than the system can map at once.
+
+    Raises:
+        ConfigError: If the budget is filled with so many. The message names the limit and three remedies.
+    """
+    allowed = resources.max_mappings(root=root)
+    if allowed is None or config.ram is None or config.uses_cuda:
+        return
+    tensors = list(paged)
+    filled_bytes = min(config.ram, TENSORS_PER_WEIGHT * sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+    page_bytes = config.page_elements * min(tensor.element_size() for tensor in tensors)
+    needed = resources.MAPPINGS_PER_PAGE * (filled_bytes // page_bytes)
+    if needed > allowed:
+        raise ConfigError(
+            f"ram: {format_size(config.ram)} hold {filled_bytes // page_bytes} pages of {page_bytes} bytes, which take "
+            f"up to {needed} memory mappings; this system allows {allowed} (vm.max_map_count). As root: sysctl -w "
+            f"vm.max_map_count={2 * needed}; or give a smaller ram, or larger page_elements"
+        )
 
 
 def least_bytes(config: Config, *, size_bytes: int, element_bytes: int) -> int:

@@ -12,6 +12,8 @@ from torch_offload.errors import ConfigError
 
 DEFAULT_SHARE = 0.8
 RESERVE_BYTES = 256 << 20
+MAPPINGS_PER_PAGE = 3
+"""Measured for pages in memory at their addresses: docs/adr/0001."""
 IN_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 _SYSTEM_ROOT = Path("/")
@@ -102,6 +104,11 @@ def free_disk_bytes(directory: Path) -> int:
     """Return the bytes that an ordinary user may still write under `directory`."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
+
+
+def max_mappings(*, root: Path = _SYSTEM_ROOT) -> int | None:
+    """Return how many memory mappings a process may have, or None where the system does not say."""
+    return _number(root / "proc/sys/vm/max_map_count")
 
 
 def _usual_directories() -> Iterator[Path]:

@@ -96,7 +96,7 @@ def test_mappings(tmp_path):
     root = system(tmp_path, proc__sys__vm__max_map_count="65530\n")
     assert checks.mappings_result(ram=16 << 30, root=root).state is State.ok
     many = checks.mappings_result(ram=128 << 30, root=root)
-    assert (many.state, many.remedy) == (State.warning, "as root: sysctl -w vm.max_map_count=262144")
+    assert (many.state, many.remedy) == (State.warning, "as root: sysctl -w vm.max_map_count=393216")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from support.small_module import MIB, assert_usable, make_module
 from torch import nn
 
 import torch_offload
-from torch_offload import ConfigError, OffloadError, OutOfTierMemory
+from torch_offload import Config, ConfigError, OffloadError, OutOfTierMemory
+from torch_offload.runtime import preflight
 from torch_offload.runtime.process import PROCESS
+from torch_offload.system import resources
 
 
 def test_a_budget_below_the_largest_parameter_is_refused_before_anything_moves(config, scratch):
@@ -102,3 +104,30 @@ def test_only_modules_can_be_wrapped():
     """Not a tensor, not a list."""
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
         torch_offload.wrap(torch.ones(3))
+
+
+def test_more_pages_than_the_system_maps_are_refused(tmp_path, scratch):
+    """Three mappings a page, of what the model and its training can fill; the message names the limit and a remedy."""
+    limit = tmp_path / "proc/sys/vm/max_map_count"
+    limit.parent.mkdir(parents=True)
+    config = Config(ram="8MiB", ssd=scratch, page_elements=4096)
+    paged = [torch.zeros(1 << 19)]  # with gradient and moments they fill the budget: 512 pages of 16 KiB
+    limit.write_text("1536\n")
+    preflight.check_mappings(config, paged, root=tmp_path)
+    limit.write_text("1535\n")
+    with pytest.raises(ConfigError, match="take up to 1536 memory mappings; this system allows 1535") as refused:
+        preflight.check_mappings(config, paged, root=tmp_path)
+    assert "sysctl -w vm.max_map_count=3072" in str(refused.value)
+    preflight.check_mappings(config, [torch.zeros(1 << 17)], root=tmp_path)  # does not fill it
+
+
+@pytest.mark.parametrize(("free_bytes", "is_warned"), [((8 << 20) - 1, True), (8 << 20, False)])
+def test_a_disk_too_small_for_gradients_and_moments_is_said(monkeypatch, caplog, scratch, free_bytes, is_warned):
+    """The parameters alone fit: 4 MiB of them, four times as much for training, half of that in memory."""
+    monkeypatch.setattr(resources, "free_disk_bytes", lambda _: free_bytes)
+    weight = torch.nn.Parameter(torch.zeros(1 << 20))
+    preflight.resolve(Config(ram="8MiB", ssd=scratch), [weight])
+    assert ("two moments each" in caplog.text) == is_warned
+    caplog.clear()
+    preflight.resolve(Config(ram="8MiB", ssd=scratch), [weight.requires_grad_(False)])
+    assert caplog.text == ""
