@@ -127,6 +127,26 @@ def terabytes_per_day(plan: dict[str, Any]) -> float:
     return float(sum(plan["ssd_written"].values()) / plan["predicted_seconds"] * 86400 / 1e12)
 
 
+def days(terabytes: float) -> str:
+    return f"{RATED_TERABYTES / terabytes:.0f}"
+
+
+def wear_of_one(plan: dict[str, Any], terabytes: float) -> str:
+    written = sum(plan["ssd_written"].values()) / 1e9
+    return (
+        f"**Full fine-tuning wears an SSD out.** Such a step writes {written:.0f} GB, {terabytes:.0f} TB a day: a "
+        f"drive rated for {RATED_TERABYTES} TB lasts {days(terabytes)} days.\n"
+    )
+
+
+def wear_of_all(wear: list[float]) -> str:
+    return (
+        f"At the {min(wear):.0f} to {max(wear):.0f} TB a day of the table that is {days(max(wear))} to "
+        f"{days(min(wear))} days of training, whatever the size of the model: a larger one writes more in a longer "
+        "step.\n"
+    )
+
+
 def fenced(lines: Iterable[str]) -> str:
     return "\n".join(["```", *lines, "```", ""])
 
@@ -155,17 +175,8 @@ def main() -> None:
         "laptop table": lambda: "\n".join([*table, ""]),
         "laptop rates": lambda: rates(scratch, break_even),
         "plan sample": lambda: fenced([command, *sample_rows(shown)]),
-        "plan wear": lambda: (
-            "**Full fine-tuning wears an SSD out.** Such a step writes "
-            f"{sum(planned['ssd_written'].values()) / 1e9:.0f} GB, {wear[-1]:.0f} TB a day: a drive rated for {RATED_TERABYTES} TB lasts "
-            f"{RATED_TERABYTES / wear[-1]:.0f} days.\n"
-        ),
-        "laptop wear": lambda: (
-            f"At the {min(wear):.0f} to {max(wear):.0f} TB a day of the table that is "
-            f"{RATED_TERABYTES / max(wear):.0f} to {RATED_TERABYTES / min(wear):.0f} days of training, whatever the size of the model: a larger one writes "
-            "more in a longer step.\n"
-        ),
-        "lora sample": lambda: fenced(str(adapters).splitlines()),
+        "plan wear": lambda: wear_of_one(planned, wear[-1]),
+        "laptop wear": lambda: wear_of_all(wear),
     }
     write([(path, replace_parts(path.read_text(), parts)) for path in (GUIDE, README)])
 
