@@ -65,6 +65,7 @@ PLAIN = (
     "A ratio below 1 does not show that interception costs nothing: paged and resident steps have another allocator "
     "than plain torch, whose memory was in huge pages in one of its two variants."
 )
+BUILDS = "Before is commit 15ec886, after the one above: a new place for each write, retries, undefined pages."
 SLOW_STEPS = (
     "An earlier result of the same 3 B parameters, whose commit is not known, had steps of 246 to 498 s beside others "
     "of 73 s. Beside those of 489, 498 and 246 s the disk itself read at 0.35, 0.06 and 0.33 GB/s. One of 363 s had "
@@ -76,6 +77,7 @@ SLOW_STEPS = (
 BENCHMARKS = (
     Benchmark("train_step", "A training step", IO, PLAIN),
     Benchmark("adapters", "LoRA over a base of twice the memory", IO, PLAIN),
+    Benchmark("builds", "The step before and after failures lose nothing", f"--before TREE {IO}", BUILDS),
     Benchmark("peers_fp32", "DeepSpeed and swap, fp32", f"{IO} --dtype fp32"),
     Benchmark("peers_bf16", "DeepSpeed, bf16", f"{IO} --dtype bf16"),
     Benchmark("size_fp32", "Size of the model", f"{IO} --dtype fp32", SLOW_STEPS),
