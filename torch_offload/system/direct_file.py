@@ -172,10 +172,11 @@ class DirectFile:
     def _write(self, content: memoryview, offset: int) -> None:
         """Write all of it; a short write goes on with the rest, from a sector on where that is needed."""
         while content:
+            was_direct = self._is_direct  # another thread may find out meanwhile that it cannot be
             try:
                 written_bytes = os.pwrite(self._file, content, offset)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._is_direct:
+                if error.errno != errno.EINVAL or not was_direct:
                     raise
                 self._is_direct = _set_direct(self._file, is_direct=False)  # accepted when it was set, and refused now
                 continue
