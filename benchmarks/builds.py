@@ -35,9 +35,7 @@ PAIRS = (
 
 def start(tree: Path, name: str, workload: Workload, share: float, ssd: str) -> WorkerProcess:
     """Start a worker of this tree over the package of another."""
-    shape = {key: value for key, value in asdict(workload).items() if key != "name"}
-    shape |= {"optimizer": workload.optimizer, "budget_bytes": int(share * workload.state_bytes), "ssd": ssd}
-    options = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    options = workload.step_options(budget_bytes=int(share * workload.state_bytes), ssd=ssd)
     search_path = os.pathsep.join([str(BENCHMARKS), str(tree)])
     command = ["env", f"PYTHONPATH={search_path}", "PYTHONSAFEPATH=1", sys.executable, "-m", "workers.step", *options]
     return WorkerProcess(name, command, log_directory=ssd)

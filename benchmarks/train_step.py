@@ -40,11 +40,12 @@ MIN_IN_HUGE_PAGES = 0.5  # of the state, without which plain_huge is no other th
 
 def start(workload: Workload, name: str, variant: VariantPlan, ssd: str) -> WorkerProcess:
     """Start the process of a variant; its model is built when this returns."""
-    shape = {key: value for key, value in asdict(workload).items() if key != "name"}
-    shape |= {"optimizer": workload.optimizer, "max_grad_norm": variant.max_grad_norm}
-    shape |= {"activations": variant.activations} if variant.activations else {}
-    shape |= {"budget_bytes": int(variant.budget_share * workload.state_bytes), "ssd": ssd}
-    options = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    options = workload.step_options(
+        max_grad_norm=variant.max_grad_norm,
+        budget_bytes=int(variant.budget_share * workload.state_bytes),
+        ssd=ssd,
+        **({"activations": variant.activations} if variant.activations else {}),
+    )
     environment = PLAIN_HUGE if variant.in_huge_pages else {}
     return WorkerProcess(name, [*worker_command("step"), *options], log_directory=ssd, **environment)
 

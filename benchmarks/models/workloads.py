@@ -1,7 +1,7 @@
 """What train_step.py runs: models, tokens per step, budgets."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from optimum import BYTES_OF_KIND
 
@@ -34,6 +34,12 @@ class Workload:
     @property
     def optimizer(self) -> str:
         return "offload" if self.dtype == "bf16" else "stock"
+
+    def step_options(self, **more: object) -> list[str]:
+        """Return what workers.step is called with, `more` included."""
+        values = {key: value for key, value in asdict(self).items() if key != "name"}
+        values |= {"optimizer": self.optimizer, **more}
+        return [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
 @dataclass(frozen=True)
