@@ -61,6 +61,13 @@ std::vector<ChainPointer> chains_of(const Segments& segments) {
     return found;
 }
 
+/// Of the chains that segments belong to, the one to work off before an operator on the segments can be appended;
+/// nullptr: there is none. Orders of different chains cannot be joined, and a chain does not grow without end.
+ChainPointer in_the_way(std::span<const ChainPointer> found) {
+    const bool is_free = found.empty() || (found.size() == 1 && found.front()->length() < kMaxLength);
+    return is_free ? nullptr : found.back();
+}
+
 }  // namespace
 
 struct DeferredOps::Impl {
@@ -95,7 +102,6 @@ struct DeferredOps::Impl {
         const std::lock_guard lock(mutex);
         return DeferredChain::of(segment);
     }
-    ChainPointer in_the_way(const Segments& segments) const;
     void make_way(const Segments& segments);
     ChainPointer append(RecordedOp op, const Segments& segments);
     void settle(std::span<const ChainPointer> changed);
@@ -204,18 +210,10 @@ KernelThreads DeferredOps::Impl::threads(bool may_wait) const noexcept {
 
 // --- Recording ----------------------------------------------------------------------------------------------------
 
-/// The chain to work off before an operator on the segments can be appended; nullptr: there is none. Orders of
-/// different chains cannot be joined, and a chain does not grow without end. The lock is held.
-ChainPointer DeferredOps::Impl::in_the_way(const Segments& segments) const {
-    const std::vector<ChainPointer> found = chains_of(segments);
-    const bool is_free = found.empty() || (found.size() == 1 && found.front()->length() < kMaxLength);
-    return is_free ? nullptr : found.back();
-}
-
 void DeferredOps::Impl::make_way(const Segments& segments) {
     while (true) {
         std::unique_lock lock(mutex);
-        const ChainPointer chain = in_the_way(segments);
+        const ChainPointer chain = in_the_way(chains_of(segments));
         lock.unlock();
         if (!chain) return;
         forced_chains.increment();
@@ -228,8 +226,8 @@ ChainPointer DeferredOps::Impl::append(RecordedOp op, const Segments& segments) 
     while (true) {
         {
             const std::lock_guard lock(mutex);
-            if (!in_the_way(segments)) {
-                const std::vector<ChainPointer> found = chains_of(segments);
+            const std::vector<ChainPointer> found = chains_of(segments);
+            if (!in_the_way(found)) {
                 const ChainPointer chain =
                     found.empty() ? std::make_shared<DeferredChain>(segments.front()->page_count()) : found.front();
                 chains.insert(chain);
