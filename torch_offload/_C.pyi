@@ -73,6 +73,7 @@ class Engine:
         ssd_bytes_per_second: float = 0,
         device_kind: str = "emulated",
         device_ordinal: int = 0,
+        io_timeout: int = 120,
         remedy: str = "",
     ) -> None:
         """Start one; `remedy` ends messages about a full budget, after "raise `ram`"."""

@@ -32,6 +32,7 @@ SECTOR_BYTES = 4096
 DEFAULT_PAGE_ELEMENTS = 1 << 20
 DEFAULT_MIN_PAGED_BYTES = 64 << 10
 DEFAULT_QUEUE_DEPTH = 16
+DEFAULT_IO_TIMEOUT = 120
 
 IoEngine = Literal["auto", "uring_fixed", "uring", "threads"]
 Activations = Literal["page", "keep", "ram", "recompute", "auto"]
@@ -178,6 +179,9 @@ class Config(BaseModel):
     at a time."""
     queue_depth: int = Field(default=DEFAULT_QUEUE_DEPTH, ge=1, le=4096, strict=True)
     """Transfers in flight on the SSD."""
+    io_timeout: int = Field(default=DEFAULT_IO_TIMEOUT, ge=1, le=86_400, strict=True)
+    """Seconds after which a read or write of the SSD that has not ended is an error for who waits for it. Nothing is
+    lost by that if the disk comes back."""
     io_engine: IoEngine = "auto"
     """Interface for reads and writes of pages. ``auto`` takes the first that the system allows, in this order: io_uring
     with registered buffers, plain io_uring, threads with ``preadv`` and ``pwritev``."""
@@ -201,6 +205,7 @@ class Config(BaseModel):
             min_paged_bytes: int | str = DEFAULT_MIN_PAGED_BYTES,
             page_elements: int = DEFAULT_PAGE_ELEMENTS,
             queue_depth: int = DEFAULT_QUEUE_DEPTH,
+            io_timeout: int = DEFAULT_IO_TIMEOUT,
             io_engine: IoEngine = "auto",
             emulation: Emulation | Mapping[str, object] | None = None,
         ) -> None: ...

@@ -21,6 +21,7 @@
 #include "base/check.h"
 #include "base/counters.h"
 #include "base/log.h"
+#include "base/wait.h"
 
 namespace torch_offload {
 namespace {
@@ -131,7 +132,12 @@ std::optional<DeferredOps::Impl::Turn> DeferredOps::Impl::Turn::take(Impl& impl,
                                                                      bool may_wait) {
     std::unique_lock lock(impl.mutex);
     if (chain->is_taken(index) && !may_wait) return std::nullopt;
-    impl.turn_ended.wait(lock, [&] { return !chain->is_taken(index); });
+    const InterruptibleWait wait;
+    while (!impl.turn_ended.wait_for(lock, InterruptibleWait::kSlice, [&] { return !chain->is_taken(index); })) {
+        lock.unlock();
+        wait.check();
+        lock.lock();
+    }
     chain->set_taken(index, true);
     return Turn(impl, std::move(chain), index);
 }

@@ -1,7 +1,9 @@
 // The Python module `torch_offload._C`: arguments in, results out, the GIL given back while the engine waits.
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <array>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +17,7 @@
 #include "autograd/saved_tensor.h"
 #include "base/check.h"
 #include "bindings/activities.h"
+#include "bindings/interrupts.h"
 #include "bindings/log_queue.h"
 #include "bindings/names.h"
 #include "bindings/python_errors.h"
@@ -92,12 +95,20 @@ void bind_pin(py::module_& module) {
 
 // --- Engine -------------------------------------------------------------------------------------------------------
 
+/// A transfer is named in the log before it is late.
+TransferLimits limits_within(std::chrono::seconds io_timeout) {
+    TransferLimits limits;
+    limits.timeout = io_timeout;
+    limits.warn_after = std::min(limits.warn_after, limits.timeout / 2);
+    return limits;
+}
+
 std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::string> directories,
                                     const std::string& io_engine, std::size_t queue_depth, std::size_t page_elements,
                                     std::size_t min_paged_bytes, std::size_t device_bytes, bool updates_on_host,
                                     bool activations_stay_on_host, double link_bytes_per_second,
                                     double ssd_bytes_per_second, const std::string& device_kind, int device_ordinal,
-                                    std::string remedy) {
+                                    int io_timeout, std::string remedy) {
     EngineOptions options;
     if (device_bytes > 0) {
         options.device = DeviceTier{.kind = value_named(kDevices, device_kind, "device_kind"),
@@ -114,6 +125,7 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
     options.pager.engine = value_named(kEngines, io_engine, "io_engine");
     options.pager.queue_depth = queue_depth;
     options.pager.page_elements = page_elements;
+    options.pager.transfer_limits = limits_within(std::chrono::seconds(io_timeout));
     options.pager.remedy = std::move(remedy);
     options.min_paged_bytes = min_paged_bytes;
     return waiting([&] { return Engine::make(options); });
@@ -176,7 +188,7 @@ EngineClass make_engine_class(py::module_& module) {
              py::arg("device_bytes") = 0, py::arg("updates_on_host") = false,
              py::arg("activations_stay_on_host") = false, py::arg("link_bytes_per_second") = 0.0,
              py::arg("ssd_bytes_per_second") = 0.0, py::arg("device_kind") = "emulated", py::arg("device_ordinal") = 0,
-             py::arg("remedy") = "")
+             py::arg("io_timeout") = 120, py::arg("remedy") = "")
         .def_property_readonly("torch_device", [](const Engine& self) { return py::cast(self.torch_device().str()); })
         .def("statistics",
              [](Engine& self) {
@@ -262,6 +274,7 @@ void remove_allocator_at_exit() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     using namespace torch_offload;
     install_error_translation();
+    install_interrupt_check();
     m.attr("built_against_torch") = TORCH_OFFLOAD_BUILT_AGAINST;
 #ifdef TORCH_OFFLOAD_HAVE_LIBURING
     m.attr("has_liburing") = true;

@@ -11,14 +11,6 @@ namespace py = pybind11;
 namespace torch_offload {
 namespace {
 
-bool is_python_there() noexcept {
-#if PY_VERSION_HEX >= 0x030d0000
-    return Py_IsInitialized() && !Py_IsFinalizing();
-#else
-    return Py_IsInitialized() && !_Py_IsFinalizing();
-#endif
-}
-
 const char* type_name_of(const OffloadError& error) noexcept {
     if (dynamic_cast<const OutOfTierMemory*>(&error)) return "OutOfTierMemory";
     if (dynamic_cast<const CorruptPage*>(&error)) return "PageCorruptError";
@@ -56,6 +48,14 @@ void translate(std::exception_ptr thrown) {
 }
 
 }  // namespace
+
+bool is_python_there() noexcept {
+#if PY_VERSION_HEX >= 0x030d0000
+    return Py_IsInitialized() && !Py_IsFinalizing();
+#else
+    return Py_IsInitialized() && !_Py_IsFinalizing();
+#endif
+}
 
 void raise_python(const OffloadError& error) {
     if (!is_python_there()) return;

@@ -5,6 +5,9 @@
 
 namespace torch_offload {
 
+/// Whether there is an interpreter whose GIL can be taken.
+bool is_python_there() noexcept;
+
 /// Sets the Python exception for `error` and throws the C++ exception that carries it through torch's frames.
 /// Takes the GIL. Returns only where there is no interpreter to ask any more.
 void raise_python(const OffloadError& error);

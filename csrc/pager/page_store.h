@@ -86,13 +86,14 @@ public:
     PageStore() = default;
     PageStore(const PageStore&) = delete;
     PageStore& operator=(const PageStore&) = delete;
-    /// After stop().
+    /// After a stop() that returned true.
     virtual ~PageStore() = default;
 
     /// Starts its threads; the client is called from now on.
     virtual void start(StoreClient& client) = 0;
-    /// Ends them after what is in flight; the client is not called any more.
-    virtual void stop() = 0;
+    /// Ends them after what is in flight; the client is not called any more. False: some of that does not end, and the
+    /// store has to stay as it is.
+    virtual bool stop() = 0;
 
     /// Pre: the page is `loading` with a frame, and was written.
     virtual void read(std::shared_ptr<Segment> segment, Page& page) = 0;

@@ -5,6 +5,7 @@
 
 #include "base/check.h"
 #include "base/units.h"
+#include "base/wait.h"
 #include "pager/pager_impl.h"
 
 namespace torch_offload {
@@ -12,7 +13,7 @@ namespace torch_offload {
 bool Page::change(PageWord& expected, PageWord desired) noexcept {
     const bool changed =
         word.compare_exchange_strong(expected.bits, desired.bits, std::memory_order_acq_rel, std::memory_order_acquire);
-    if (changed) word.notify_all();
+    if (changed) wake_all(word);
     return changed;
 }
 
@@ -24,12 +25,12 @@ void Page::enter(PageState state, std::uint32_t set_flags, std::uint32_t clear_f
 
 void Page::set_flag(std::uint32_t flag) noexcept {
     word.fetch_or(flag, std::memory_order_acq_rel);
-    word.notify_all();
+    wake_all(word);
 }
 
 void Page::clear_flag(std::uint32_t flag) noexcept {
     word.fetch_and(~flag, std::memory_order_acq_rel);
-    word.notify_all();
+    wake_all(word);
 }
 
 Segment::Segment(Pager& pager, std::span<std::byte> range, std::size_t page_bytes, SegmentKind kind, std::uint64_t id)

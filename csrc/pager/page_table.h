@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/wait.h"
 #include "device/memory.h"
 #include "storage/io_engine.h"
 
@@ -34,11 +35,12 @@ inline constexpr std::size_t kPageStateCount = 8;
 
 /// A value of the page's word: state, flags and pins, changed only together.
 struct PageWord {
-    static constexpr std::uint32_t kStateMask = 0xF;
-    static constexpr std::uint32_t kDirty = 1u << 4;     // the frame is newer than the extent
-    static constexpr std::uint32_t kWritable = 1u << 5;  // mapped for writing
-    static constexpr std::uint32_t kPending = 1u << 6;   // deferred operations not yet applied; never mapped
-    static constexpr std::uint32_t kFaulted = 1u << 7;   // in the queue of faults
+    static constexpr std::uint32_t kStateMask = 0x7;
+    static constexpr std::uint32_t kPoisoning = 1u << 3;  // 0xFF is being put at its address: not mapped meanwhile
+    static constexpr std::uint32_t kDirty = 1u << 4;      // the frame is newer than the extent
+    static constexpr std::uint32_t kWritable = 1u << 5;   // mapped for writing
+    static constexpr std::uint32_t kPending = 1u << 6;    // deferred operations not yet applied; never mapped
+    static constexpr std::uint32_t kFaulted = 1u << 7;    // in the queue of faults
     static constexpr std::uint32_t kFaultedWrite = 1u << 8;
     static constexpr std::uint32_t kPoisoned = 1u << 9;  // 0xFF lies at its address after an access that had to end
     static constexpr std::uint32_t kUpdateQueued = 1u << 10;  // its deferred work waits for the service thread
@@ -89,7 +91,7 @@ struct Page {
     /// A pin keeps a page from being evicted; in a state other than mapped it says that the page is wanted.
     void add_pin() noexcept { word.fetch_add(PageWord::kPinUnit, std::memory_order_acq_rel); }
     void drop_pin() noexcept { word.fetch_sub(PageWord::kPinUnit, std::memory_order_acq_rel); }
-    void wait_change(PageWord seen) const noexcept { word.wait(seen.bits, std::memory_order_acquire); }
+    void wait_change(PageWord seen) const noexcept { wait_for_change(word, seen.bits); }
 };
 
 /// What the bytes of a segment are to training.

@@ -31,6 +31,14 @@ HugePages huge_pages_for(const PagerOptions& options) {
     return is_whole ? HugePages::allowed : HugePages::never;
 }
 
+/// A store whose transfers do not end: its files and buffers stay as they are until the process ends.
+void keep_for_good(std::unique_ptr<PageStore> store) {
+    static std::mutex mutex;
+    static auto& kept = *new std::vector<std::unique_ptr<PageStore>>;
+    const std::lock_guard lock(mutex);
+    kept.push_back(std::move(store));
+}
+
 }  // namespace
 
 Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_ptr<PageStore> page_store)
@@ -51,7 +59,7 @@ Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_p
 
 Pager::Impl::~Impl() {
     service->stop();
-    store->stop();
+    if (!store->stop()) keep_for_good(std::move(store));
 }
 
 Pager::Pager(const PagerOptions& options) : Pager(options, make_io_engine(options.engine, options.queue_depth)) {}
@@ -228,6 +236,7 @@ void Pager::prefetch_page(const std::shared_ptr<Segment>& segment, std::size_t i
 
 std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
     impl_->release_faulted(*segment);
+    const InterruptibleWait wait;
     std::size_t pinned_bytes = 0;
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         Page& page = segment->page(i);
@@ -236,7 +245,7 @@ std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
         PageWord seen = page.load();
         while (seen.state() == PageState::loading || seen.state() == PageState::busy) {
             impl_->raise_if_late(page, seen);
-            page.wait_change(seen);
+            impl_->wait_change(page.word, seen.bits, wait);
             seen = page.load();
         }
         if (!impl_->evict_page(page, segment) && page.load().in_memory()) pinned_bytes += segment->frame_bytes(i);
@@ -245,7 +254,7 @@ std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
         Page& page = segment->page(i);
         for (PageWord seen = page.load(); seen.state() == PageState::evicting; seen = page.load()) {
             impl_->raise_if_late(page, seen);
-            page.wait_change(seen);
+            impl_->wait_change(page.word, seen.bits, wait);
         }
     }
     impl_->raise_write_error(segment.get());
@@ -254,10 +263,11 @@ std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
 }
 
 void Pager::flush() {
+    const InterruptibleWait wait;  // of all of it: some progress may be made while one transfer does not end
     while (impl_->is_anything_moving()) {
         const std::uint32_t seen = impl_->progress.load(std::memory_order_acquire);
         if (!impl_->is_anything_moving()) break;
-        impl_->progress.wait(seen, std::memory_order_acquire);
+        impl_->wait_change(impl_->progress, seen, wait);
     }
     impl_->raise_fault_error();
     impl_->raise_unsaid_write_error();

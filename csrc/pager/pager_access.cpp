@@ -148,9 +148,18 @@ std::span<std::byte> Pager::Impl::mapped_range(const Page& page) const noexcept 
     return whole_granules(page.segment->page_range(page.segment->index_of(page)));
 }
 
+/// Throws: what ends a wait early, on a thread of the program; OffloadError on one of the engine's that is to end.
+void Pager::Impl::wait_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen,
+                              const InterruptibleWait& wait) const {
+    while (!wait_for_change(word, seen, InterruptibleWait::kSlice)) {
+        wait.check();
+        OFFLOAD_CHECK(!service->is_current() || !service->is_stopping(), OffloadError, "the engine is ending");
+    }
+}
+
 void Pager::Impl::wait_page(const Page& page, PageWord seen, StallCause cause) {
     const ProgramWait wait(*this, cause);
-    page.wait_change(seen);
+    wait_change(page.word, seen.bits, InterruptibleWait());
 }
 
 /// Absent to loading (or at once loaded, where nothing is read). Waits for memory. `own` learns of a page that is
@@ -297,7 +306,11 @@ void Pager::Impl::ensure_mapped(const std::shared_ptr<Segment>& segment, std::si
                 }
                 break;
             case PageState::loaded:
-                map_page(page, seen, access);
+                if (seen.has(PageWord::kPoisoning)) {
+                    wait_page(page, seen, StallCause::fault);
+                } else {
+                    map_page(page, seen, access);
+                }
                 break;
             case PageState::zero:
             case PageState::stored:

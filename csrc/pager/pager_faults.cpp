@@ -97,61 +97,66 @@ bool Pager::Impl::release_faulted(const Segment& segment) {
     return drop_pins(given_back);
 }
 
-/// Lets accesses to the page end on 0xFF bytes, unless somebody has mapped it meanwhile. Takes the page first: what
-/// lies at its address while nobody may use it there is nobody's.
+/// Lets accesses to the page end on 0xFF bytes, unless somebody has mapped it meanwhile. Keeps it from being mapped
+/// first: what lies at its address then is nobody's. Its state may change all the same: a transfer may have no end.
 void Pager::Impl::poison_page(const std::shared_ptr<Segment>& segment, Page& page) {
+    constexpr std::uint32_t kServed = PageWord::kFaulted | PageWord::kFaultedWrite;
     PageWord seen = page.load();
     while (segment) {
         const PageState state = seen.state();
         if (state == PageState::mapped && (seen.has(PageWord::kWritable) || !seen.has(PageWord::kFaultedWrite))) {
-            page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
+            page.clear_flag(kServed);
             return;
         }
-        if (state == PageState::loading || state == PageState::evicting || state == PageState::busy) {
+        if (state == PageState::busy) {
             page.wait_change(seen);
             seen = page.load();
-        } else if (page.change(seen, seen.with(PageState::busy))) {
+        } else if (state == PageState::mapped) {  // it could not be made writable; its memory goes with its address
+            if (!page.change(seen, seen.with(PageState::busy).with_flag(PageWord::kPoisoning))) continue;
+            lose_page(page);
+            break;
+        } else if (page.change(seen, seen.with_flag(PageWord::kPoisoning))) {
             break;
         }
     }
     memory.poison(mapped_range(page));
-    if (!segment) {
-        page.set_flag(PageWord::kPoisoned);
-        page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
-        return;
-    }
-    {
+    if (segment) {
         const std::lock_guard lock(mutex);
         poisoned.emplace_back(segment, segment->index_of(page));
     }
-    PageState state = seen.state();
-    if (state == PageState::mapped) {  // it could not be made writable; its memory is gone with its address
-        lose_page(page);
-        state = page.load().state();
-    }
-    page.enter(state, PageWord::kPoisoned, PageWord::kFaulted | PageWord::kFaultedWrite);
+    page.set_flag(PageWord::kPoisoned);
+    page.clear_flag(kServed | PageWord::kPoisoning);
 }
 
-/// Takes the 0xFF bytes away that accesses ended on, once their error is raised: later accesses are served again.
+/// Takes the 0xFF bytes away that accesses ended on, once their error is raised: later accesses are served again. Those
+/// of a page that somebody has go when the next error is raised, or when it is mapped.
 void Pager::Impl::clear_poison() {
     std::vector<std::pair<std::weak_ptr<Segment>, std::size_t>> taken;
     {
         const std::lock_guard lock(mutex);
         taken.swap(poisoned);
     }
-    for (const auto& [owner_of_page, index] : taken) {
-        const std::shared_ptr<Segment> segment = owner_of_page.lock();
-        if (!segment) continue;
-        Page& page = segment->page(index);
-        PageWord seen = page.load();
-        while (seen.has(PageWord::kPoisoned) &&
-               (seen.is_absent() || seen.state() == PageState::loaded || seen.state() == PageState::failed)) {
-            if (!page.change(seen, seen.with(PageState::busy))) continue;
-            memory.decommit(mapped_range(page));
-            page.enter(seen.state(), 0, PageWord::kPoisoned);
-            break;
-        }
+    const auto is_done = [&](const auto& entry) {
+        const std::shared_ptr<Segment> segment = entry.first.lock();
+        return !segment || clear_poison(segment->page(entry.second));
+    };
+    std::erase_if(taken, is_done);
+    const std::lock_guard lock(mutex);
+    poisoned.insert(poisoned.end(), taken.begin(), taken.end());
+}
+
+/// False if somebody has the page.
+bool Pager::Impl::clear_poison(Page& page) {
+    PageWord seen = page.load();
+    while (seen.has(PageWord::kPoisoned)) {
+        const bool is_free = seen.is_absent() || seen.state() == PageState::loaded || seen.state() == PageState::failed;
+        if (!is_free) return false;
+        if (!page.change(seen, seen.with(PageState::busy))) continue;
+        memory.decommit(mapped_range(page));
+        page.enter(seen.state(), 0, PageWord::kPoisoned);
+        return true;
     }
+    return true;
 }
 
 }  // namespace torch_offload

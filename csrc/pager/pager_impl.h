@@ -116,6 +116,7 @@ struct Pager::Impl final : StoreClient {
     void zero_frame(Page& page);
     void ensure_mapped(const std::shared_ptr<Segment>& segment, std::size_t index, Access access,
                        Overwriting* own = nullptr);
+    void wait_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen, const InterruptibleWait& wait) const;
     void wait_page(const Page& page, PageWord seen, StallCause cause);
     bool make_writable(Page& page, PageWord seen);
     bool map_page(Page& page, PageWord seen, Access access);
@@ -145,6 +146,7 @@ struct Pager::Impl final : StoreClient {
     void serve_fault(Page& page);
     void poison_page(const std::shared_ptr<Segment>& segment, Page& page);
     void clear_poison();
+    bool clear_poison(Page& page);
     void hold_faulted(Page& page);
     bool release_faulted();
     bool release_faulted(const Segment& segment);

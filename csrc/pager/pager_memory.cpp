@@ -29,7 +29,7 @@ private:
 
 void Pager::Impl::announce_progress() noexcept {
     progress.fetch_add(1, std::memory_order_acq_rel);
-    progress.notify_all();
+    wake_all(progress);
 }
 
 /// Announced before and after for the same reason as end_move().
@@ -71,7 +71,7 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
             raise_out_of_memory(size_bytes);
         }
         if (!wait) wait.emplace(*this);
-        progress.wait(seen, std::memory_order_acquire);
+        wait_change(progress, seen, InterruptibleWait());
     }
 }
 

@@ -31,6 +31,7 @@ public:
     void push_update(std::weak_ptr<Segment> segment, std::size_t index, UpdateTime time);
     /// The program waits: updates may run. Async-signal-safe.
     void wake() noexcept;
+    bool is_stopping() const noexcept { return stopping_.load(std::memory_order_acquire); }
     bool is_current() const noexcept { return std::this_thread::get_id() == thread_id_; }
 
 private:

@@ -49,11 +49,13 @@ void SsdStore::start(StoreClient& client) {
     thread_ = engine_thread("to-ssd", [this] { run(); });
 }
 
-void SsdStore::stop() {
-    if (!thread_.joinable()) return;
-    stopping_.store(true, std::memory_order_release);
-    engine_->wake();
-    thread_.join();
+bool SsdStore::stop() {
+    if (thread_.joinable()) {
+        stopping_.store(true, std::memory_order_release);
+        engine_->wake();
+        thread_.join();
+    }
+    return in_flight() == 0;
 }
 
 void SsdStore::read(std::shared_ptr<Segment> segment, Page& page) {
@@ -124,7 +126,10 @@ void SsdStore::run() {
 /// usable.
 void SsdStore::serve_broken(const TierIoError& error) {
     OFFLOAD_LOG(error, "ssd tier: the I/O engine failed: ", error.what(), "; pages on SSD cannot be used any more");
-    while (!engine_->quiesce()) OFFLOAD_LOG(error, "ssd tier: transfers are still under way, waiting for them");
+    while (!engine_->quiesce()) {
+        OFFLOAD_LOG(error, "ssd tier: transfers are still under way, waiting for them");
+        if (stopping_.load(std::memory_order_acquire)) return;
+    }
     for (Transfer* transfer : submitted_) ready_reads_.emplace_back(transfer);
     submitted_.clear();
     while (true) {
@@ -135,7 +140,7 @@ void SsdStore::serve_broken(const TierIoError& error) {
     }
 }
 
-/// Until it is stopped and nothing is in flight.
+/// Until it is stopped and nothing is in flight that may end soon.
 void SsdStore::serve() {
     std::array<IoRequest*, kReapBatch> finished{};
     auto turn_start = Clock::now();
@@ -143,7 +148,7 @@ void SsdStore::serve() {
         take_queue();
         submit_ready();
         if (stopping_.load(std::memory_order_acquire)) {
-            if (in_flight() == 0) return;
+            if (in_flight() == 0 || is_stuck()) return;
         } else if (kicked_.exchange(false, std::memory_order_acq_rel)) {
             give_back_registered();
             client_->look_ahead();
@@ -228,6 +233,17 @@ void SsdStore::submit_ready() {
         submitted_.insert(ready.front().release());       // the engine's until reaped; context leads back to it
         ready.pop_front();
     }
+}
+
+/// Whether the disk does not answer. Nobody needs what is in flight when a store stops.
+bool SsdStore::is_stuck() const {
+    const auto now = Clock::now();
+    const auto is_old = [&](const Transfer* transfer) { return now - transfer->submitted >= limits_.warn_after; };
+    if (submitted_.empty() || !std::ranges::all_of(submitted_, is_old)) return false;
+    OFFLOAD_LOG(error, "ssd tier: ", in_flight(),
+                " transfers do not end: the engine ends without them, and what memory "
+                "they use stays until the process ends");
+    return true;
 }
 
 /// Names transfers that take long, and says so to who waits for one that is late.

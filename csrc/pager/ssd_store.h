@@ -62,7 +62,7 @@ public:
     ~SsdStore() override;
 
     void start(StoreClient& client) override;
-    void stop() override;
+    bool stop() override;
     void read(std::shared_ptr<Segment> segment, Page& page) override;
     void write(std::shared_ptr<Segment> segment, Page& page) override;
     void evict(Segment&) override {}
@@ -88,6 +88,7 @@ private:
     void take_due();
     std::chrono::milliseconds longest_wait() const;
     void submit_ready();
+    bool is_stuck() const;
     void check_ages();
     std::string describe(const Transfer& transfer, Clock::duration age) const;
     std::size_t settle_batch(std::span<IoRequest* const> finished);

@@ -59,8 +59,8 @@ void TierStore::start(StoreClient& client) {
     planner_ = engine_thread("to-plan", [this] { look_ahead_when_kicked(); });
 }
 
-void TierStore::stop() {
-    if (!planner_.joinable()) return;
+bool TierStore::stop() {
+    if (!planner_.joinable()) return true;
     below_.set_tier_above({});  // waits for calls under way
     stopping_.store(true, std::memory_order_release);
     kick();
@@ -73,6 +73,7 @@ void TierStore::stop() {
         lane->changed.notify_one();
         lane->thread.join();
     }
+    return true;
 }
 
 /// The page below begins to come as well: the lane may have others to wait for before it asks.

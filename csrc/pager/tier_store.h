@@ -37,7 +37,7 @@ public:
     ~TierStore() override;
 
     void start(StoreClient& client) override;
-    void stop() override;
+    bool stop() override;
     void read(std::shared_ptr<Segment> segment, Page& page) override;
     void write(std::shared_ptr<Segment> segment, Page& page) override;
     void evict(Segment& segment) override;

@@ -85,6 +85,7 @@ class Session:
             directories=[str(directory) for directory in config.ssd],
             io_engine=config.io_engine,
             queue_depth=config.queue_depth,
+            io_timeout=config.io_timeout,
             page_elements=config.page_elements,
             min_paged_bytes=config.min_paged_bytes,
             device_bytes=config.compute_bytes if config.gpu is not None else 0,

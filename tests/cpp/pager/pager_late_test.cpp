@@ -4,9 +4,13 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <memory>
+#include <stdexcept>
 #include <thread>
 #include <utility>
+#include <vector>
 
+#include "base/wait.h"
 #include "support/gated_engine.h"
 #include "support/log_capture.h"
 #include "support/pager_fixture.h"
@@ -16,37 +20,47 @@ namespace {
 
 using std::chrono::milliseconds;
 
+struct Interrupted : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 /// A pager over a disk that finishes nothing while it is shut, and so looks at the ages of its transfers all the time.
 class LatePager {
 public:
-    LatePager()
-        : disk_(new GatedEngine), pager(with_short_limits(), std::unique_ptr<IoEngine>(disk_)), waker_([this] {
+    explicit LatePager(milliseconds timeout = milliseconds(50))
+        : disk_(new GatedEngine),
+          pager_(std::make_unique<Pager>(with_short_limits(timeout), std::unique_ptr<IoEngine>(disk_))),
+          pager(*pager_),
+          waker_([this] {
               while (!is_ending_) {
                   disk_->wake();
                   std::this_thread::sleep_for(milliseconds(1));
               }
           }) {}
     ~LatePager() {
-        disk_->open();
+        if (pager_) disk_->open();
         is_ending_ = true;
         waker_.join();
     }
+    /// While the disk is shut.
+    void end_pager() { pager_.reset(); }
 
     GatedEngine& disk() { return *disk_; }
 
 private:
-    static PagerOptions with_short_limits() {
+    static PagerOptions with_short_limits(milliseconds timeout) {
         PagerOptions options = options_with(8);
         options.transfer_limits.warn_after = milliseconds(10);
         options.transfer_limits.warn_every = milliseconds(20);
-        options.transfer_limits.timeout = milliseconds(50);
+        options.transfer_limits.timeout = timeout;
         return options;
     }
 
     GatedEngine* disk_;  // the pager's
+    std::unique_ptr<Pager> pager_;
 
 public:
-    Pager pager;
+    Pager& pager;
 
 private:
     std::atomic<bool> is_ending_{false};
@@ -111,6 +125,79 @@ TEST(PagerLate, WriteThatDoesNotEndIsRaised) {
         const PinGuard guard = pin(late.pager, more, Access::read);
         EXPECT_TRUE(holds(*more, 2));
     }
+}
+
+// Waits for a read and for memory end as the program's interrupt check says, whether or not the disk answers one day;
+// nothing is lost. Method: a check that throws, a disk that is shut, then open.
+TEST(PagerLate, WaitsAreInterrupted) {
+    LatePager late(std::chrono::hours(1));
+    const auto stored = filled_segment(late.pager, 2, 1);
+    ASSERT_EQ(late.pager.evict(stored), 0u);
+    const auto leaving = filled_segment(late.pager, 6, 2);
+    late.disk().shut();
+    set_interrupt_check([] { throw Interrupted("enough"); });
+    const auto more = late.pager.create_segment(5 * kPageBytes, 4, SegmentKind::parameter);
+    std::vector<std::thread> waiting;
+    waiting.emplace_back([&] { EXPECT_THROW(static_cast<void>(pin(late.pager, stored, Access::read)), Interrupted); });
+    waiting.emplace_back(
+        [&] { EXPECT_THROW(static_cast<void>(pin(late.pager, more, Access::overwrite)), Interrupted); });
+    ASSERT_TRUE(comes_true([&] { return late.disk().order().size() >= 2; })) << "a read and a write";
+    EXPECT_THROW(late.pager.flush(), Interrupted);
+    for (std::thread& thread : waiting) thread.join();
+    set_interrupt_check(nullptr);
+    late.disk().open();
+    {
+        const PinGuard guard = pin(late.pager, stored, Access::read);
+        EXPECT_TRUE(holds(*stored, 1));
+    }
+    const PinGuard guard = pin(late.pager, leaving, Access::read);
+    EXPECT_TRUE(holds(*leaving, 2));
+}
+
+// A pager over a disk that does not answer ends all the same.
+TEST(PagerLate, EndsWithoutItsDisk) {
+    const LogCapture log(LogLevel::error);
+    LatePager late;
+    auto segment = filled_segment(late.pager, 1, 1);
+    ASSERT_EQ(late.pager.evict(segment), 0u);
+    late.disk().shut();
+    EXPECT_EQ(error_of([&] { static_cast<void>(pin(late.pager, segment, Access::read)); }), ETIMEDOUT);
+    segment.reset();
+    late.end_pager();
+    EXPECT_NE(log.lines().find("1 transfers do not end: the engine ends without them"), std::string::npos);
+}
+
+// An access behind the dispatcher ends, and its error is raised by the next pin, although the disk does not answer;
+// once it does, the bytes are there.
+TEST(PagerLate, AccessBehindTheDispatcherEnds) {
+    const LogCapture log(LogLevel::error);
+    LatePager late;
+    const auto segment = filled_segment(late.pager, 1, 1);
+    const auto resident = filled_segment(late.pager, 1, 2);
+    ASSERT_EQ(late.pager.evict(segment), 0u);
+    late.disk().shut();
+    const std::byte seen = *static_cast<const volatile std::byte*>(segment->range().data());
+    EXPECT_EQ(seen, std::byte{0xFF});
+    EXPECT_EQ(error_of([&] { static_cast<void>(pin(late.pager, resident, Access::read)); }), ETIMEDOUT);
+    late.disk().open();
+    ASSERT_TRUE(comes_true([&] { return late.pager.is_resident(*segment); }));
+    const PinGuard guard = pin(late.pager, segment, Access::read);
+    EXPECT_TRUE(holds(*segment, 1));
+}
+
+// A pager ends while its service thread waits for the disk for such an access.
+TEST(PagerLate, EndsWhileAnAccessBehindTheDispatcherWaits) {
+    const LogCapture log(LogLevel::error);
+    LatePager late(std::chrono::hours(1));
+    auto segment = filled_segment(late.pager, 1, 1);
+    ASSERT_EQ(late.pager.evict(segment), 0u);
+    late.disk().shut();
+    std::thread reader(
+        [address = segment->range().data()] { static_cast<void>(*static_cast<const volatile std::byte*>(address)); });
+    ASSERT_TRUE(comes_true([&] { return late.disk().order() == "r"; }));
+    segment.reset();
+    late.end_pager();
+    reader.join();
 }
 
 }  // namespace
