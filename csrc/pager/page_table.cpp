@@ -4,17 +4,36 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/log.h"
 #include "base/units.h"
 #include "base/wait.h"
+#include "pager/page_steps.h"
 #include "pager/pager_impl.h"
 
 namespace torch_offload {
 
+namespace {
+
+std::atomic<std::uint64_t> illegal_change_count{0};
+
+void note_illegal(PageState from, PageState to) noexcept {
+    illegal_change_count.fetch_add(1, std::memory_order_relaxed);
+    OFFLOAD_LOG(error, "a page went from state ", static_cast<int>(from), " to state ", static_cast<int>(to),
+                ", which is a defect of torch_offload: please report it");
+}
+
+}  // namespace
+
+std::uint64_t illegal_changes() noexcept { return illegal_change_count.load(std::memory_order_relaxed); }
+
 bool Page::change(PageWord& expected, PageWord desired) noexcept {
+    const PageState before = expected.state();
     const bool changed =
         word.compare_exchange_strong(expected.bits, desired.bits, std::memory_order_acq_rel, std::memory_order_acquire);
-    if (changed) wake_all(word);
-    return changed;
+    if (!changed) return false;
+    wake_all(word);
+    if (!is_legal(before, desired.state())) note_illegal(before, desired.state());
+    return true;
 }
 
 void Page::enter(PageState state, std::uint32_t set_flags, std::uint32_t clear_flags) noexcept {

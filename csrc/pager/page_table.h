@@ -52,17 +52,19 @@ struct PageWord {
 
     std::uint32_t bits = 0;
 
-    PageState state() const noexcept { return static_cast<PageState>(bits & kStateMask); }
-    bool has(std::uint32_t flag) const noexcept { return (bits & flag) != 0; }
-    std::uint32_t pin_count() const noexcept { return bits / kPinUnit; }
-    bool in_memory() const noexcept { return state() == PageState::mapped || state() == PageState::loaded; }
-    bool is_absent() const noexcept { return state() == PageState::zero || state() == PageState::stored; }
+    constexpr PageState state() const noexcept { return static_cast<PageState>(bits & kStateMask); }
+    constexpr bool has(std::uint32_t flag) const noexcept { return (bits & flag) != 0; }
+    constexpr std::uint32_t pin_count() const noexcept { return bits / kPinUnit; }
+    constexpr bool in_memory() const noexcept { return state() == PageState::mapped || state() == PageState::loaded; }
+    constexpr bool is_absent() const noexcept { return state() == PageState::zero || state() == PageState::stored; }
 
-    PageWord with(PageState state) const noexcept { return {(bits & ~kStateMask) | static_cast<std::uint32_t>(state)}; }
-    PageWord with_flag(std::uint32_t flag) const noexcept { return {bits | flag}; }
-    PageWord without_flag(std::uint32_t flag) const noexcept { return {bits & ~flag}; }
-    PageWord pinned() const noexcept { return {bits + kPinUnit}; }
-    PageWord unpinned() const noexcept { return {bits - kPinUnit}; }
+    constexpr PageWord with(PageState state) const noexcept {
+        return {(bits & ~kStateMask) | static_cast<std::uint32_t>(state)};
+    }
+    constexpr PageWord with_flag(std::uint32_t flag) const noexcept { return {bits | flag}; }
+    constexpr PageWord without_flag(std::uint32_t flag) const noexcept { return {bits & ~flag}; }
+    constexpr PageWord pinned() const noexcept { return {bits + kPinUnit}; }
+    constexpr PageWord unpinned() const noexcept { return {bits - kPinUnit}; }
 };
 
 /// Room for one page in memory. The memory lies at `slot` or, while mapped, at the page's own address.
@@ -118,7 +120,7 @@ struct EvictionRank {
 
 /// The bytes of one storage, at one virtual address for life, as pages of equal size (the last may be shorter).
 /// Threads: word transitions are atomic; the pager's lock covers the rest.
-class Segment final : public FaultTarget {
+class Segment final : public FaultTarget, public std::enable_shared_from_this<Segment> {
 public:
     Segment(Pager& pager, std::span<std::byte> range, std::size_t page_bytes, SegmentKind kind, std::uint64_t id);
     ~Segment() override;

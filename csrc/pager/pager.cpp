@@ -248,7 +248,7 @@ std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
             impl_->wait_change(page.word, seen.bits, wait);
             seen = page.load();
         }
-        if (!impl_->evict_page(page, segment) && page.load().in_memory()) pinned_bytes += segment->frame_bytes(i);
+        if (!impl_->evict_page(page) && page.load().in_memory()) pinned_bytes += segment->frame_bytes(i);
     }
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         Page& page = segment->page(i);

@@ -52,8 +52,8 @@ void Pager::Impl::serve_fault(Page& page) {
             PinGuard guard;
             const std::size_t index = segment->index_of(page);
             PageAccess::hold(guard, segment, index, 1);
-            const Access access = page.load().has(PageWord::kFaultedWrite) ? Access::write : Access::read;
-            ensure_mapped(segment, index, access);
+            const bool is_write = page.load().has(PageWord::kFaultedWrite);
+            advance(page, is_write ? PageGoal::write : PageGoal::read, Patience::wait);
             hold_faulted(page);
             page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
             return;

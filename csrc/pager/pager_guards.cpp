@@ -20,22 +20,90 @@ void Pager::Impl::Overwriting::confirm() noexcept {
     pages_.clear();
 }
 
-/// Pre: the page is undefined and the caller has a pin on it. Its bytes are where they were before: in the store,
-/// nowhere, or lost.
-void Pager::Impl::undo_overwrite(Page& page) noexcept {
-    if (page.load().state() == PageState::mapped) {
-        page.enter(PageState::busy);
-        take_out_of_segment(page);
+void PageAccess::hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count) {
+    for (std::size_t i = first; i < first + count; ++i) segment->page(i).add_pin();
+    guard.held_.push_back({std::move(segment), first, count});
+}
+
+PinGuard::~PinGuard() {
+    if (held_.empty()) return;
+    Pager::Impl& pager = *held_.front().segment->pager().impl_;
+    pager.end_use({pager.fence_use(), std::move(held_), {}, {}});
+}
+
+void PageAccess::add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page, bool is_at_address) {
+    const std::span<std::byte> range = segment->page_range(segment->index_of(page));
+    page.add_pin();
+    latch.segments_.push_back(std::move(segment));
+    latch.pages_.push_back(&page);
+    latch.bytes_.push_back(is_at_address ? range : page.frame.slot.first(range.size()));
+    latch.locations_.push_back(is_at_address ? UpdateLatch::Location::address : UpdateLatch::Location::slot);
+    latch.is_worthless_.push_back(false);
+}
+
+void PageAccess::confirm(UpdateLatch& latch, std::optional<Pager::Impl::Transient> transient) noexcept {
+    latch.confirmed_ = true;
+    latch.is_transient_ = transient.has_value();
+    if (transient) transient->hand_over();
+}
+
+void UpdateLatch::swap(UpdateLatch& other) noexcept {
+    segments_.swap(other.segments_);
+    pages_.swap(other.pages_);
+    bytes_.swap(other.bytes_);
+    locations_.swap(other.locations_);
+    is_worthless_.swap(other.is_worthless_);
+    below_.swap(other.below_);
+    std::swap(finished_, other.finished_);
+    std::swap(confirmed_, other.confirmed_);
+    std::swap(is_transient_, other.is_transient_);
+}
+
+void UpdateLatch::finish() noexcept {
+    finished_ = true;
+    if (below_) below_->finish();
+}
+
+void UpdateLatch::discard(std::size_t k) noexcept {
+    is_worthless_[k] = true;
+    if (below_) below_->discard(k);
+}
+
+/// The pin that the latch has on a page in this memory stays.
+void UpdateLatch::release_page(std::size_t k) noexcept {
+    Page& page = *pages_[k];
+    const bool is_dirty = confirmed_ && !is_worthless_[k];
+    const std::uint32_t cleared = (finished_ ? PageWord::kPending : 0) | (is_worthless_[k] ? PageWord::kDirty : 0);
+    switch (locations_[k]) {
+        case Location::below: {
+            const bool is_stored = confirmed_ || page.load().has(PageWord::kStored);
+            page.enter(is_stored ? PageState::stored : PageState::zero, is_stored ? PageWord::kStored : 0, cleared);
+            break;
+        }
+        case Location::address:
+            page.clear_flag(cleared);
+            break;
+        case Location::slot:
+            page.enter(PageState::loaded, is_dirty ? PageWord::kDirty : 0, cleared);
+            break;
     }
-    if (page.frame) retire_frame(page);
-    PageState before = PageState::zero;
-    if (page.load().has(PageWord::kStored)) {
-        before = PageState::stored;
-    } else if (const std::lock_guard lock(mutex); page_errors.contains(&page)) {
-        before = PageState::failed;
+}
+
+UpdateLatch::~UpdateLatch() {
+    below_.reset();  // first: who finds the pages free here looks for them there
+    if (segments_.empty()) return;
+    Pager::Impl& pager = *segments_.front()->pager().impl_;
+    InFlightUse use{pager.fence_use(), {}, {}, {}};
+    for (std::size_t k = 0; k < pages_.size(); ++k) {
+        if (locations_[k] == Location::below) continue;
+        use.pages.push_back({segments_[k], segments_[k]->index_of(*pages_[k]), 1});
+        if (locations_[k] == Location::slot) use.in_slot.push_back(pages_[k]);
     }
-    page.enter(before, 0, PageWord::kUndefined | PageWord::kWritable);
-    announce_progress();
+    if (use.event) pager.uses.add(use);  // first: from `loaded` on the page may be mapped
+    for (std::size_t k = 0; k < pages_.size(); ++k) release_page(k);
+    if (finished_) pager.rank_updated(segments_);
+    if (!use.event) pager.close_use(use);
+    if (is_transient_) pager.end_transient();
 }
 
 }  // namespace torch_offload

@@ -49,9 +49,8 @@ private:
 struct PageAccess {
     static void hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count);
     static void confirm(UpdateLatch& latch, std::optional<Pager::Impl::Transient> transient) noexcept;
-    /// The page carries a pin of the latch.
-    static void add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page, std::span<std::byte> bytes,
-                         bool is_pinned);
+    /// The page is the latch's own in its frame's slot, or writable at its address.
+    static void add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page, bool is_at_address);
     /// The page is busy and has no frame.
     static void add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page);
     static void confirm_below(UpdateLatch& latch, UpdateLatch below);

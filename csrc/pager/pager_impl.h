@@ -15,6 +15,7 @@
 #include "base/units.h"
 #include "pager/eviction.h"
 #include "pager/fault_holds.h"
+#include "pager/page_steps.h"
 #include "pager/page_store.h"
 #include "pager/pager.h"
 #include "pager/prefetch_queue.h"
@@ -25,9 +26,6 @@
 namespace torch_offload {
 
 inline std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time_since_epoch().count(); }
-
-/// Whether a call may wait for memory to become free.
-enum class Patience { wait, give_up };
 
 struct Pager::Impl final : StoreClient {
     Impl(Pager& owner, const PagerOptions& options, std::unique_ptr<PageStore> store);
@@ -97,8 +95,7 @@ struct Pager::Impl final : StoreClient {
     enum class Resting : std::uint8_t { not_yet, too };
     std::size_t evict_for(std::size_t wanted_bytes, UsePosition keep_before, Resting resting = Resting::not_yet);
     std::vector<Victim> choose_victims(std::size_t wanted_bytes, UsePosition keep_before, Resting resting);
-    bool evict_page(Page& page, const std::shared_ptr<Segment>& segment);
-    void drop_or_write(Page& page, const std::shared_ptr<Segment>& segment);
+    bool evict_page(Page& page);
     void announce_progress() noexcept;
     void check_idle(std::span<const std::byte> memory) noexcept;
     void retire_frame(Page& page) noexcept;
@@ -109,36 +106,37 @@ struct Pager::Impl final : StoreClient {
     const char* budget_name() const noexcept { return is_of_device() ? "`gpu`" : "`ram`"; }
     [[noreturn]] void raise_out_of_memory(std::size_t wanted_bytes);
 
-    // Access (pager_access.cpp)
+    // Moves (pager_moves.cpp)
     class Overwriting;
-    void start_load(const std::shared_ptr<Segment>& segment, Page& page, Access access, Overwriting* own = nullptr);
-    bool load_into(const std::shared_ptr<Segment>& segment, Page& page, Access access, const Frame& frame);
+    void start_load(Page& page, PageGoal goal, Overwriting* own = nullptr);
+    bool load_into(Page& page, PageGoal goal, const Frame& frame);
     void zero_frame(Page& page);
-    void ensure_mapped(const std::shared_ptr<Segment>& segment, std::size_t index, Access access,
-                       Overwriting* own = nullptr);
-    void wait_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen, const InterruptibleWait& wait) const;
-    void wait_page(const Page& page, PageWord seen, StallCause cause);
-    bool make_writable(Page& page, PageWord seen);
-    bool map_page(Page& page, PageWord seen, Access access);
+    void map_page(Page& page, PageWord before, bool is_write);
+    void make_writable(Page& page);
     void unmap_page(Page& page);
+    void drop_or_write(Page& page);
     void lose_page(Page& page);
     void undo_overwrite(Page& page) noexcept;
     std::span<std::byte> mapped_range(const Page& page) const noexcept;
+
+    // Access (pager_access.cpp)
+    /// Whether a page is where a goal says, or was brought to its end by this very thread: an update or a handover has
+    /// it for its own then.
+    enum class Reached : std::uint8_t { nothing, place, end };
+    Reached advance(Page& page, PageGoal goal, Patience patience, Overwriting* own = nullptr);
+    bool move_on(Page& page, PageWord before, PageGoal goal);
+    void wait_for_others(const Page& page, PageWord seen);
+    void wait_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen, const InterruptibleWait& wait) const;
     std::size_t page_capacity_bytes();
     void check_fits(std::span<const PinRequest> requests);
     void start_missing(const PinRequest& request, Overwriting& own);
-    std::span<std::byte> latch_page(const std::shared_ptr<Segment>& segment, std::size_t index, Patience patience,
-                                    bool& is_pinned);
     UpdateLatch latch_here(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, Patience patience);
 
     // Updates in the tier below (pager_below.cpp)
     std::optional<UpdateLatch> latch_below(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                            Patience patience);
-    enum class SentDown : std::uint8_t { done, not_yet, is_held };
-    SentDown send_down(const std::shared_ptr<Segment>& segment, std::size_t index, Patience patience);
     void start_update_below(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time);
     void queue_update(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time);
-    bool set_pending(Segment& segment, std::size_t index);
     bool resolve_pending(Segment& segment, std::size_t index, bool may_wait);
     std::vector<std::shared_ptr<Segment>> members_of(Segment& segment) override;
     bool is_above(const Segment& segment, std::size_t index);

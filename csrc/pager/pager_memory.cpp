@@ -141,21 +141,15 @@ std::size_t Pager::Impl::evict_for(std::size_t wanted_bytes, UsePosition keep_be
     std::size_t evicted_bytes = 0;
     for (const Victim& victim : choose_victims(wanted_bytes, keep_before, resting)) {
         const std::size_t size_bytes = victim.segment->frame_bytes(victim.segment->index_of(*victim.page));
-        if (evict_page(*victim.page, victim.segment)) evicted_bytes += size_bytes;
+        if (evict_page(*victim.page)) evicted_bytes += size_bytes;
     }
     return evicted_bytes;
 }
 
 /// False if the page is pinned, on its way already, or not in memory.
-bool Pager::Impl::evict_page(Page& page, const std::shared_ptr<Segment>& segment) {
+bool Pager::Impl::evict_page(Page& page) {
     const Transient transient(*this);
-    PageWord seen = page.load();
-    do {
-        if (!seen.in_memory() || seen.pin_count() != 0) return false;
-    } while (!page.change(seen, seen.with(PageState::busy)));
-    if (seen.state() == PageState::mapped) unmap_page(page);
-    drop_or_write(page, segment);
-    return true;
+    return advance(page, PageGoal::eviction, Patience::give_up) != Reached::nothing;
 }
 
 /// A copy that has not passed where memory is used is a defect, found by devices that can tell.
@@ -178,22 +172,6 @@ void Pager::Impl::retire_frame(Page& page) noexcept {
     unwritable.remove(page);
     arena.give_frame(page.frame);
     page.frame = Frame{};
-}
-
-/// Pre: the page is busy and its bytes lie in its frame's slot.
-void Pager::Impl::drop_or_write(Page& page, const std::shared_ptr<Segment>& segment) {
-    evictions.increment();
-    if (page.load().has(PageWord::kDirty)) {
-        moving_pages.fetch_add(1, std::memory_order_acq_rel);
-        evicting_bytes.fetch_add(page.frame.slot.size(), std::memory_order_acq_rel);
-        page.enter(PageState::evicting, 0, PageWord::kWritable | PageWord::kTransferFailed);
-        store->write(segment, page);
-        return;
-    }
-    clean_drops.increment();
-    retire_frame(page);
-    page.enter(page.load().has(PageWord::kStored) ? PageState::stored : PageState::zero, 0, PageWord::kWritable);
-    announce_progress();
 }
 
 void Pager::Impl::raise_out_of_memory(std::size_t wanted_bytes) {

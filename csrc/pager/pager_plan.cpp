@@ -273,7 +273,7 @@ bool Pager::Impl::start_reading(const std::shared_ptr<Segment>& segment, std::si
     Page& page = segment->page(index);
     const std::optional<Frame> frame = try_acquire_frame(segment->frame_bytes(index), use + 1);
     if (!frame) return false;
-    if (load_into(segment, page, Access::read, *frame)) {
+    if (load_into(page, PageGoal::read, *frame)) {
         prefetches.increment();
         return true;
     }
