@@ -96,6 +96,12 @@ struct Page {
     void wait_change(PageWord seen) const noexcept { wait_for_change(word, seen.bits); }
 };
 
+/// Pages of one segment.
+struct PageRange {
+    std::size_t first = 0;
+    std::size_t count = 0;
+};
+
 /// What the bytes of a segment are to training.
 enum class SegmentKind : std::uint8_t { parameter, gradient, state, activation, other };
 inline constexpr std::size_t kSegmentKindCount = 5;

@@ -187,18 +187,30 @@ void Pager::Impl::check_fits(std::span<const PinRequest> requests) {
                   " bytes; raise ", budget_name(), options.remedy);
 }
 
-/// Starts every read that the request needs, so that they are under way together.
-void Pager::Impl::start_missing(const PinRequest& request, Overwriting& own) {
-    Segment& segment = *request.segment;
-    for (std::size_t i = 0; i < segment.page_count(); ++i) {
-        const PageWord word = segment.page(i).load();
+/// Starts every read that a pin needs, so that they are under way together.
+void Pager::Impl::start_missing(const std::shared_ptr<Segment>& segment, PageRange pages, Access access,
+                                Overwriting& own) {
+    const PageGoal goal = goal_of(access);
+    for (std::size_t i = pages.first; i < pages.first + pages.count; ++i) {
+        Page& page = segment->page(i);
+        const PageWord word = page.load();
         if (word.has(PageWord::kPending) && options.updates_below) {
-            start_update_below(request.segment, i, UpdateTime::while_program_waits);
+            start_update_below(segment, i, UpdateTime::while_program_waits);
         } else if (word.has(PageWord::kPending)) {
-            read_ahead_update(request.segment, i, 0, UpdateTime::while_program_waits);
-        } else {
-            start_load(segment.page(i), goal_of(request.access), &own);
+            read_ahead_update(segment, i, 0, UpdateTime::while_program_waits);
+        } else if (next_step(goal, word, Patience::wait, false) == PageStep::load) {
+            start_load(page, goal, &own);
         }
+    }
+}
+
+/// Pre: start_missing().
+void Pager::Impl::map_pages(Segment& segment, PageRange pages, Access access, Overwriting& own) {
+    const PageGoal goal = goal_of(access);
+    for (std::size_t i = pages.first; i < pages.first + pages.count; ++i) {
+        Page& page = segment.page(i);
+        if (next_step(goal, page.load(), Patience::wait, false) == PageStep::finish) continue;  // the usual case
+        advance(page, goal, Patience::wait, &own);
     }
 }
 
@@ -207,6 +219,7 @@ PinGuard Pager::pin(std::span<const PinRequest> requests) {
     impl_->check_fits(requests);
     PinGuard guard;
     Impl::Overwriting own(*impl_);  // ends before the guard: pins keep its pages
+    const auto all_of = [](const PinRequest& request) { return PageRange{0, request.segment->page_count()}; };
     for (const PinRequest& request : requests) {
         PageAccess::hold(guard, request.segment, 0, request.segment->page_count());
         impl_->pins.add(request.segment->page_count());
@@ -214,11 +227,11 @@ PinGuard Pager::pin(std::span<const PinRequest> requests) {
     for (const PinRequest& request : requests) {
         impl_->log_use(*request.segment, 0, request.segment->page_count(), use_of(request.access));
     }
-    for (const PinRequest& request : requests) impl_->start_missing(request, own);
     for (const PinRequest& request : requests) {
-        for (std::size_t i = 0; i < request.segment->page_count(); ++i) {
-            impl_->advance(request.segment->page(i), goal_of(request.access), Patience::wait, &own);
-        }
+        impl_->start_missing(request.segment, all_of(request), request.access, own);
+    }
+    for (const PinRequest& request : requests) {
+        impl_->map_pages(*request.segment, all_of(request), request.access, own);
     }
     own.confirm();
     return guard;
@@ -234,8 +247,8 @@ PinGuard Pager::pin_pages(const std::shared_ptr<Segment>& segment, std::size_t f
     PageAccess::hold(guard, segment, first, count);
     impl_->pins.add(count);
     impl_->log_use(*segment, first, count, use_of(access));
-    for (std::size_t i = first; i < first + count; ++i)
-        impl_->advance(segment->page(i), goal_of(access), Patience::wait, &own);
+    impl_->start_missing(segment, {first, count}, access, own);
+    impl_->map_pages(*segment, {first, count}, access, own);
     own.confirm();
     return guard;
 }

@@ -120,8 +120,7 @@ struct Pager::Impl final : StoreClient {
     std::span<std::byte> mapped_range(const Page& page) const noexcept;
 
     // Access (pager_access.cpp)
-    /// Whether a page is where a goal says, or was brought to its end by this very thread: an update or a handover has
-    /// it for its own then.
+    /// place: the page is where the goal says. end: this thread brought it there, and an update or a handover has it.
     enum class Reached : std::uint8_t { nothing, place, end };
     Reached advance(Page& page, PageGoal goal, Patience patience, Overwriting* own = nullptr);
     bool move_on(Page& page, PageWord before, PageGoal goal);
@@ -129,7 +128,8 @@ struct Pager::Impl final : StoreClient {
     void wait_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen, const InterruptibleWait& wait) const;
     std::size_t page_capacity_bytes();
     void check_fits(std::span<const PinRequest> requests);
-    void start_missing(const PinRequest& request, Overwriting& own);
+    void start_missing(const std::shared_ptr<Segment>& segment, PageRange pages, Access access, Overwriting& own);
+    void map_pages(Segment& segment, PageRange pages, Access access, Overwriting& own);
     UpdateLatch latch_here(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, Patience patience);
 
     // Updates in the tier below (pager_below.cpp)

@@ -126,6 +126,7 @@ void SsdStore::run() {
 /// usable.
 void SsdStore::serve_broken(const TierIoError& error) {
     OFFLOAD_LOG(error, "ssd tier: the I/O engine failed: ", error.what(), "; pages on SSD cannot be used any more");
+    settle_arrived();
     while (!engine_->quiesce()) {
         OFFLOAD_LOG(error, "ssd tier: transfers are still under way, waiting for them");
         if (stopping_.load(std::memory_order_acquire)) return;
@@ -144,6 +145,7 @@ void SsdStore::serve_broken(const TierIoError& error) {
 void SsdStore::serve() {
     std::array<IoRequest*, kReapBatch> finished{};
     auto turn_start = Clock::now();
+    settle_arrived();  // what a turn that failed has left
     while (true) {
         take_queue();
         submit_ready();
@@ -158,28 +160,36 @@ void SsdStore::serve() {
         const IoLoad load_before = load();
         const bool was_reading = reads_in_flight() > 0;
         const std::size_t count = engine_->reap(finished, longest_wait());
-        std::size_t finished_bytes = 0;
-        for (IoRequest* request : std::span(finished).first(count)) finished_bytes += request->buffer.size();
-        const std::size_t read_bytes = settle_batch(std::span(finished).first(count));
+        const ArrivedBytes arrived = take_finished(std::span(finished).first(count));
+        take_queue();
+        submit_ready();  // before what has come is verified: the disk goes on meanwhile
+        settle_arrived();
         check_ages();
         const auto now = Clock::now();
-        arbiter_.note(finished_bytes, now - turn_start, load_before);
-        if (was_reading) read_rate_.note(read_bytes, now - turn_start);  // whatever else the disk did meanwhile
+        arbiter_.note(arrived.read + arrived.written, now - turn_start, load_before);
+        if (was_reading) read_rate_.note(arrived.read, now - turn_start);  // whatever else the disk did meanwhile
         turn_start = now;
         if (count > 0) kicked_.store(true, std::memory_order_release);
     }
 }
 
-/// Returns how many bytes were read.
-std::size_t SsdStore::settle_batch(std::span<IoRequest* const> finished) {
-    std::size_t read_bytes = 0;
+SsdStore::ArrivedBytes SsdStore::take_finished(std::span<IoRequest* const> finished) {
+    ArrivedBytes bytes;
     for (IoRequest* request : finished) {
-        if (request->direction == IoDirection::read) read_bytes += request->buffer.size();
-        std::unique_ptr<Transfer> transfer(static_cast<Transfer*>(request->context));
-        submitted_.erase(transfer.get());
+        (request->direction == IoDirection::read ? bytes.read : bytes.written) += request->buffer.size();
+        const auto found = submitted_.find(static_cast<Transfer*>(request->context));
+        arrived_.emplace_back(*found);
+        submitted_.erase(found);
+    }
+    return bytes;
+}
+
+void SsdStore::settle_arrived() {
+    while (!arrived_.empty()) {
+        std::unique_ptr<Transfer> transfer = std::move(arrived_.front());
+        arrived_.pop_front();
         settle_finished(std::move(transfer));
     }
-    return read_bytes;
 }
 
 void SsdStore::take_queue() {

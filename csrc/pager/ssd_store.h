@@ -91,7 +91,12 @@ private:
     bool is_stuck() const;
     void check_ages();
     std::string describe(const Transfer& transfer, Clock::duration age) const;
-    std::size_t settle_batch(std::span<IoRequest* const> finished);
+    struct ArrivedBytes {
+        std::size_t read = 0;
+        std::size_t written = 0;
+    };
+    ArrivedBytes take_finished(std::span<IoRequest* const> finished);
+    void settle_arrived();
     IoLoad load() const noexcept;
     std::size_t in_flight() const noexcept { return in_flight_.load(std::memory_order_relaxed); }
 
@@ -127,7 +132,8 @@ private:
     std::deque<std::unique_ptr<Transfer>> ready_writes_;
     std::vector<std::unique_ptr<Transfer>> delayed_;  // failed for a reason that may pass, not yet due
     IoArbiter arbiter_;
-    std::unordered_set<Transfer*> submitted_;  // the engine's; owned here
+    std::unordered_set<Transfer*> submitted_;        // the engine's; owned here
+    std::deque<std::unique_ptr<Transfer>> arrived_;  // the engine has done with them, and they are not settled
     std::minstd_rand jitter_;
 
     std::atomic<std::size_t> in_flight_{0};  // queued, ready, delayed or submitted
