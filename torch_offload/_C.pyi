@@ -74,9 +74,14 @@ class Engine:
         device_kind: str = "emulated",
         device_ordinal: int = 0,
         io_timeout: int = 120,
+        retry_delays_ms: list[int] = ...,
         remedy: str = "",
     ) -> None:
-        """Start one; `remedy` ends messages about a full budget, after "raise `ram`"."""
+        """Start one; `remedy` ends messages about a full budget, after "raise `ram`".
+
+        After `io_timeout` seconds a transfer is an error for who waits for it; one that fails for a reason that may
+        pass is tried again after each of `retry_delays_ms`.
+        """
     @property
     def torch_device(self) -> str:
         """Where the module computes and its tensors are: "cpu", or a GPU such as "cuda:0"."""

@@ -179,12 +179,12 @@ class Config(BaseModel):
     at a time."""
     queue_depth: int = Field(default=DEFAULT_QUEUE_DEPTH, ge=1, le=4096, strict=True)
     """Transfers in flight on the SSD."""
-    io_timeout: int = Field(default=DEFAULT_IO_TIMEOUT, ge=1, le=86_400, strict=True)
-    """Seconds after which a read or write of the SSD that has not ended is an error for who waits for it. Nothing is
-    lost by that if the disk comes back."""
     io_engine: IoEngine = "auto"
     """Interface for reads and writes of pages. ``auto`` takes the first that the system allows, in this order: io_uring
     with registered buffers, plain io_uring, threads with ``preadv`` and ``pwritev``."""
+    io_timeout: int = Field(default=DEFAULT_IO_TIMEOUT, ge=1, le=86_400, strict=True)
+    """Seconds after which a read or write of the SSD that has not ended is an error for who waits for it. Nothing is
+    lost by that if the disk comes back."""
     emulation: Emulation | None = None
     """Hardware to try that is not there: see ``Emulation``."""
 
@@ -205,8 +205,8 @@ class Config(BaseModel):
             min_paged_bytes: int | str = DEFAULT_MIN_PAGED_BYTES,
             page_elements: int = DEFAULT_PAGE_ELEMENTS,
             queue_depth: int = DEFAULT_QUEUE_DEPTH,
-            io_timeout: int = DEFAULT_IO_TIMEOUT,
             io_engine: IoEngine = "auto",
+            io_timeout: int = DEFAULT_IO_TIMEOUT,
             emulation: Emulation | Mapping[str, object] | None = None,
         ) -> None: ...
 

@@ -96,8 +96,10 @@ void bind_pin(py::module_& module) {
 // --- Engine -------------------------------------------------------------------------------------------------------
 
 /// A transfer is named in the log before it is late.
-TransferLimits limits_within(std::chrono::seconds io_timeout) {
+TransferLimits transfer_limits(std::chrono::seconds io_timeout, const std::vector<int>& retry_delays_ms) {
     TransferLimits limits;
+    limits.retry_delays.clear();
+    for (const int delay_ms : retry_delays_ms) limits.retry_delays.emplace_back(delay_ms);
     limits.timeout = io_timeout;
     limits.warn_after = std::min(limits.warn_after, limits.timeout / 2);
     return limits;
@@ -108,7 +110,7 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
                                     std::size_t min_paged_bytes, std::size_t device_bytes, bool updates_on_host,
                                     bool activations_stay_on_host, double link_bytes_per_second,
                                     double ssd_bytes_per_second, const std::string& device_kind, int device_ordinal,
-                                    int io_timeout, std::string remedy) {
+                                    int io_timeout, const std::vector<int>& retry_delays_ms, std::string remedy) {
     EngineOptions options;
     if (device_bytes > 0) {
         options.device = DeviceTier{.kind = value_named(kDevices, device_kind, "device_kind"),
@@ -125,7 +127,7 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
     options.pager.engine = value_named(kEngines, io_engine, "io_engine");
     options.pager.queue_depth = queue_depth;
     options.pager.page_elements = page_elements;
-    options.pager.transfer_limits = limits_within(std::chrono::seconds(io_timeout));
+    options.pager.transfer_limits = transfer_limits(std::chrono::seconds(io_timeout), retry_delays_ms);
     options.pager.remedy = std::move(remedy);
     options.min_paged_bytes = min_paged_bytes;
     return waiting([&] { return Engine::make(options); });
@@ -188,7 +190,8 @@ EngineClass make_engine_class(py::module_& module) {
              py::arg("device_bytes") = 0, py::arg("updates_on_host") = false,
              py::arg("activations_stay_on_host") = false, py::arg("link_bytes_per_second") = 0.0,
              py::arg("ssd_bytes_per_second") = 0.0, py::arg("device_kind") = "emulated", py::arg("device_ordinal") = 0,
-             py::arg("io_timeout") = 120, py::arg("remedy") = "")
+             py::arg("io_timeout") = 120, py::arg("retry_delays_ms") = std::vector<int>{10, 100, 1'000, 5'000},
+             py::arg("remedy") = "")
         .def_property_readonly("torch_device", [](const Engine& self) { return py::cast(self.torch_device().str()); })
         .def("statistics",
              [](Engine& self) {

@@ -36,7 +36,7 @@ struct TransferEnd {
 struct TransferLimits {
     /// Waits between the attempts at one that fails for a reason that may pass.
     std::vector<std::chrono::milliseconds> retry_delays = default_retry_delays();
-    /// So old, one is named in the log, and then again and again.
+    /// So old, the oldest is named in the log, and then again and again.
     std::chrono::milliseconds warn_after{10'000};
     std::chrono::milliseconds warn_every{30'000};
     /// So old, one is late: it stays the engine's, and who waits for it raises.

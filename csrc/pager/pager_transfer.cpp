@@ -189,6 +189,7 @@ void Pager::Impl::raise_page_error(const Page& page) {
     {
         const std::lock_guard lock(mutex);
         if (const auto found = page_errors.find(&page); found != page_errors.end()) error = found->second;
+        unwritable.unsaid_error();  // one error of a disk is enough to tell of it
     }
     if (error) std::rethrow_exception(error);
     throw CorruptPage("the page was lost to an earlier error");

@@ -256,33 +256,38 @@ bool SsdStore::is_stuck() const {
     return true;
 }
 
-/// Names transfers that take long, and says so to who waits for one that is late.
+/// Names the oldest transfer if it takes long, and says of each that is late so to who waits for it.
 void SsdStore::check_ages() {
     const auto now = Clock::now();
+    const auto is_older = [](const Transfer* a, const Transfer* b) { return a->submitted < b->submitted; };
+    const auto oldest = std::ranges::min_element(submitted_, is_older);
+    if (oldest == submitted_.end() || now - (*oldest)->submitted < std::min(limits_.warn_after, limits_.timeout)) {
+        last_warning_.reset();
+        return;
+    }
+    if (!last_warning_ || now - *last_warning_ >= limits_.warn_every) {
+        last_warning_ = now;
+        OFFLOAD_LOG(warning, describe(**oldest, now), "; the disk may hang: see the kernel's log (dmesg)");
+    }
     for (Transfer* transfer : submitted_) {
-        const auto age = std::chrono::duration_cast<std::chrono::milliseconds>(now - transfer->submitted);
-        const auto warn_at = transfer->warned.count() == 0 ? limits_.warn_after : transfer->warned + limits_.warn_every;
-        if (age < warn_at && (age < limits_.timeout || transfer->is_late)) continue;
-        const std::string what = describe(*transfer, age);
-        if (age >= warn_at) {
-            transfer->warned = age;
-            OFFLOAD_LOG(warning, what, "; the disk may hang: see the kernel's log (dmesg)");
-        }
-        if (age < limits_.timeout || transfer->is_late) continue;
+        if (transfer->is_late || now - transfer->submitted < limits_.timeout) continue;
         transfer->is_late = true;
+        const std::string what = describe(*transfer, now);
         const auto error = std::make_exception_ptr(TierIoError(
             concat(what, "; nothing is lost if the disk comes back: see the kernel's log (dmesg)"), ETIMEDOUT));
         client_->note_late(*transfer->page, transfer->request.direction, error);
     }
 }
 
-std::string SsdStore::describe(const Transfer& transfer, Clock::duration age) const {
+std::string SsdStore::describe(const Transfer& transfer, Clock::time_point now) const {
     const bool is_read = transfer.request.direction == IoDirection::read;
     const Extent& extent = is_read ? *transfer.stored->extent : *transfer.target;
+    const std::size_t reads = reads_in_flight();
     return concat("ssd tier: ", is_read ? "reading" : "writing", " page ", transfer.segment->index_of(*transfer.page),
                   " of ", transfer.segment->label, " (offset ", extent.offset_bytes, " of the scratch file in ",
-                  file_.directory(extent), ") has taken ", std::chrono::duration<double>(age).count(), " s; ",
-                  reads_in_flight(), " of ", in_flight(), " transfers under way are reads");
+                  file_.directory(extent), ") has taken ",
+                  std::chrono::duration<double>(now - transfer.submitted).count(), " s; ", reads, " reads and ",
+                  in_flight() - reads, " writes are under way");
 }
 
 IoLoad SsdStore::load() const noexcept { return {ready_reads_.size(), ready_writes_.size(), submitted_.size()}; }

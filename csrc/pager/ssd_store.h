@@ -48,7 +48,6 @@ struct Transfer {
     std::size_t failed_attempts = 0;              // for reasons that may pass
     std::chrono::steady_clock::time_point due{};  // not submitted before
     std::chrono::steady_clock::time_point submitted{};
-    std::chrono::milliseconds warned{0};  // at which age it was named last
     bool is_late = false;
     bool is_second_read = false;  // after a checksum mismatch
 };
@@ -90,7 +89,7 @@ private:
     void submit_ready();
     bool is_stuck() const;
     void check_ages();
-    std::string describe(const Transfer& transfer, Clock::duration age) const;
+    std::string describe(const Transfer& transfer, Clock::time_point now) const;
     struct ArrivedBytes {
         std::size_t read = 0;
         std::size_t written = 0;
@@ -134,6 +133,7 @@ private:
     IoArbiter arbiter_;
     std::unordered_set<Transfer*> submitted_;        // the engine's; owned here
     std::deque<std::unique_ptr<Transfer>> arrived_;  // the engine has done with them, and they are not settled
+    std::optional<Clock::time_point> last_warning_;  // of a disk that does not answer
     std::minstd_rand jitter_;
 
     std::atomic<std::size_t> in_flight_{0};  // queued, ready, delayed or submitted

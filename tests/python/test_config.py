@@ -83,7 +83,7 @@ def test_sizes_are_written_in_the_largest_unit(size, text):
         (
             {"zzz": 1},
             "there are: gpu, ram, ssd, activations, optimizer_device, gpu_reserved, report, trace, status_line, "
-            "min_paged_bytes, page_elements, queue_depth, io_engine, emulation",
+            "min_paged_bytes, page_elements, queue_depth, io_engine, io_timeout, emulation",
         ),
         ({"ram": 0}, "ram: expected more than 0, got 0"),
         ({"ram": -1}, "ram: a size cannot be negative, got -1"),
@@ -93,6 +93,7 @@ def test_sizes_are_written_in_the_largest_unit(size, text):
         ({"queue_depth": 0}, "queue_depth: expected at least 1, got 0"),
         ({"queue_depth": "8"}, "queue_depth: expected a whole number, got '8'"),
         ({"queue_depth": 8192}, "queue_depth: expected at most 4096, got 8192"),
+        ({"io_timeout": 0}, "io_timeout: expected at least 1, got 0"),
         ({"io_engine": "aio"}, "io_engine: expected 'auto', 'uring_fixed', 'uring' or 'threads', got 'aio'"),
         ({"gpu": "cuda"}, "gpu: cannot read 'cuda' as a size"),
         ({"device": "24GiB"}, "unknown setting 'device'; did you mean 'gpu'?"),

@@ -34,6 +34,7 @@ def fake_gpu() -> Path:
     return build()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("case", "placement"), PLACED, ids=[f"{case.name}-{place.name}" for case, place in PLACED])
 def test_paged_training_is_bitwise_equal(case: Case, placement: Placement, scratch, fake_gpu):
     """Losses, weights, gradients and states are those of the run in the GPU, and pages crossed every link both ways."""
