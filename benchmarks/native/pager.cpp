@@ -39,6 +39,30 @@ std::shared_ptr<Segment> segment_of(Pager& pager, std::size_t page_count) {
     return segment;
 }
 
+double process_ns() {
+    timespec now{};
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+    return static_cast<double>(now.tv_sec) * 1e9 + static_cast<double>(now.tv_nsec);
+}
+
+/// Of the program's processor time, what looking ahead takes besides, where a step uses the same few segments again and
+/// again, as accumulating gradients does.
+double look_ahead_share(Pager& pager, int uses) {
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (int i = 0; i < 100; ++i) segments.push_back(segment_of(pager, 1));
+    double own_ns = 0;
+    double all_ns = 0;
+    for (int step = 0; step < 4; ++step) {
+        const double own_before = thread_ns();
+        const double all_before = process_ns();
+        for (int i = 0; i < uses; ++i) pager.touch(segments[static_cast<std::size_t>(i) % segments.size()]);
+        own_ns = thread_ns() - own_before;
+        all_ns = process_ns() - all_before;
+        pager.end_step();
+    }
+    return (all_ns - own_ns) / own_ns;
+}
+
 }  // namespace
 }  // namespace torch_offload
 
@@ -54,12 +78,12 @@ int main(int argc, char** argv) {
     const char* separator = "{";
     for (const std::size_t page_count : {std::size_t{1}, std::size_t{16}, std::size_t{256}}) {
         const PinRequest request{segment_of(pager, page_count), Access::read};
-        const double ns = ns_each(count / static_cast<int>(page_count), [&] {
-            const PinGuard guard = pager.pin({&request, 1});
-        });
+        const double ns =
+            ns_each(count / static_cast<int>(page_count), [&] { const PinGuard guard = pager.pin({&request, 1}); });
         std::printf("%s\"pin_ns_%zu_pages\": %.2f", separator, page_count, ns);
         separator = ", ";
     }
     const auto touched = segment_of(pager, 1);
-    std::printf(", \"touch_ns\": %.2f}\n", ns_each(count, [&] { pager.touch(touched); }));
+    std::printf(", \"touch_ns\": %.2f", ns_each(count, [&] { pager.touch(touched); }));
+    std::printf(", \"look_ahead_share\": %.3f}\n", look_ahead_share(pager, 2 * count));
 }

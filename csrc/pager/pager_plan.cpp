@@ -13,7 +13,8 @@ namespace {
 
 constexpr std::size_t kMaxSpareBytes = 16 * kMiB;
 constexpr std::size_t kMaxSpareBytesWhileLoading = 64 * kMiB;
-constexpr std::size_t kMaxAhead = 256;  // segments
+constexpr std::size_t kMaxAhead = 256;        // segments
+constexpr std::size_t kMaxUsesAhead = 4'096;  // of them, also where the same few come again and again
 constexpr std::size_t kMinReads = 2;
 // Of the budget, that reads on their way may take: of what comes next by the recording, and of what a caller wants.
 constexpr std::size_t kShareOfAhead = 48;
@@ -91,7 +92,8 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
     const ArenaUsage usage = arena.usage();
     const std::size_t other_bytes = usage.range_bytes + usage.small_bytes;
     std::size_t expected_other_bytes = other_bytes;
-    for (std::size_t distance = 0; planned_bytes < window_bytes && seen.size() < kMaxAhead; ++distance) {
+    for (std::size_t distance = 0; distance < kMaxUsesAhead; ++distance) {
+        if (planned_bytes >= window_bytes || seen.size() >= kMaxAhead) break;
         const std::optional<UpcomingUse> use = trace.upcoming(distance);
         // Before a weight is used in the following step, it is updated below: what came earlier would be worthless.
         if (!use || (options.updates_below && trace.position_of(distance) >= trace.length())) break;
