@@ -20,8 +20,9 @@ std::shared_ptr<Engine> Engine::make(const EngineOptions& options) {
 
 namespace {
 
-constexpr std::size_t kMaxKept = 4;     // activations that the operator saving them still uses
-constexpr std::size_t kKeptShare = 16;  // and at most one part in so many of the budget
+constexpr std::size_t kMaxDerivedRoles = std::size_t{1} << 16;  // of one kind for one parameter, and of activations
+constexpr std::size_t kMaxKept = 4;                             // activations that the operator saving them still uses
+constexpr std::size_t kKeptShare = 16;                          // and at most one part in so many of the budget
 
 EngineOptions with_log(EngineOptions options, ActivityLog& log) {
     options.pager.activity_log = &log;
@@ -200,6 +201,7 @@ TraceId Engine::derived_role(TraceId parameter_role, Derived derived) {
         roles.used = 0;
         roles.step = step_;
     }
+    if (roles.used == kMaxDerivedRoles) return kNoTrace;  // no optimizer steps, and so no step ends
     if (roles.used == roles.ids.size()) roles.ids.push_back(pager_->new_trace_id());
     return roles.ids[roles.used++];
 }

@@ -266,6 +266,7 @@ void bind_engine(py::module_& module) {
 /// Engines that nothing uses any more stop their threads while the interpreter is still there to be stopped beside.
 void remove_allocator_at_exit() {
     py::module_::import("atexit").attr("register")(py::cpp_function([] {
+        if (in_forked_child()) return;  // a thread of the parent may have held a lock of the engine's
         RegisterAllocator::process().remove_any();
         deliver_log();
     }));
