@@ -339,7 +339,10 @@ private:
         bool is_held = false;
         for (const Actor& actor : model.actors) {
             const bool is_inside = actor.at == At::inside && actor.wish != Wish::poison;
-            owners += is_inside || (actor.at == At::holding && actor.is_owner) ? 1 : 0;
+            const bool is_owner = is_inside || (actor.at == At::holding && actor.is_owner);
+            owners += is_owner ? 1 : 0;
+            EXPECT_FALSE(is_owner && model.word.has(PageWord::kUndefined) && !actor.is_overwriting)
+                << "a page without bytes is the one's that will overwrite it";
             overwriting += actor.is_overwriting ? 1 : 0;
             are_ended = are_ended && actor.at == At::ended;
             is_held = is_held || (actor.at == At::holding && is_access(actor.wish) && !actor.is_settling);
