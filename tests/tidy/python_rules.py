@@ -11,7 +11,11 @@ FILE_LINES = 600
 FUNCTION_LINES = 70
 EXAMPLE_LINES = 80
 LIBRARY = "torch_offload/"
-MAY_PRINT = ("torch_offload/cli/app.py", "torch_offload/__main__.py")
+TERMINAL = ("torch_offload/system/terminal.py", "torch_offload/system/tables.py")
+PROGRESS = ("torch_offload/reporting/progress.py", "torch_offload/reporting/status_line.py")  # bars and a row
+SPEAKS_FOR_SCRIPTS = "torch_offload/launch/runner.py"  # what a script ends with, as Python says it
+MAY_SHOW = (*TERMINAL, *PROGRESS)
+SHOWING_CALLS = ("print", "echo", "secho", "Console", "Text", "Table", "from_markup", "render_str")
 # TMPDIR, as tempfile reads it; what other programs and child processes are told.
 SITE_HOOK = "torch_offload/launch/_site/sitecustomize.py"  # imported by the child processes of a launcher
 MAY_READ_ENVIRONMENT = ("torch_offload/system/resources.py", "torch_offload/system/environment.py", SITE_HOOK)
@@ -67,13 +71,29 @@ def function_lengths(tree: Tree) -> list[str]:
 
 
 def banned_calls(tree: Tree) -> list[str]:
-    """Library code logs and raises typed errors."""
+    """Library code raises typed errors."""
     broken = []
     for path, node in _nodes(tree):
         if isinstance(node, ast.Assert):
             broken.append(f"{path}:{node.lineno}: assert vanishes under -O: raise a typed error")
-        if isinstance(node, ast.Call) and dotted(node.func) == "print" and path not in MAY_PRINT:
-            broken.append(f"{path}:{node.lineno}: print in library code: use logging.getLogger(__name__)")
+    return broken
+
+
+def terminal_output(tree: Tree) -> list[str]:
+    """Library code logs. What a command says passes by one module, which spells out what terminals would obey."""
+    broken = []
+    for path, node in _nodes(tree):
+        if path in MAY_SHOW or not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        is_stream = (
+            name.startswith(("sys.stdout.write", "sys.stderr.write", "sys.__std")) and path != SPEAKS_FOR_SCRIPTS
+        )
+        is_ours = name == "echo"  # of the terminal module, under its own name
+        if is_stream or (name.rpartition(".")[2] in SHOWING_CALLS and not is_ours):
+            broken.append(f"{path}:{node.lineno}: {name}: show it with torch_offload.system.terminal")
+        if is_ours and "from torch_offload.system.terminal import" not in tree[path]:
+            broken.append(f"{path}:{node.lineno}: {name}: import it from torch_offload.system.terminal")
     return broken
 
 
@@ -197,4 +217,5 @@ RULES = (
     skipped_tests,
     loose_equality,
     file_writes,
+    terminal_output,
 )

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
-from rich.console import Console
 
 from torch_offload import __version__
 from torch_offload.cli.config_options import config_from, config_options
@@ -20,6 +19,7 @@ from torch_offload.integrations.trainer_optimizer import OPTIMIZERS
 from torch_offload.reporting.result import Result
 from torch_offload.reporting.saved_reports import REPORT_NAME
 from torch_offload.runtime.preflight import check_directories
+from torch_offload.system.terminal import echo, error_console, one_line, show
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -63,7 +63,7 @@ def root(
 ) -> None:
     """Hold the options that belong to no command."""
     if version:
-        typer.echo(f"torch-offload {__version__}")
+        echo(f"torch-offload {__version__}")
         raise typer.Exit
 
 
@@ -144,7 +144,7 @@ def bench_ssd(
             seconds=seconds,
             io_engine=config.io_engine,
         )
-        result = benches.measure_with_progress(request, progress_on=Console(stderr=True))
+        result = benches.measure_with_progress(request, progress_on=error_console())
     _show(result, as_json=as_json)
 
 
@@ -186,7 +186,7 @@ def plan(
             config=config,
             optimizer=None if optimizer == "none" else optimizer,
             micro_batches=micro_batches,
-            probe=probe_with_progress(config.scratch_directory, progress_on=Console(stderr=True)),
+            probe=probe_with_progress(config.scratch_directory, progress_on=error_console()),
             ssd_bytes=ssd_bytes,
             endurance_bytes=tbw,
         )
@@ -208,7 +208,7 @@ def probe(
 
     with _plain_errors():
         config = config_from(given, file)
-        measured = probe_with_progress(config.scratch_directory, refresh=refresh, progress_on=Console(stderr=True))
+        measured = probe_with_progress(config.scratch_directory, refresh=refresh, progress_on=error_console())
     _show(measured, as_json=as_json)
 
 
@@ -235,12 +235,9 @@ def report(
     if as_json:
         _show(saved, as_json=True)
     elif html is not None:
-        typer.echo(f"{html} written")
+        echo(f"{html} written")
     else:
-        console = _console()
-        console.print(saved)
-        for line in saved_reports.wear_lines(saved, endurance_bytes):
-            console.print(line)
+        show(saved, *saved_reports.wear_lines(saved, endurance_bytes))
 
 
 @app.command()
@@ -288,9 +285,9 @@ def compress(
             config=config,
         )
     if as_json:
-        typer.echo(done.to_json(indent=1))
+        echo(done.to_json(indent=1))
     else:
-        typer.echo(f"{out} written: experts of {done.coded_bytes} bytes, {done.bits:.3f} bits per weight")
+        echo(f"{out} written: experts of {done.coded_bytes} bytes, {done.bits:.3f} bits per weight")
 
 
 @app.command()
@@ -319,12 +316,12 @@ def verify(
     with _coded_folders() as folders:
         found = folders.verify(model_folder(folder))
     if as_json:
-        typer.echo(found.to_json(indent=1))
+        echo(found.to_json(indent=1))
     else:
         for problem in found.problems:
-            typer.echo(problem)
+            echo(one_line(problem))
         state = f"{len(found.problems)} problems" if found.problems else "no damage found"
-        typer.echo(f"{found.blobs} blobs, {found.read_bytes} bytes read: {state}")
+        echo(f"{found.blobs} blobs, {found.read_bytes} bytes read: {state}")
     raise typer.Exit(1 if found.problems else 0)
 
 
@@ -358,15 +355,9 @@ def _check_choice(option: str, value: str | None, choices: Collection[str]) -> N
 def _show(result: Result, *, as_json: bool) -> None:
     """Print a result on stdout, for a reader or for a program."""
     if as_json:
-        typer.echo(result.to_json(indent=1))
+        echo(result.to_json(indent=1))
     else:
-        _console().print(result)
-
-
-def _console() -> Console:
-    """Return a console that does not break lines where the output is not a terminal."""
-    is_terminal = sys.stdout.isatty()
-    return Console(width=None if is_terminal else 160, soft_wrap=not is_terminal, highlight=False)
+        show(result)
 
 
 @contextmanager
@@ -381,7 +372,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 def _fail(error: Exception, status: int) -> NoReturn:
-    typer.echo(f"torch-offload: {error}", err=True)
+    echo(f"torch-offload: {error}", err=True)
     raise typer.Exit(status)
 
 
@@ -410,7 +401,7 @@ def main() -> NoReturn:
     try:
         status = app(args=arguments, prog_name="torch-offload", obj=script_runs, standalone_mode=False)
     except _UsageError as error:
-        typer.echo(f"torch-offload: {_usage_message(error)}", err=True)
+        echo(f"torch-offload: {_usage_message(error)}", err=True)
         sys.exit(USAGE_ERROR)
     except typer.Abort:
         sys.exit(INTERRUPTED)

@@ -11,6 +11,7 @@ import typer
 from torch_offload.config import Config, Emulation, SettingField, setting_fields
 from torch_offload.runtime.settings import overrides
 from torch_offload.system import environment
+from torch_offload.system.terminal import echo
 
 EMULATE = "emulate_"
 _METAVARS = (("size", "SIZE"), ("count", "COUNT"), ("path", "PATH"), ("paths", "DIR"))
@@ -99,7 +100,7 @@ def config_from(given: Mapping[str, Any], file: Path | None, **defaults: Any) ->
         base = base.replace(**{name: getattr(settings, name) for name in settings.model_fields_set})
         message = overrides(flags, settings, source)
         if message is not None:
-            typer.echo(f"torch-offload: {message}", err=True)
+            echo(f"torch-offload: {message}", err=True)
     if emulation:
         before = {} if base.emulation is None else base.emulation.model_dump(exclude_unset=True)
         options["emulation"] = {**before, **emulation}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from torch_offload.compression import calibration as calibrations
@@ -36,6 +35,7 @@ from torch_offload.reporting.result import Result
 from torch_offload.runtime.loading import loading
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.session import REMEDIES
+from torch_offload.system.terminal import error_console
 
 logger = logging.getLogger(__name__)
 
@@ -338,7 +338,7 @@ class _Compressor:
 
     def run(self, blocks: Mapping[str, list[ExpertsModule]], walk: BlockWalk) -> list[ModuleResult]:
         results: list[ModuleResult] = []
-        with progress(Console(stderr=True), "coding experts", uses_lines=True) as show:
+        with progress(error_console(), "coding experts", uses_lines=True) as show:
             for done, (block, modules) in enumerate(blocks.items()):
                 show(block, done, len(blocks))
                 results += self._block(block, modules, walk)

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from torch_offload.reporting.result import Result
+from torch_offload.system.terminal import plain
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -56,18 +57,18 @@ class DoctorReport(Result):
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """Return it as a table for rich."""
-        from rich.table import Table
+        from torch_offload.system.tables import PlainTable
 
-        table = Table(show_header=False, box=None, padding=(0, 1))
+        table = PlainTable(title="", show_header=False, box=None, padding=(0, 1))
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, style="bold")
         table.add_column(overflow="fold")
         for result in self.results:
-            table.add_row(_MARKS[result.state], result.name, result.what)
+            table.add_row(plain(result.state.value, _COLORS[result.state]), result.name, result.what)
             if result.remedy:
-                table.add_row("", "", f"[cyan]→ {_escaped(result.remedy)}[/cyan]")
+                table.add_row("", "", plain(f"→ {result.remedy}", "cyan"))
         yield table
-        yield f"\n{self.summary()}"
+        yield plain(f"\n{self.summary()}")
 
     def summary(self) -> str:
         """Say in one line how it stands."""
@@ -78,18 +79,8 @@ class DoctorReport(Result):
         return f"Training runs here; could be better: {warnings}." if warnings else "Training runs here."
 
 
-_MARKS = {
-    State.ok: "[green]ok[/green]",
-    State.warning: "[yellow]warning[/yellow]",
-    State.problem: "[red]problem[/red]",
-}
+_COLORS = {State.ok: "green", State.warning: "yellow", State.problem: "red"}
 
 
 def _names(results: list[CheckResult], state: State) -> Iterator[str]:
     return (result.name for result in results if result.state is state)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ from torch_offload.system.atomic_files import write_whole
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from torch_offload.system.tables import Row
 
 logger = logging.getLogger(__name__)
 
@@ -75,23 +77,22 @@ class Probe(BaseModel, Result):
 
     def __rich__(self) -> "Table":
         """Return it as a table for rich."""
-        from rich.table import Table
+        from torch_offload.system.tables import two_columns
 
-        table = Table(title="torch_offload probe", title_justify="left", show_header=False, title_style="bold")
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        table.add_row("machine", ", ".join(f"{name} {value}" for name, value in self.key.items()))
+        return two_columns("torch_offload probe", [self._rows()])
+
+    def _rows(self) -> "Iterator[Row]":
+        yield "machine", ", ".join(f"{name} {value}" for name, value in self.key.items())
         for name, rate in (("read", self.ssd_read), ("write", self.ssd_write), ("1:1 mix", self.ssd_mixed)):
-            table.add_row(f"SSD {name}", f"{rate / 1e9:.2f} GB/s")
-        table.add_row("memory copy", f"{self.copy_rate / 1e9:.1f} GB/s read and written")
+            yield f"SSD {name}", f"{rate / 1e9:.2f} GB/s"
+        yield "memory copy", f"{self.copy_rate / 1e9:.1f} GB/s read and written"
         for name, rate in self.gemm.items():
-            table.add_row(f"matrix product, {name}", f"{rate / 1e9:.0f} GFLOP/s")
+            yield f"matrix product, {name}", f"{rate / 1e9:.0f} GFLOP/s"
         for name, rate in self.update.items():
-            table.add_row(f"update, {name}", f"{rate / 1e6:.0f} million elements/s")
+            yield f"update, {name}", f"{rate / 1e6:.0f} million elements/s"
         for name, link in (("to the device", self.to_device), ("to the host", self.to_host)):
             if link is not None:
-                table.add_row(name, f"{link / 1e9:.1f} GB/s")
-        return table
+                yield name, f"{link / 1e9:.1f} GB/s"
 
 
 def probe(directory: str | os.PathLike[str] | None = None, *, refresh: bool = False, show: Show | None = None) -> Probe:

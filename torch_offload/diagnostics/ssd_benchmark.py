@@ -79,15 +79,12 @@ class SsdBenchmark(Result):
 
     def __rich__(self) -> "Table":
         """Return it as a table for rich."""
-        from rich.table import Table
+        from torch_offload.system.tables import PlainTable
 
-        table = Table(
+        table = PlainTable(
             title=f"{self.directory} ({self.filesystem or 'unknown file system'}), {self.io_engine}, "
             f"{format_size(self.block_bytes)} transfers in a file of {format_size(self.file_bytes)}",
-            title_justify="left",
             caption="\n".join([*self.notes, self.recommendation()]),
-            caption_justify="left",
-            caption_style="",
         )
         for name in ("queue depth", "read GB/s", "write GB/s", "1:1 mix GB/s"):
             table.add_column(name, justify="right")

@@ -21,6 +21,7 @@ from typing import Any
 from torch_offload.config import Config
 from torch_offload.launch import autopage
 from torch_offload.system import environment
+from torch_offload.system.terminal import echo
 
 USAGE_STATUS = 2
 FAILURE_STATUS = 1
@@ -137,5 +138,5 @@ def _module_exists(name: str) -> bool:
 
 
 def _refuse(reason: str, status: int) -> int:
-    sys.stderr.write(f"torch-offload: {reason}\n")
+    echo(f"torch-offload: {reason}", err=True)
     return status

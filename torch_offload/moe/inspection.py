@@ -13,8 +13,6 @@ import safetensors
 import torch
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markup import escape
-from rich.table import Table
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -26,6 +24,7 @@ from torch_offload.moe.layouts import CODED, experts_of
 from torch_offload.moe.modules import blob_name, scale_widths
 from torch_offload.moe.operators import CodedExtent, decode, extents
 from torch_offload.reporting.result import Result
+from torch_offload.system.tables import PlainTable
 
 MAX_VALUES = 1 << 30
 """Of one matrix: each takes a byte while it is looked at. Experts have less than half as many."""
@@ -105,7 +104,7 @@ class FolderContent(Result):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield a table with a line for each module and one for all."""
-        table = Table(box=box.SQUARE, title=f"coded experts in {escape(str(self.path))}", title_justify="left")
+        table = PlainTable(title=f"coded experts in {self.path}", box=box.SQUARE)
         for heading in ("module", "experts", "planes", "bits/weight", "zeros", "coders", "bytes", "bf16"):
             table.add_column(heading, justify="left" if heading in ("module", "coders") else "right")
         for module in self.modules:
@@ -119,7 +118,7 @@ def _cells(module: ModuleContent) -> tuple[str, ...]:
     tiles = sum(module.tiles.values())
     coders = ", ".join(f"{name} {count / tiles:.0%}" for name, count in sorted(module.tiles.items()))
     return (
-        escape(module.name),
+        module.name,
         str(module.experts),
         str(module.planes),
         f"{module.bits:.3f}",

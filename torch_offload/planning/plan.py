@@ -13,7 +13,7 @@ from torch_offload.reporting.result import Result
 if TYPE_CHECKING:
     from rich.table import Table
 
-Row = tuple[str, str]
+    from torch_offload.system.tables import Row
 
 SECONDS_PER_DAY = 86400
 DAYS_PER_YEAR = 365.25
@@ -137,20 +137,14 @@ class Plan(Result):
 
 def table_of(plan: Plan) -> "Table":
     """Return the plan as a table of two columns, in sections."""
-    from rich.table import Table
+    from torch_offload.system.tables import two_columns
 
     title = "torch_offload plan: fits" if plan.fits else "torch_offload plan: does not fit"
-    table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for section in (_missing_rows, _step_rows, _tier_rows, _traffic_rows, _wear_rows):
-        for name, value in section(plan):
-            table.add_row(name, value)
-        table.add_section()
-    return table
+    sections = (_missing_rows, _step_rows, _tier_rows, _traffic_rows, _wear_rows)
+    return two_columns(title, (rows(plan) for rows in sections))
 
 
-def _missing_rows(plan: Plan) -> Iterator[Row]:
+def _missing_rows(plan: Plan) -> "Iterator[Row]":
     for tier, missing_bytes in plan.missing_bytes.items():
         needed_bytes, available_bytes = plan.needed_bytes[tier], plan.budget_bytes[tier]
         lacks = f"{missing_bytes} bytes missing ({format_size(missing_bytes)})"
@@ -159,7 +153,7 @@ def _missing_rows(plan: Plan) -> Iterator[Row]:
         yield "suggestion", plan.remedy
 
 
-def _step_rows(plan: Plan) -> Iterator[Row]:
+def _step_rows(plan: Plan) -> "Iterator[Row]":
     yield "step time", f"{plan.predicted_seconds:.3g} s, at best {plan.lower_bound_seconds:.3g} s"
     yield "speed", f"{plan.tokens_per_second:.4g} tokens/s ({plan.tokens_per_step} tokens per step)"
     yield "bottleneck", plan.bottleneck
@@ -170,14 +164,14 @@ def _step_rows(plan: Plan) -> Iterator[Row]:
     yield "timed", f"{plan.timed_share:.0%} of the computation; the rest is estimated"
 
 
-def _tier_rows(plan: Plan) -> Iterator[Row]:
+def _tier_rows(plan: Plan) -> "Iterator[Row]":
     yield "model", f"{plan.parameters / 1e6:.4g} M parameters, {format_size(plan.state_bytes)} of state"
     for tier, peak_bytes in plan.peak_bytes.items():
         of = f"{format_size(peak_bytes)} at most of {format_size(plan.budget_bytes[tier])}"
         yield tier, f"{of}; between steps {_named_sizes(plan.placement[tier])}"
 
 
-def _traffic_rows(plan: Plan) -> Iterator[Row]:
+def _traffic_rows(plan: Plan) -> "Iterator[Row]":
     for name, by_kind in (
         ("to the device", plan.to_device),
         ("to the host", plan.to_host),
@@ -189,7 +183,7 @@ def _traffic_rows(plan: Plan) -> Iterator[Row]:
     yield "updates run on", "the host" if plan.update_tier == "host" else "what computes"
 
 
-def _wear_rows(plan: Plan) -> Iterator[Row]:
+def _wear_rows(plan: Plan) -> "Iterator[Row]":
     years = plan.endurance_years
     if plan.wear is not None and years is not None:
         day = f"{plan.wear.bytes_per_day / 1e12:.3g} TB written per day ({plan.steps_per_day:.4g} steps)"

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from torch_offload.system.terminal import plain, printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -24,7 +26,7 @@ def progress(console: "Console", task: str, *, uses_lines: bool) -> Iterator[Sho
 
         def print_line(name: str, done: int, total: int) -> None:
             if uses_lines and done < total:
-                console.print(f"{task}: {done + 1} of {total}, {name}", soft_wrap=True, highlight=False)
+                console.print(plain(f"{task}: {done + 1} of {total}, {name}"), soft_wrap=True)
 
         yield print_line
         return
@@ -34,13 +36,13 @@ def progress(console: "Console", task: str, *, uses_lines: bool) -> Iterator[Sho
         TextColumn(task),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:
         identifier = bar.add_task("", total=None)
 
         def move_bar(name: str, done: int, total: int) -> None:
-            bar.update(identifier, description=name, completed=done, total=total)
+            bar.update(identifier, description=printable(name), completed=done, total=total)
 
         yield move_bar

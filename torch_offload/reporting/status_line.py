@@ -16,6 +16,7 @@ import torch.distributed
 
 from torch_offload.reporting.recorder import Recorder
 from torch_offload.reporting.timeline import Interval, Sample, between
+from torch_offload.system.terminal import one_line
 
 PERIOD_SECONDS = 0.5
 SPEED_STEPS = 10
@@ -138,7 +139,7 @@ def rendered(parts: Sequence[str], *, width: int) -> str:
     from rich.text import Text
 
     line = Text(LABEL, style="reverse")
-    for index, part in enumerate(parts):
+    for index, part in enumerate(map(one_line, parts)):
         gap = SEPARATOR if index > 0 else " "
         if len(line) + len(gap) + len(part) > width:
             break

@@ -10,24 +10,18 @@ from torch_offload.reporting.timeline import Interval
 if TYPE_CHECKING:
     from rich.table import Table
 
-Row = tuple[str, str]
+    from torch_offload.system.tables import Row
 
 
 def table_of(report: Figures) -> "Table":
     """Return the report as a table of two columns, in sections."""
-    from rich.table import Table
+    from torch_offload.system.tables import two_columns
 
-    table = Table(title="torch_offload report", title_justify="left", show_header=False, title_style="bold")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for section in (_device_rows, _memory_rows, _ssd_rows, _page_rows, _activation_rows, _step_rows):
-        for name, value in section(report):
-            table.add_row(name, value)
-        table.add_section()
-    return table
+    sections = (_device_rows, _memory_rows, _ssd_rows, _page_rows, _activation_rows, _step_rows)
+    return two_columns("torch_offload report", (rows(report) for rows in sections))
 
 
-def _device_rows(report: Figures) -> Iterator[Row]:
+def _device_rows(report: Figures) -> "Iterator[Row]":
     device = report.device
     if device is None:
         return
@@ -42,14 +36,14 @@ def _total_and_parts(by_kind: dict[str, int]) -> str:
     return f"{format_size(sum(by_kind.values()))} ({_named_sizes(by_kind)})"
 
 
-def _memory_rows(report: Figures) -> Iterator[Row]:
+def _memory_rows(report: Figures) -> "Iterator[Row]":
     used_bytes = sum(report.host_bytes.values())
     yield "memory", f"{format_size(used_bytes)} in use of {format_size(report.budget_bytes)}"
     yield "peak", format_size(report.host_peak_bytes)
     yield "breakdown", _named_sizes(report.host_bytes)
 
 
-def _ssd_rows(report: Figures) -> Iterator[Row]:
+def _ssd_rows(report: Figures) -> "Iterator[Row]":
     yield "SSD", f"{format_size(report.ssd_bytes)} stored, scratch file {format_size(report.ssd_file_bytes)}"
     yield "read", _total_and_parts(report.read_bytes)
     yield "written", _total_and_parts(report.written_bytes)
@@ -67,7 +61,7 @@ def _ssd_rows(report: Figures) -> Iterator[Row]:
         )
 
 
-def _page_rows(report: Figures) -> Iterator[Row]:
+def _page_rows(report: Figures) -> "Iterator[Row]":
     yield "page accesses", f"{report.pins}, {report.hit_rate:.1%} without a read"
     yield "prefetched", str(report.prefetches)
     yield "evictions", f"{report.evictions}, {report.clean_drops} of them without a write"
@@ -75,12 +69,12 @@ def _page_rows(report: Figures) -> Iterator[Row]:
     yield "stalls", ", ".join(f"{cause} {seconds:.3g} s" for cause, seconds in report.stall_seconds.items()) or "none"
 
 
-def _activation_rows(report: Figures) -> Iterator[Row]:
+def _activation_rows(report: Figures) -> "Iterator[Row]":
     if report.activations is not None:
         yield "activations", report.activations.explanation
 
 
-def _step_rows(report: Figures) -> Iterator[Row]:
+def _step_rows(report: Figures) -> "Iterator[Row]":
     steady = None if report.timeline is None else report.timeline.steady()
     if steady is None:
         yield "steps", "none recorded; record them with torch-offload run --report FILE, or Config(report=FILE)"
