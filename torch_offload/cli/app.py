@@ -54,6 +54,9 @@ class ScriptRun:
         return status
 
 
+TrustsCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code of the model's directory or repository, if it has any.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 
 
@@ -171,6 +174,7 @@ def plan(
     ssd_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Capacity for pages on the SSD (default: the free space).")
     ] = None,
+    trust_remote_code: TrustsCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict memory, I/O and step time without loading the weights. Exit status 1 if training does not fit."""
@@ -181,7 +185,9 @@ def plan(
     with _plain_errors():
         config = config_from(given, file)
         made = make_plan(
-            hf_models.model_from(model, dtype=dtype, uses_checkpointing=checkpointing),
+            hf_models.model_from(
+                model, dtype=dtype, uses_checkpointing=checkpointing, trust_remote_code=trust_remote_code
+            ),
             hf_models.batch_of(batch, sequence),
             config=config,
             optimizer=None if optimizer == "none" else optimizer,
@@ -264,6 +270,10 @@ def compress(
     coder: Annotated[
         str, typer.Option(metavar="NAME", help="smallest, or tun12: some more bytes, multiplied by faster.")
     ] = "smallest",
+    trust_remote_code: TrustsCode = False,
+    pickled_weights: Annotated[
+        bool, typer.Option("--pickled-weights", help="Also read weights that are pickles, not only safetensors.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compress the experts of a mixture-of-experts model to a number of bits per weight.
@@ -283,6 +293,8 @@ def compress(
             sequence=sequence,
             coder=coder,
             config=config,
+            trust_remote_code=trust_remote_code,
+            pickled_weights=pickled_weights,
         )
     if as_json:
         echo(done.to_json(indent=1))

@@ -23,7 +23,7 @@ from torch_offload.compression.resume import FOLDER, ResumeState, fingerprint_of
 from torch_offload.compression.rounding import QuantProblem
 from torch_offload.config import SECTOR_BYTES, Config
 from torch_offload.errors import ConfigError, OutOfTierMemory, UnsupportedModelError
-from torch_offload.integrations.hf_models import loaded_model, model_folder
+from torch_offload.integrations.hf_models import files_of, loaded_model, model_folder
 from torch_offload.moe import checkpoint
 from torch_offload.moe.activate import experts_of
 from torch_offload.moe.layouts import ExpertsModule, read_ahead
@@ -176,6 +176,8 @@ def compress_folder(
     sequence: int = DEFAULT_SEQUENCE,
     coder: str = "smallest",
     config: Config | None = None,
+    trust_remote_code: bool = False,
+    pickled_weights: bool = False,
 ) -> Compression:
     """Compress a saved model with its tokenizer into another folder. The model is paged: it may be larger than memory.
 
@@ -188,23 +190,27 @@ def compress_folder(
         sequence: Tokens of a row.
         coder: See :func:`compress`.
         config: Budget and directory, as of ``torch_offload.wrap``.
+        trust_remote_code: Run code of the folder.
+        pickled_weights: Also read weights that are pickles.
 
     Raises:
         ConfigError: As :func:`compress`, if a file is missing or cannot be read, or if `out` is the model's folder.
+        UnsupportedModelError: As :func:`compress`, or if code of the folder would have to be run.
         CheckpointError: If a file of the model is damaged.
         OutOfTierMemory: If the budget is too small for one block, or a disk for the rest.
         TierIOError: If a scratch file cannot be made or written.
     """
     _check_coder(coder)
-    path = model_folder(model)
+    path = model_folder(model, files=files_of(trust_remote_code=trust_remote_code, pickled_weights=pickled_weights))
     _check_is_another(out, path)
     texts = calibrations.texts_in(calibration)
     with _with_own_remedy(), loading(config=config) as block:
-        loaded = block.wrap(loaded_model(path).requires_grad_(requires_grad=False))
+        read = loaded_model(path, trust_remote_code=trust_remote_code, pickled_weights=pickled_weights)
+        loaded = block.wrap(read.requires_grad_(requires_grad=False))
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path} has no tokenizer that transformers can load: {error}") from None
     batches = calibrations.batches_of(texts, loaded, tokenizer=tokenizer, sequence=sequence, rows=rows)

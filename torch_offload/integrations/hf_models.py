@@ -13,7 +13,14 @@ from torch_offload.errors import CheckpointError, ConfigError, OffloadError, Uns
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _CONFIGURATION = ("config.json",)
+_CODE = ("*.py",)
+_PICKLES = ("*.bin",)
 _MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+def files_of(*, trust_remote_code: bool, pickled_weights: bool) -> tuple[str, ...]:
+    """Return patterns of the files of a repository of the hub that are needed to load its model."""
+    return _MODEL_FILES + (_CODE if trust_remote_code else ()) + (_PICKLES if pickled_weights else ())
 
 
 def model_folder(model: str | os.PathLike[str], *, files: tuple[str, ...] = _MODEL_FILES) -> Path:
@@ -46,29 +53,35 @@ def model_folder(model: str | os.PathLike[str], *, files: tuple[str, ...] = _MOD
         ) from None
 
 
-def model_from(model: str | os.PathLike[str], *, dtype: str, uses_checkpointing: bool) -> nn.Module:
+def model_from(
+    model: str | os.PathLike[str], *, dtype: str, uses_checkpointing: bool, trust_remote_code: bool = False
+) -> nn.Module:
     """Return the language model of a configuration on the meta device, in training mode.
 
     Args:
         model: A model's folder, its ``config.json``, or its name on the hub.
         dtype: Of its parameters, such as ``bfloat16``.
         uses_checkpointing: Whether layers run again in the backward pass.
+        trust_remote_code: Run code that lies beside the configuration.
 
     Raises:
         ConfigError: If there is no such configuration, or transformers is missing.
-        UnsupportedModelError: If it is of a quantized model, or of none that transformers knows.
+        UnsupportedModelError: If it is of a quantized model, of none that transformers knows, or of one whose code
+            would have to be run.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: {dtype!r} is not known; there are: {', '.join(DTYPES)}")
     file = Path(model)
     if not file.is_file():
-        file = model_folder(model, files=_CONFIGURATION) / "config.json"
+        file = model_folder(model, files=_CONFIGURATION + (_CODE if trust_remote_code else ())) / "config.json"
     if not file.is_file():
         raise ConfigError(f"there is no model configuration at {file}; give a model's folder or its config.json")
     with _transformers_needed("reading a model's configuration"):
         from transformers import AutoConfig, AutoModelForCausalLM
     try:
-        configuration = AutoConfig.from_pretrained(str(file))
+        # Code is found beside a folder's configuration only.
+        source = file.parent if trust_remote_code and file.name == "config.json" else file
+        configuration = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
         for part in (configuration, configuration.get_text_config(decoder=True)):
             quantization = getattr(part, "quantization_config", None)
             if quantization is not None:
@@ -79,11 +92,12 @@ def model_from(model: str | os.PathLike[str], *, dtype: str, uses_checkpointing:
         configuration.use_cache = False
         with torch.device("meta"):
             planned = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                configuration, dtype=DTYPES[dtype]
+                configuration, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
             )
     except UnsupportedModelError:
         raise
     except (ValueError, KeyError, OSError) as error:
+        _refuse_code(file.parent, error)
         raise UnsupportedModelError(f"{file} describes no language model that transformers knows: {error}") from None
     planned.train()
     if uses_checkpointing:
@@ -91,11 +105,30 @@ def model_from(model: str | os.PathLike[str], *, dtype: str, uses_checkpointing:
     return planned  # type: ignore[no-any-return]
 
 
-def loaded_model(path: Path) -> nn.Module:
+def _refuse_code(folder: Path, error: Exception) -> None:
+    """Name the remedy where transformers would have to run code of a folder.
+
+    Raises:
+        UnsupportedModelError: If the error is of that kind.
+    """
+    if "trust_remote_code" in str(error):
+        raise UnsupportedModelError(
+            f"the model in {folder} needs code of its own, which was not run; read that code, then give "
+            "--trust-remote-code if you trust it"
+        ) from None
+
+
+def loaded_model(path: Path, *, trust_remote_code: bool = False, pickled_weights: bool = False) -> nn.Module:
     """Return a saved model with its weights, in the type they are stored in.
+
+    Args:
+        path: Its folder.
+        trust_remote_code: Run code of the folder.
+        pickled_weights: Also read weights that are pickles.
 
     Raises:
         ConfigError: If there is none at `path`, or transformers is missing.
+        UnsupportedModelError: If code of the folder would have to be run.
         CheckpointError: If a file of it is damaged or of other shapes.
         OffloadError: As it is raised while tensors are paged, such as OutOfTierMemory.
     """
@@ -105,14 +138,27 @@ def loaded_model(path: Path) -> nn.Module:
         from safetensors import SafetensorError
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     try:
-        is_encoder_decoder = AutoConfig.from_pretrained(str(path)).is_encoder_decoder
-        auto = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
-        model: nn.Module = auto.from_pretrained(str(path), dtype="auto")
+        configuration = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        auto = AutoModelForSeq2SeqLM if configuration.is_encoder_decoder else AutoModelForCausalLM
+        model: nn.Module = auto.from_pretrained(
+            str(path),
+            dtype="auto",
+            trust_remote_code=trust_remote_code,
+            use_safetensors=None if pickled_weights else True,
+        )
     except OffloadError:
         raise
+    except OSError as error:
+        if pickled_weights or any(path.glob("*.safetensors")):
+            raise
+        raise CheckpointError(
+            f"{path} has no weights in safetensors ({error}); convert them, or give --pickled-weights if you trust "
+            "who wrote them"
+        ) from None
     except SafetensorError as error:
         raise CheckpointError(f"{_damaged_file(path)} is damaged: {error}; copy or download it again") from None
     except (ValueError, KeyError, RuntimeError) as error:  # the last: tensors of other shapes than the configuration's
+        _refuse_code(path, error)
         raise CheckpointError(f"{path} holds no model that transformers can load: {error}") from None
     return model
 

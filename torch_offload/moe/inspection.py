@@ -413,11 +413,15 @@ def _empty_model(path: Path) -> nn.Module:
     import transformers
 
     try:
-        configuration = transformers.AutoConfig.from_pretrained(str(path))
+        configuration = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         named = getattr(transformers, (configuration.architectures or [""])[0], transformers.AutoModelForCausalLM)
         with torch.device("meta"):
-            build = named._from_config if hasattr(named, "_from_config") else named.from_config
-            model: nn.Module = build(configuration)
+            if hasattr(named, "_from_config"):
+                model: nn.Module = named._from_config(configuration)
+            else:
+                model = named.from_config(configuration, trust_remote_code=False)
     except Exception as error:  # of any type: whatever a value makes code fail that takes it for granted
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(f"the model in {path} needs code of its own, which is never run here") from None
         raise CheckpointError(f"{path} describes no model that transformers knows: {error!r}") from error
     return model
