@@ -1,5 +1,6 @@
-"""The charts of a report's page."""
+"""The charts of a report's page. What plotly shows is HTML to it, so names are escaped where they come in."""
 
+import html
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def charts_of(report: Figures) -> list[Chart]:
 
 def _charts_over_time(report: Figures, timeline: Timeline) -> Iterator[Chart]:
     last = timeline.last_steps()
-    if len(last) > 1:
+    if intervals(last):
         yield _chart(
             "The last steps",
             "Above: where the time went; what is not a stall counts as compute. Below: what the SSD did meanwhile. "
@@ -105,7 +106,7 @@ def _step_figure(samples: Sequence[Sample]) -> go.Figure:
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08, row_heights=[0.5, 0.5])
     shares = [("compute", COMPUTE_COLOR, [100 * (1 - span.stall_share) for span in spans])]
     for cause, color in _causes(spans):
-        shares.append((f"stall: {cause}", color, [_share_percent(span, cause) for span in spans]))
+        shares.append((html.escape(f"stall: {cause}"), color, [_share_percent(span, cause) for span in spans]))
     for name, color, percents in shares:
         figure.add_trace(_area(starts, percents, name=name, color=color), row=1, col=1)
     for name, color, rates in (
@@ -149,7 +150,7 @@ def _steps_figure(steps: Sequence[Interval]) -> go.Figure:
     figure.add_bar(x=numbers, y=compute, name="compute", marker_color=COMPUTE_COLOR)
     for cause, color in _causes(shown):
         seconds = [span.stall_seconds.get(cause, 0) / count for span, count in zip(shown, per_step, strict=True)]
-        figure.add_bar(x=numbers, y=seconds, name=f"stall: {cause}", marker_color=color)
+        figure.add_bar(x=numbers, y=seconds, name=html.escape(f"stall: {cause}"), marker_color=color)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="seconds")
     return figure.update_layout(barmode="stack", height=340, bargap=0.1)
@@ -181,7 +182,7 @@ def _budget_figure(samples: Sequence[Sample], used_bytes: Sequence[dict[str, int
     for purpose in used_bytes[-1]:
         sizes = [used.get(purpose, 0) / 2**30 for used in used_bytes]
         color = PURPOSE_COLORS.get(purpose, "#cccccc")
-        figure.add_trace(_area(seconds, sizes, name=purpose.replace("_", " "), color=color))
+        figure.add_trace(_area(seconds, sizes, name=html.escape(purpose.replace("_", " ")), color=color))
     budget = budget_bytes / 2**30
     line = {"color": BUDGET_COLOR, "width": 2}
     ends = [seconds[0], seconds[-1]]
@@ -194,9 +195,9 @@ def _budget_figure(samples: Sequence[Sample], used_bytes: Sequence[dict[str, int
 def _kinds_figure(parts: Sequence[tuple[str, str, dict[str, int]]]) -> go.Figure:
     """Return bars by kind of page for each (name, color, bytes by kind)."""
     figure = go.Figure()
+    kinds = list(parts[0][2])
     for name, color, sizes in parts:
-        figure.add_bar(
-            x=list(parts[0][2]), y=[sizes.get(kind, 0) / 1e9 for kind in parts[0][2]], name=name, marker_color=color
-        )
+        gigabytes = [sizes.get(kind, 0) / 1e9 for kind in kinds]
+        figure.add_bar(x=[html.escape(kind) for kind in kinds], y=gigabytes, name=name, marker_color=color)
     figure.update_yaxes(title_text="GB")
     return figure.update_layout(barmode="group", height=320)

@@ -1,12 +1,15 @@
 """The report of an engine: its figures, and the ways to show and keep them."""
 
 import dataclasses
-import json
 import os
+import reprlib
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from torch_offload.activations.recompute import ActivationChoice
 from torch_offload.config import format_size
@@ -15,6 +18,7 @@ from torch_offload.reporting.chrome_trace import write_trace
 from torch_offload.reporting.figures import DeviceReport, Figures
 from torch_offload.reporting.html_page import page_of
 from torch_offload.reporting.result import Result
+from torch_offload.reporting.saved_format import SavedReport, fields_of
 from torch_offload.reporting.table import table_of
 from torch_offload.reporting.timeline import Timeline, by_purpose
 from torch_offload.system.atomic_files import write_whole
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
 
     from torch_offload import _C
 
+MAX_REPORT_BYTES = 64 << 20
+"""Of a file that is read. A long run's has some 5 MiB."""
+MAX_NAME_SHOWN = 100
 _TOTALS = ("ssd_read_bytes", "ssd_written_bytes")
 
 
@@ -76,23 +83,20 @@ class Report(Figures, Result):
             ConfigError: If the file is not such a report.
             OSError: If it cannot be read.
         """
+        text = _text_of(Path(path))
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            timeline = content.pop("timeline", None)
-            device = content.pop("device", None)
-            activations = content.pop("activations", None)
-            known = {name: value for name, value in content.items() if name not in _TOTALS}
-            return cls(
-                **known,
-                device=None if device is None else DeviceReport(**device),
-                activations=None if activations is None else ActivationChoice(**activations),
-                timeline=None if timeline is None else Timeline.from_dict(timeline),
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                f"{path} is not a report that this version of torch_offload wrote ({error}); "
-                "write one with `torch-offload run --report FILE` or Report.write_json"
-            ) from None
+            saved = SavedReport.model_validate_json(text)
+        except ValidationError as error:
+            raise _not_a_report(path, _first_problem(error)) from None
+        device, activations, timeline = saved.device, saved.activations, saved.timeline
+        return cls(
+            **fields_of(saved)
+            | {
+                "device": None if device is None else DeviceReport(**fields_of(device)),
+                "activations": None if activations is None else ActivationChoice(**fields_of(activations)),
+                "timeline": None if timeline is None else Timeline.from_dict(timeline.model_dump()),
+            }
+        )
 
     def write_html(self, path: str | os.PathLike[str], *, endurance_bytes: int | None = None) -> None:
         """Write one HTML page that needs nothing else: timelines, the bottleneck, a suggestion, wear.
@@ -144,6 +148,43 @@ class Report(Figures, Result):
                 *(() if self.activations is None else (f"layers  {self.activations.explanation}",)),
             )
         )
+
+
+def _text_of(path: Path) -> bytes:
+    """Return the JSON of a report.
+
+    Raises:
+        ConfigError: If it is longer than any report, or no regular file.
+        OSError: If it cannot be read.
+    """
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _not_a_report(path, "no regular file")
+        text: bytes = file.read(MAX_REPORT_BYTES + 1)
+    if len(text) > MAX_REPORT_BYTES:
+        raise _not_a_report(path, f"more than {format_size(MAX_REPORT_BYTES)}")
+    return text
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _not_a_report(path: str | os.PathLike[str], problem: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is not a report that this version of torch_offload wrote ({problem}); "
+        "write one with `torch-offload run --report FILE` or Report.write_json"
+    )
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Say in one sentence what is wrong, where, and what is there."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(str(step) for step in first["loc"])
+    more = f", and {error.error_count() - 1} more" if error.error_count() > 1 else ""
+    if not place:
+        return f"{first['msg']}{more}"
+    return f"{place[:MAX_NAME_SHOWN]}: {first['msg']}, got {reprlib.repr(first['input'])}{more}"
 
 
 def _device_line(device: DeviceReport) -> str:

@@ -32,7 +32,7 @@ def load(path: Path) -> Report:
         ConfigError: If there is none. The message names the command that writes one.
     """
     if path.is_dir():
-        reports = list(path.glob(f"{REPORT_NAME}*.json"))
+        reports = [entry for entry in path.glob(f"{REPORT_NAME}*.json") if entry.is_file()]
         if not reports:
             raise ConfigError(f"no report in {path}; write one with: torch-offload run --report {path} SCRIPT")
         path = max(reports, key=lambda entry: entry.stat().st_mtime)

@@ -172,13 +172,15 @@ class Timeline:
     def steady(self) -> Interval | None:
         """Return all steps together without the first ones, which bring everything to its place.
 
-        None if no two steps have ended. The first tenth is left out, at least one step where three or more are there.
+        None if no two steps have ended, or no time has passed between them. The first tenth is left out, at least one
+        step where three or more are there.
         """
         ends = self.step_ends
         if len(ends) < 2:
             return None
         skipped = max(len(ends) // 10, 1 if len(ends) > 2 else 0)
-        return between(ends[skipped], ends[-1])
+        found = between(ends[skipped], ends[-1])
+        return found if found.steps > 0 and found.seconds > 0 else None
 
     def last_steps(self, *, min_intervals: int = 24) -> list[Sample]:
         """Return recent samples from the end of a step to the end of the last: as few steps as show something."""
