@@ -168,6 +168,22 @@ at::Tensor decode_ternary(const at::Tensor& page, std::int64_t index) {
     });
 }
 
+std::int64_t count_zeros(const at::Tensor& page, std::int64_t index) {
+    return across_torch([&] {
+        const CodedMatrix matrix = matrix_of(page, index);
+        std::int64_t zeros = 0;
+        for (const CodedTile& tile : matrix.tiles()) {
+            const auto count_rows = [&](std::size_t, std::size_t count, const TernaryRows& rows) {
+                for (std::size_t i = 0; i < count; ++i) {
+                    zeros += std::count(rows.row(i), rows.row(i) + matrix.columns(), std::int8_t{0});
+                }
+            };
+            for_rows_of(matrix, tile, best_instruction_set(), 1, count_rows);
+        }
+        return zeros;
+    });
+}
+
 at::Tensor coded_extents(const at::Tensor& page) {
     return across_torch([&] {
         const std::span<const std::byte> bytes = page_bytes(page);

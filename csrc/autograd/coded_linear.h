@@ -29,6 +29,8 @@ inline constexpr const char* kDecodeTernarySchema = "decode_ternary(Tensor page,
 /// One line of int64 for each extent of a page, all checked: offset, size, coded bytes, rows, columns, classes, and how
 /// many tiles are of TUN12, of RANS4 and of QMoE.
 inline constexpr const char* kCodedExtentsSchema = "coded_extents(Tensor page) -> Tensor";
+/// How many values of a matrix are zero. All of it is decoded, a few rows at a time.
+inline constexpr const char* kCountZerosSchema = "count_zeros(Tensor page, int matrix) -> int";
 
 /// Kernels for the CPU.
 /// `x`: float32, bfloat16 or float16 [..., columns]. `g`: the same [..., rows]. `page`: uint8, contiguous, one
@@ -44,6 +46,7 @@ at::Tensor encode_ternary(const at::Tensor& values, at::IntArrayRef classes, c10
                           std::int64_t most_classes);
 at::Tensor decode_ternary(const at::Tensor& page, std::int64_t matrix);
 at::Tensor coded_extents(const at::Tensor& page);
+std::int64_t count_zeros(const at::Tensor& page, std::int64_t matrix);
 
 /// Kernels for CUDA: the same of tensors on one GPU, in a CUDA build only. Pages are of TUN12 and RANS4.
 /// Sums have the bits of the CPU where x is finite. Where torch's float32 matmul precision is "high" or "medium",

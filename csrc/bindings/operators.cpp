@@ -28,6 +28,8 @@ TORCH_LIBRARY(torch_offload, m) {
     m.impl("decode_ternary", c10::DispatchKey::CPU, TORCH_FN(decode_ternary));
     m.def(kCodedExtentsSchema);
     m.impl("coded_extents", c10::DispatchKey::CPU, TORCH_FN(coded_extents));
+    m.def(kCountZerosSchema);
+    m.impl("count_zeros", c10::DispatchKey::CPU, TORCH_FN(count_zeros));
     m.def(kRoundWithFeedbackSchema);
     m.impl("round_with_feedback", c10::DispatchKey::CPU, TORCH_FN(round_with_feedback));
     m.def(kChooseAgainSchema);

@@ -21,15 +21,23 @@ from torch_offload.errors import CheckpointError, OffloadError
 from torch_offload.moe.checkpoint import CodedExpertsConfig, may_be_absent
 from torch_offload.moe.folder_format import QUANT_METHOD
 from torch_offload.moe.layouts import CODED, experts_of
-from torch_offload.moe.modules import blob_name, scale_widths
-from torch_offload.moe.operators import CodedExtent, decode, extents
+from torch_offload.moe.modules import ExpertShapes, blob_name, scale_widths
+from torch_offload.moe.operators import CodedExtent, count_zeros, extents
 from torch_offload.reporting.result import Result
 from torch_offload.system.tables import PlainTable
 
 MAX_VALUES = 1 << 30
-"""Of one matrix: each takes a byte while it is looked at. Experts have less than half as many."""
+"""Of one matrix, which takes a second to decode. Experts have less than half as many."""
+MAX_COLUMNS = 1 << 18
+"""Of one matrix, of which up to 64 rows are in memory, a byte for each value."""
+MAX_CONFIG_BYTES = 2 << 20
+MAX_INDEX_BYTES = 8 << 20
+"""Of an index, and of what a file of tensors says about them: some 50,000 tensors."""
+MAX_JSON_VALUES = 200_000
+"""Each takes up to some hundred bytes in memory, few in a file."""
 
 _BF16_BYTES = 2
+_NO_SUCH_EXPERTS = "the model has no such experts"
 _FILE_NAME = re.compile(r"[^/\0]+\.safetensors")
 _COUNT = re.compile(r"(num|n)_(\w+_)?(layers?|experts)")
 
@@ -139,14 +147,14 @@ class CodedFolder:
             CheckpointError: If the folder has no coded experts, is one of ``save_pretrained``, or is damaged.
         """
         self.path = path
-        self._said = _json_of(path / "config.json")
+        self._said = _json_of(path / "config.json", max_bytes=MAX_CONFIG_BYTES)
         self.config = _coded_config(path, self._said)
         if (path / SAFE_WEIGHTS_NAME).exists():
             raise CheckpointError(
                 f"{path} was written by save_pretrained, blobs among all else in {SAFE_WEIGHTS_NAME}; only folders "
                 "that compress or coded_files.save has written can be read"
             )
-        index = _json_of(path / SAFE_WEIGHTS_INDEX_NAME)
+        index = _json_of(path / SAFE_WEIGHTS_INDEX_NAME, max_bytes=MAX_INDEX_BYTES)
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{path / SAFE_WEIGHTS_INDEX_NAME} has no weight_map")
@@ -182,7 +190,7 @@ class CodedFolder:
         if file_name is None:
             raise OffloadError("not in the index")
         try:
-            with safetensors.safe_open(str(self.path / file_name), framework="pt") as file:
+            with _opened(self.path / file_name) as file:
                 tensor: Tensor = file.get_tensor(name)
         except (OSError, safetensors.SafetensorError) as error:
             raise OffloadError(f"{file_name}: {error}") from error
@@ -210,11 +218,28 @@ def _plane_name(module: str, plane: int) -> str:
     return f"{module}.{CODED}.planes.{plane}"
 
 
-def _json_of(path: Path) -> dict[str, Any]:
+def _opened(path: Path) -> Any:
+    """Open a file of tensors, unless what it says about them would fill memory."""
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+    if header_bytes > MAX_INDEX_BYTES:
+        raise OSError(f"the header has {header_bytes} bytes, at most {MAX_INDEX_BYTES} are read")
+    return safetensors.safe_open(str(path), framework="pt")
+
+
+def _json_of(path: Path, *, max_bytes: int) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"there is no {path}; give a folder that compress has written")
+    with path.open("rb") as file:
+        text = file.read(max_bytes + 1)
+    values = sum(map(text.count, (b",", b"[", b"{")))
+    if len(text) > max_bytes or values > MAX_JSON_VALUES:
+        raise CheckpointError(
+            f"{path} is larger than any that compress writes: at most {max_bytes} bytes and {MAX_JSON_VALUES} values "
+            "are read"
+        )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(text.decode())
         json.dumps(content, ensure_ascii=False).encode()  # a half character cannot be shown, nor name a file
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
@@ -242,26 +267,29 @@ def _coded_config(path: Path, configuration: dict[str, Any]) -> CodedExpertsConf
 
 
 def inspect(path: Path) -> FolderContent:
-    """Say what a folder's coded experts are like. Every blob is read and decoded.
+    """Say what a folder's coded experts are like. Every blob is read and decoded that the model can have.
 
     Raises:
-        CheckpointError: If it has none.
+        CheckpointError: If it has none, or its configuration describes no model with such experts.
         OffloadError: If something cannot be read; the message names it. See :func:`verify` for all that is damaged.
     """
     folder = CodedFolder(path)
-    return FolderContent(path, [_content_of(folder, module) for module in folder.config.experts])
+    found = {experts.name: experts.shapes for experts in experts_of(folder.model())}
+    for name in folder.config.experts:
+        if name not in found:
+            raise CheckpointError(f"{name}: {_NO_SUCH_EXPERTS}")
+    return FolderContent(path, [_content_of(folder, module, found[module]) for module in folder.config.experts])
 
 
-def _content_of(folder: CodedFolder, module: str) -> ModuleContent:
+def _content_of(folder: CodedFolder, module: str, shapes: ExpertShapes) -> ModuleContent:
     coded_bytes = zeros = values = weights = 0
     tiles: Counter[str] = Counter()
     experts, planes = set(), set()
     for plane, expert, _, name in folder.blobs(module):
         try:
             blob = folder.blob(name)
-            matrices = extents(blob)
-            for number, matrix in enumerate(matrices):
-                zeros += int((_decoded(blob, number, matrix) == 0).sum())
+            matrices = _matrices_of(blob, shapes)
+            zeros += sum(count_zeros(blob, number) for number in range(len(matrices)))
         except OffloadError as error:
             raise OffloadError(f"{name}: {error}") from error
         experts.add(expert)
@@ -306,7 +334,7 @@ def verify(path: Path) -> Verification:
     folder = CodedFolder(path)
     model = folder.model()
     found = {experts.name: experts.shapes for experts in experts_of(model)}
-    problems = [f"{name}: the model has no such experts" for name in folder.config.experts if name not in found]
+    problems = [f"{name}: {_NO_SUCH_EXPERTS}" for name in folder.config.experts if name not in found]
     problems += _absent_problems(folder, model)
     problems += _other_problems(folder)
     blobs = read_bytes = 0
@@ -317,8 +345,7 @@ def verify(path: Path) -> Verification:
             try:
                 blob = folder.blob(name)
                 read_bytes += blob.nbytes
-                wanted = None if shapes is None else [shapes.up, shapes.down]
-                problem = _problem_of(blob, size_bytes, wanted)
+                problem = _problem_of(blob, size_bytes, shapes)
             except OffloadError as error:
                 problem = str(error)
             if problem:
@@ -350,25 +377,34 @@ def _absent_problems(folder: CodedFolder, model: nn.Module) -> Iterator[str]:
             yield f"{names[0]}: the model has such a tensor, the index does not name it"
 
 
-def _problem_of(blob: Tensor, size_bytes: int, wanted: list[tuple[int, int]] | None) -> str | None:
+def _problem_of(blob: Tensor, size_bytes: int, shapes: ExpertShapes | None) -> str | None:
+    """Check a blob. Of experts that the model does not have only the checksums are, whatever they say they hold."""
     if blob.nbytes != size_bytes:
         return f"{blob.nbytes} bytes, {size_bytes} in the configuration"
-    matrices = extents(blob)
-    shapes = [(matrix.rows, matrix.columns) for matrix in matrices]
-    if wanted is not None and shapes != wanted:
-        return f"matrices of {shapes}, the model has {wanted}"
-    for number, matrix in enumerate(matrices):
-        _decoded(blob, number, matrix)
+    if shapes is None:
+        extents(blob)
+        return None
+    for number in range(len(_matrices_of(blob, shapes))):
+        count_zeros(blob, number)
     return None
 
 
-def _decoded(blob: Tensor, number: int, matrix: CodedExtent) -> Tensor:
-    """Decode a matrix, unless it is one of those that take few bytes but would fill any memory."""
-    if matrix.rows * matrix.columns > MAX_VALUES:
-        raise OffloadError(
-            f"matrix {number} has {matrix.rows} x {matrix.columns} values, at most {MAX_VALUES} are read"
-        )
-    return decode(blob, number)
+def _matrices_of(blob: Tensor, shapes: ExpertShapes) -> list[CodedExtent]:
+    """List a blob's matrices once it is clear that decoding them takes no more than the model says.
+
+    Raises:
+        OffloadError: If they are others than the model's, or larger than any expert's.
+    """
+    matrices = extents(blob)
+    sizes, wanted = [(matrix.rows, matrix.columns) for matrix in matrices], [shapes.up, shapes.down]
+    if sizes != wanted:
+        raise OffloadError(f"matrices of {reprlib.repr(sizes)}, the model has {wanted}")
+    for number, (rows, columns) in enumerate(sizes):
+        if rows * columns > MAX_VALUES or columns > MAX_COLUMNS:
+            raise OffloadError(
+                f"matrix {number} has {rows} x {columns} values, at most {MAX_VALUES} in {MAX_COLUMNS} columns are read"
+            )
+    return matrices
 
 
 def _scale_problems(
@@ -396,7 +432,7 @@ def _other_problems(folder: CodedFolder) -> Iterator[str]:
             by_file.setdefault(file_name, set()).add(name)
     for file_name, names in by_file.items():
         try:
-            with safetensors.safe_open(str(folder.path / file_name), framework="pt") as file:
+            with _opened(folder.path / file_name) as file:
                 missing = names - set(file.keys())
         except (OSError, safetensors.SafetensorError) as error:
             yield f"{file_name}: {error}"

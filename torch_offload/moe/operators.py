@@ -76,6 +76,16 @@ def decode(blob: Tensor, matrix: int = 0) -> Tensor:
     return values
 
 
+def count_zeros(blob: Tensor, matrix: int) -> int:
+    """Decode all of matrix number `matrix`, a few rows at a time, and return how many of its values are zero.
+
+    Raises:
+        PageCorruptError: Unless the extent is, to the byte, what was written.
+    """
+    zeros: int = torch.ops.torch_offload.count_zeros(blob, matrix)
+    return zeros
+
+
 def extents(blob: Tensor) -> list[CodedExtent]:
     """Check a blob and list its matrices.
 

@@ -22,8 +22,6 @@ from damaged_folder import FILES, WAYS, DamagedFolder, write_folder
 from typer.testing import CliRunner
 
 CONSTANT_BYTES = 64 << 20
-# Of a matrix, so that one that is read fits into the constant.
-MAX_VALUES = 1 << 22
 
 
 def require(holds: bool, claim: str) -> None:
@@ -85,7 +83,6 @@ def write_seeds(folder: DamagedFolder, seeds: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    inspection.MAX_VALUES = MAX_VALUES
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch, "whole")
         write_folder(whole)
