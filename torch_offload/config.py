@@ -149,6 +149,12 @@ class Config(BaseModel):
     ssd: tuple[Path, ...] = ()
     """Directory on a real disk for an unnamed scratch file, which nothing outlives; several directories on disks of
     their own share the pages evenly. Empty: the first usual directory for temporary files that is on a disk."""
+    keep_free: Bytes | None = None
+    """What pages leave free on the file system of each ``ssd`` directory; beyond it the disk counts as full. None: 5 %
+    of the file system, at least 1 GiB."""
+    max_spill: Bytes | None = Field(default=None, gt=0)
+    """What scratch files may take on the disk together, as much in each ``ssd`` directory; beyond it the disk counts as
+    full. None: all but ``keep_free``."""
     activations: Activations = "page"
     """Treatment of the tensors that autograd saves for the backward pass. ``page``: they leave memory when it is
     short, down to the SSD. ``ram``: the same, but no further than ``ram``. ``keep``: they stay where the module
@@ -196,6 +202,8 @@ class Config(BaseModel):
             gpu: int | str | None = None,
             ram: int | str | None = None,
             ssd: Directories = (),
+            keep_free: int | str | None = None,
+            max_spill: int | str | None = None,
             activations: Activations = "page",
             optimizer_device: OptimizerDevice = "auto",
             gpu_reserved: int | str | None = None,

@@ -5,6 +5,7 @@
 #include "autograd/forked_child.h"
 #include "autograd/register_allocator.h"
 #include "base/check.h"
+#include "pager/ssd_store.h"
 #include "pager/tier_store.h"
 #include "storage/throttled_engine.h"
 
@@ -36,7 +37,8 @@ std::shared_ptr<Pager> make_host_pager(const EngineOptions& options, ComputeDevi
     if (options.ssd_bytes_per_second > 0) {
         engine = std::make_unique<ThrottledEngine>(std::move(engine), options.ssd_bytes_per_second);
     }
-    return std::make_shared<Pager>(host, std::move(engine));
+    return std::make_shared<Pager>(host, std::make_unique<SsdStore>(host.directories, std::move(engine),
+                                                                    host.transfer_limits, options.scratch_limits));
 }
 
 std::shared_ptr<Pager> make_compute_pager(const EngineOptions& options, const std::shared_ptr<Pager>& host,

@@ -19,14 +19,16 @@
 #include "base/activity_log.h"
 #include "base/counters.h"
 #include "pager/pager.h"
+#include "storage/block_file.h"
 
 namespace torch_offload {
 
 struct EngineOptions {
-    PagerOptions pager;                // of the host's memory
-    std::optional<DeviceTier> device;  // without one, the host's memory is compute memory
-    std::size_t min_paged_bytes = 0;   // smaller tensors stay ordinary
-    double ssd_bytes_per_second = 0;   // to try a slower SSD; 0: as fast as it is
+    PagerOptions pager;                         // of the host's memory
+    std::vector<ScratchLimits> scratch_limits;  // of each directory of pages; empty: there are none
+    std::optional<DeviceTier> device;           // without one, the host's memory is compute memory
+    std::size_t min_paged_bytes = 0;            // smaller tensors stay ordinary
+    double ssd_bytes_per_second = 0;            // to try a slower SSD; 0: as fast as it is
 };
 
 struct EngineCounters {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -110,8 +111,14 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
                                     std::size_t min_paged_bytes, std::size_t device_bytes, bool updates_on_host,
                                     bool activations_stay_on_host, double link_bytes_per_second,
                                     double ssd_bytes_per_second, const std::string& device_kind, int device_ordinal,
-                                    int io_timeout, const std::vector<int>& retry_delays_ms, std::string remedy) {
+                                    int io_timeout, const std::vector<int>& retry_delays_ms, std::string remedy,
+                                    const std::vector<std::uint64_t>& keep_free_bytes,
+                                    std::optional<std::uint64_t> max_file_bytes) {
     EngineOptions options;
+    for (const std::uint64_t kept_bytes : keep_free_bytes) {
+        options.scratch_limits.push_back(
+            {kept_bytes, max_file_bytes.value_or(std::numeric_limits<std::uint64_t>::max())});
+    }
     if (device_bytes > 0) {
         options.device = DeviceTier{.kind = value_named(kDevices, device_kind, "device_kind"),
                                     .budget_bytes = device_bytes,
@@ -191,7 +198,8 @@ EngineClass make_engine_class(py::module_& module) {
              py::arg("activations_stay_on_host") = false, py::arg("link_bytes_per_second") = 0.0,
              py::arg("ssd_bytes_per_second") = 0.0, py::arg("device_kind") = "emulated", py::arg("device_ordinal") = 0,
              py::arg("io_timeout") = 120, py::arg("retry_delays_ms") = std::vector<int>{10, 100, 1'000, 5'000},
-             py::arg("remedy") = "")
+             py::arg("remedy") = "", py::arg("keep_free_bytes") = std::vector<std::uint64_t>(),
+             py::arg("max_file_bytes") = py::none())
         .def_property_readonly("torch_device", [](const Engine& self) { return py::cast(self.torch_device().str()); })
         .def("statistics",
              [](Engine& self) {

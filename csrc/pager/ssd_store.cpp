@@ -34,8 +34,9 @@ bool is_full(int error) noexcept { return error == ENOSPC || error == EDQUOT; }
 
 }  // namespace
 
-SsdStore::SsdStore(std::span<const std::string> directories, std::unique_ptr<IoEngine> engine, TransferLimits limits)
-    : file_(directories),
+SsdStore::SsdStore(std::span<const std::string> directories, std::unique_ptr<IoEngine> engine, TransferLimits limits,
+                   std::span<const ScratchLimits> scratch_limits)
+    : file_(directories, scratch_limits),
       store_id_(next_store_id()),
       limits_(std::move(limits)),
       engine_(std::move(engine)),

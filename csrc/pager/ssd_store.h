@@ -56,8 +56,10 @@ struct Transfer {
 /// do, all on one thread. A page is written to a new extent; the one it had is free once that has succeeded.
 class SsdStore final : public PageStore {
 public:
+    /// `scratch_limits`: of each directory; empty: there are none.
     /// Throws: what StripedFile does.
-    SsdStore(std::span<const std::string> directories, std::unique_ptr<IoEngine> engine, TransferLimits limits);
+    SsdStore(std::span<const std::string> directories, std::unique_ptr<IoEngine> engine, TransferLimits limits,
+             std::span<const ScratchLimits> scratch_limits = {});
     ~SsdStore() override;
 
     void start(StoreClient& client) override;

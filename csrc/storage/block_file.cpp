@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 
 #include "base/check.h"
 #include "base/log.h"
@@ -81,6 +80,26 @@ std::uint64_t free_disk_bytes(int file) noexcept {
     return static_cast<std::uint64_t>(status.f_bavail) * status.f_frsize;
 }
 
+/// What a file of `size_bytes` may still take of its disk.
+std::uint64_t growth_bytes(const ScratchLimits& limits, std::uint64_t size_bytes, std::uint64_t free_bytes) noexcept {
+    const std::uint64_t kept_bytes = std::min(limits.keep_free_bytes, free_bytes);
+    const std::uint64_t capped_bytes = limits.max_bytes - std::min(limits.max_bytes, size_bytes);
+    return std::min(free_bytes - kept_bytes, capped_bytes);
+}
+
+/// Names the limit that ended a file's growth before the disk did, and what raises it.
+std::string full_because(const ScratchLimits& limits, std::uint64_t wanted_bytes, std::uint64_t size_bytes,
+                         std::uint64_t free_bytes) {
+    if (wanted_bytes > limits.max_bytes - std::min(limits.max_bytes, size_bytes)) {
+        return concat("it may have ", limits.max_bytes, "; give a larger max_spill, or leave it out");
+    }
+    if (limits.keep_free_bytes > 0 && wanted_bytes <= free_bytes) {
+        return concat(limits.keep_free_bytes, " are kept free; free space there, lower keep_free, or name a directory ",
+                      "on a larger disk");
+    }
+    return "free space there or name a directory on a larger disk";
+}
+
 /// 0 or errno.
 int preallocate(int file, std::uint64_t offset_bytes, std::uint64_t size_bytes) noexcept {
     int result = 0;
@@ -92,7 +111,7 @@ int preallocate(int file, std::uint64_t offset_bytes, std::uint64_t size_bytes) 
 
 }  // namespace
 
-BlockFile::BlockFile(const std::string& directory) : directory_(directory) {
+BlockFile::BlockFile(const std::string& directory, ScratchLimits limits) : directory_(directory), limits_(limits) {
     check_directory(directory);
     file_ = open_nameless(directory);
     direct_ = enable_direct_io(file_.get());
@@ -125,9 +144,10 @@ std::optional<std::uint64_t> BlockFile::take(std::size_t size_bytes) {
 std::uint64_t BlockFile::grow(std::size_t wanted_bytes) {
     const std::uint64_t end_bytes = size_bytes();
     const std::uint64_t free_bytes = free_disk_bytes(file_.get());
-    const std::uint64_t step_bytes = std::min<std::uint64_t>(kGrowthBytes, free_bytes / kGrowthShare);
-    std::uint64_t added_bytes = std::max<std::uint64_t>(wanted_bytes, step_bytes / kSectorBytes * kSectorBytes);
-    int error = wanted_bytes <= free_bytes ? extend_to(end_bytes, added_bytes) : ENOSPC;
+    const std::uint64_t usable_bytes = growth_bytes(limits_, end_bytes, free_bytes);
+    const std::uint64_t step_bytes = std::min<std::uint64_t>(kGrowthBytes, usable_bytes / kGrowthShare);
+    std::uint64_t added_bytes = std::max<std::uint64_t>(wanted_bytes, step_bytes / wanted_bytes * wanted_bytes);
+    int error = wanted_bytes <= usable_bytes ? extend_to(end_bytes, added_bytes) : ENOSPC;
     if (error != 0 && added_bytes > wanted_bytes) {
         added_bytes = wanted_bytes;
         error = extend_to(end_bytes, added_bytes);
@@ -135,7 +155,7 @@ std::uint64_t BlockFile::grow(std::size_t wanted_bytes) {
     if (error != 0) {
         throw TierIoError(concat("cannot grow the scratch file in ", directory_, " from ", end_bytes, " by ",
                                  wanted_bytes, " bytes (", free_bytes, " free on its disk): ", std::strerror(error),
-                                 "; free space there or name a directory on a larger disk"),
+                                 "; ", full_because(limits_, wanted_bytes, end_bytes, free_bytes)),
                           error);
     }
     const std::lock_guard lock(mutex_);

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -11,6 +12,12 @@
 #include "storage/file_descriptor.h"
 
 namespace torch_offload {
+
+/// How far a scratch file may grow. What is beyond counts as a full disk.
+struct ScratchLimits {
+    std::uint64_t keep_free_bytes = 0;  // of its disk, for everybody else
+    std::uint64_t max_bytes = std::numeric_limits<std::uint64_t>::max();
+};
 
 /// An unlinked, preallocated, direct-I/O file whose space is handed out as extents.
 /// Nothing is left behind after any exit, kill -9 included: the file has no name (O_TMPFILE, or open and unlink
@@ -21,12 +28,13 @@ public:
     /// Opens a scratch file in `directory`.
     /// Throws: InvalidArgument if the directory is missing, not a directory, or lies in memory (tmpfs, ramfs);
     ///         TierIoError if it is read-only or full. The message names the directory and one remedy.
-    explicit BlockFile(const std::string& directory);
+    explicit BlockFile(const std::string& directory, ScratchLimits limits = {});
     BlockFile(const BlockFile&) = delete;
     BlockFile& operator=(const BlockFile&) = delete;
 
     /// Space for `size_bytes`, a multiple of kSectorBytes; grows the file (fallocate) when no hole fits.
-    /// Throws: TierIoError (ENOSPC when the disk is full) naming the directory, the bytes wanted and free, one remedy.
+    /// Throws: TierIoError (ENOSPC when the disk is full, or full as far as the limits allow) naming the directory, the
+    ///         bytes wanted and free, one remedy.
     Extent allocate(std::size_t size_bytes);
 
     /// Gives an extent back. One that is not allocated is logged and left alone.
@@ -43,6 +51,7 @@ private:
     int extend_to(std::uint64_t end_bytes, std::uint64_t added_bytes) noexcept;
 
     std::string directory_;
+    ScratchLimits limits_;
     FileDescriptor file_;
     bool direct_ = true;
     bool preallocates_ = true;

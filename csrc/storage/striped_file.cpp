@@ -8,9 +8,13 @@
 
 namespace torch_offload {
 
-StripedFile::StripedFile(std::span<const std::string> directories) {
+StripedFile::StripedFile(std::span<const std::string> directories, std::span<const ScratchLimits> limits) {
     OFFLOAD_CHECK(!directories.empty(), InvalidArgument, "a scratch file needs a directory; name one on a disk");
-    for (const std::string& directory : directories) files_.push_back(std::make_unique<BlockFile>(directory));
+    OFFLOAD_CHECK(limits.empty() || limits.size() == directories.size(), InvalidArgument, "limits of ", limits.size(),
+                  " scratch files for ", directories.size(), " directories");
+    for (std::size_t i = 0; i < directories.size(); ++i) {
+        files_.push_back(std::make_unique<BlockFile>(directories[i], limits.empty() ? ScratchLimits{} : limits[i]));
+    }
 }
 
 Extent StripedFile::allocate(std::size_t size_bytes) {

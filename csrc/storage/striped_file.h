@@ -16,9 +16,9 @@ namespace torch_offload {
 /// Threads: as BlockFile.
 class StripedFile {
 public:
-    /// Opens a scratch file in each directory.
+    /// Opens a scratch file in each directory. `limits`: of each; empty: there are none.
     /// Throws: what BlockFile does, InvalidArgument if there is no directory.
-    explicit StripedFile(std::span<const std::string> directories);
+    explicit StripedFile(std::span<const std::string> directories, std::span<const ScratchLimits> limits = {});
 
     /// Space in the file that holds least; where its disk is full, in another.
     /// Throws: the TierIoError of the last one when all are full.

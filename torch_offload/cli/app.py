@@ -112,14 +112,16 @@ def run(
 
 
 @app.command()
-@config_options("ram", "ssd")
+@config_options("ram", "ssd", "keep_free", "max_spill")
 def doctor(*, given: dict[str, Any], file: Path | None, as_json: AsJson = False) -> None:
     """Check this machine and suggest what to change. Exit status 1 if training cannot run."""
     from torch_offload.diagnostics import doctor as doctors
 
     with _plain_errors():
         config = config_from(given, file)
-        doctor_report = doctors.run_checks(ram=config.ram, ssd=config.scratch_directory)
+        doctor_report = doctors.run_checks(
+            ram=config.ram, ssd=config.scratch_directory, keep_free=config.keep_free, max_spill=config.max_spill
+        )
     _show(doctor_report, as_json=as_json)
     raise typer.Exit(0 if doctor_report.can_train else 1)
 
@@ -152,7 +154,9 @@ def bench_ssd(
 
 
 @app.command()
-@config_options("gpu", "ram", "ssd", "activations", "optimizer_device", "gpu_reserved", "page_elements")
+@config_options(
+    "gpu", "ram", "ssd", "keep_free", "max_spill", "activations", "optimizer_device", "gpu_reserved", "page_elements"
+)
 def plan(
     *,
     given: dict[str, Any],
@@ -247,7 +251,7 @@ def report(
 
 
 @app.command()
-@config_options("ram", "ssd")
+@config_options("ram", "ssd", "keep_free", "max_spill")
 def compress(
     *,
     given: dict[str, Any],

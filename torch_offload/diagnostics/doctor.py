@@ -1,6 +1,7 @@
 """Examines a machine: what the system says, what the disk does, and whether a small paged training run is exact."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,13 +24,25 @@ PROBE_FILE_BYTES = 4 << 20
 PROBE_SECONDS = 0.05
 
 
-def run_checks(*, ram: int | None = None, ssd: Path | None = None) -> DoctorReport:
+class Limits(NamedTuple):
+    """What a run may take of its disk, as in ``Config``."""
+
+    keep_free: int | None = None
+    max_spill: int | None = None
+
+
+def run_checks(
+    *, ram: int | None = None, ssd: Path | None = None, keep_free: int | None = None, max_spill: int | None = None
+) -> DoctorReport:
     """Look at everything that paging needs.
 
     Args:
         ram: The budget that a run will have; None: the one that would be chosen.
         ssd: The directory that a run will use; None: the one that would be chosen.
+        keep_free: As in ``Config``.
+        max_spill: The same.
     """
+    limits = Limits(keep_free, max_spill)
     planned_ram = _planned_ram(ram)
     results = [
         checks.torch_result(),
@@ -43,10 +56,10 @@ def run_checks(*, ram: int | None = None, ssd: Path | None = None) -> DoctorRepo
         checks.mappings_result(ram=planned_ram),
         checks.huge_page_result(),
     ]
-    directory, directory_results = _directory_results(ssd, ram=planned_ram)
+    directory, directory_results = _directory_results(ssd, ram=planned_ram, limits=limits)
     results += directory_results
     if directory is not None:
-        results.append(training_result(directory))
+        results.append(training_result(directory, limits))
     return DoctorReport([*results, *checks.package_results()])
 
 
@@ -59,11 +72,11 @@ def _planned_ram(ram: int | None) -> int:
         return 0  # memory_result says so
 
 
-def _directory_results(ssd: Path | None, *, ram: int) -> tuple[Path | None, list[CheckResult]]:
+def _directory_results(ssd: Path | None, *, ram: int, limits: Limits) -> tuple[Path | None, list[CheckResult]]:
     """Return the directory that can be used, None where none can, and what there is to say about it."""
     name = "directory"
     try:
-        directory = resources.default_scratch_directory(needed_bytes=ram) if ssd is None else ssd
+        directory = _default_directory(ram=ram, limits=limits) if ssd is None else ssd
     except ConfigError as error:
         return None, [
             CheckResult(name=name, state=State.problem, what=str(error), remedy="give a directory on a disk with --ssd")
@@ -71,28 +84,37 @@ def _directory_results(ssd: Path | None, *, ram: int) -> tuple[Path | None, list
     refusal = resources.scratch_refusal(directory)
     if refusal is not None:
         what, _, remedy = refusal.partition("; ")
-        remedy = f"{remedy or 'name a directory on a disk'} (--ssd){_example(ram)}"
+        remedy = f"{remedy or 'name a directory on a disk'} (--ssd){_example(ram, limits)}"
         return None, [CheckResult(name=name, state=State.problem, what=what, remedy=remedy)]
-    found = [_space_result(directory, ram=ram), transfer_result(directory)]
+    found = [_space_result(directory, ram=ram, limits=limits), transfer_result(directory)]
     usable = all(result.state is not State.problem for result in found)
     return (directory if usable else None), found
 
 
-def _example(ram: int) -> str:
+def _default_directory(*, ram: int, limits: Limits) -> Path:
+    return resources.default_scratch_directory(needed_bytes=ram, keep_free=limits.keep_free)
+
+
+def _example(ram: int, limits: Limits) -> str:
     try:
-        return f", such as {resources.default_scratch_directory(needed_bytes=ram)}"
+        return f", such as {_default_directory(ram=ram, limits=limits)}"
     except ConfigError:
         return ""
 
 
-def _space_result(directory: Path, *, ram: int) -> CheckResult:
-    free_bytes = resources.free_disk_bytes(directory)
+def _space_result(directory: Path, *, ram: int, limits: Limits) -> CheckResult:
+    free_bytes = resources.room_for_pages((directory,), keep_free=limits.keep_free, max_spill=limits.max_spill)
     what = (
         f"{directory} ({resources.filesystem_of(directory) or 'unknown file system'}), {format_size(free_bytes)} free"
+        f"{_kept(directory, limits)}"
     )
     if free_bytes < SECTOR_BYTES:
-        remedy = "free space there, or give a directory on a larger disk (--ssd)"
+        remedy = "free space there, lower --keep-free, or give a directory on a larger disk (--ssd)"
         return CheckResult(name="directory", state=State.problem, what=what, remedy=remedy)
+    warning = next(resources.scratch_warnings(directory), None)
+    if warning is not None:
+        concern, _, remedy = warning.partition("; ")
+        return CheckResult(name="directory", state=State.warning, what=f"{what}; {concern}", remedy=remedy)
     if free_bytes >= ram:
         return CheckResult(name="directory", state=State.ok, what=what)
     return CheckResult(
@@ -102,6 +124,11 @@ def _space_result(directory: Path, *, ram: int) -> CheckResult:
         remedy=f"a model may take about {format_size(ram + free_bytes)} with gradients and optimizer states; "
         "free space there, or give a directory on a larger disk (--ssd)",
     )
+
+
+def _kept(directory: Path, limits: Limits) -> str:
+    kept_bytes = resources.kept_bytes(directory, keep_free=limits.keep_free)
+    return f" beside {format_size(kept_bytes)} that stay so (--keep-free)" if kept_bytes else ""
 
 
 def transfer_result(directory: Path) -> CheckResult:
@@ -131,13 +158,16 @@ def transfer_result(directory: Path) -> CheckResult:
     )
 
 
-def training_result(directory: Path) -> CheckResult:
+def training_result(directory: Path, limits: Limits | None = None) -> CheckResult:
     """Train a small model in memory and paged and compare every bit."""
     name = "trial run"
     if PROCESS.session is not None:
         return CheckResult(name=name, state=State.ok, what="left out: a model of this process is paged already")
     try:
-        plain, paged = _train(None), _train(Config(ram=TRIAL_RAM_BYTES, ssd=directory, page_elements=SECTOR_BYTES))
+        config = Config(
+            ram=TRIAL_RAM_BYTES, ssd=directory, page_elements=SECTOR_BYTES, **(limits or Limits())._asdict()
+        )
+        plain, paged = _train(None), _train(config)
         moved_bytes = report().ssd_read_bytes
     except (OffloadError, OSError, RuntimeError) as error:
         PROCESS.close_session()

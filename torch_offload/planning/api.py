@@ -1,6 +1,6 @@
 """``torch_offload.plan``: memory, I/O and time of a training step, before anything is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,7 +61,7 @@ def plan(
         micro_batches: Forward and backward passes per step.
         max_grad_norm: Gradients are clipped to it; None or 0: they are not.
         probe: What the machine can do. Default: ``torch_offload.probe`` of the directory.
-        ssd_bytes: What the SSD may hold. Default: what is free on it.
+        ssd_bytes: What the SSD may hold. Default: what is free on it, less ``keep_free``, at most ``max_spill``.
         endurance_bytes: What the SSD is rated to have written in its life (TBW), for its years.
         steps_per_day: How many steps run in a day. Default: one after the other.
         timing_seconds: Time to spend on timing operators, 0 for estimates only.
@@ -76,8 +76,8 @@ def plan(
     if micro_batches < 1:
         raise ConfigError(f"micro_batches: must be at least 1, got {micro_batches}")
     known = optimizer_named(optimizer)
-    decided, directory = _resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd))
-    machine = probe or probe_machine(directory)
+    decided, directories = _resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd))
+    machine = probe or probe_machine(directories[0])
     recording = record(model, batch)
     inputs = PlanInputs(
         config=decided,
@@ -88,15 +88,19 @@ def plan(
         tokens=micro_batches * _tokens_of(batch),
         probe=machine,
         costs=OperatorCosts(machine, limit_seconds=timing_seconds).of(recording.calls),
-        ssd_bytes=resources.free_disk_bytes(directory) if ssd_bytes is None else parse_size(ssd_bytes),
+        ssd_bytes=_room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes),
         endurance_bytes=parse_size(endurance_bytes),
         steps_per_day=steps_per_day,
     )
     return build_plan(inputs, "host" if preflight.optimizer_device(decided, model.parameters()) == "cpu" else "device")
 
 
-def _resolved(config: Config) -> tuple[Config, Path]:
-    """Return the configuration with a budget, and the directory that pages would go to.
+def _room_of(config: Config, directories: Sequence[Path]) -> int:
+    return resources.room_for_pages(directories, keep_free=config.keep_free, max_spill=config.max_spill)
+
+
+def _resolved(config: Config) -> tuple[Config, tuple[Path, ...]]:
+    """Return the configuration with a budget, and the directories that pages would go to.
 
     Raises:
         UnsupportedModelError: If a setting cannot be planned yet.
@@ -113,7 +117,7 @@ def _resolved(config: Config) -> tuple[Config, Path]:
         )
     directory = ssd_benchmark.directory_for(config.scratch_directory, file_bytes=0)
     ram = resources.default_ram_bytes() if config.ram is None else config.ram
-    return config.replace(ram=ram), directory
+    return config.replace(ram=ram), (directory, *config.ssd[1:])
 
 
 def _tokens_of(batch: Mapping[str, Any]) -> int:

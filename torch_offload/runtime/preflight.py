@@ -51,16 +51,33 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
     paged = list(paged)
     ram = resources.default_ram_bytes() if config.ram is None else config.ram
     needed_bytes = max(0, sum(tensor.untyped_storage().nbytes() for tensor in paged) - ram)
-    directories = config.ssd or (resources.default_scratch_directory(needed_bytes=needed_bytes).resolve(),)
+    directories = config.ssd or (_default_directory(config, needed_bytes=needed_bytes),)
     check_directories(directories)
-    free_bytes = sum(resources.free_disk_bytes(directory) for directory in directories)
+    free_bytes = resources.room_for_pages(directories, keep_free=config.keep_free, max_spill=config.max_spill)
     if free_bytes < needed_bytes:
         raise OutOfTierMemory(
             f"ssd tier: parameters beyond the budget need {needed_bytes} bytes ({format_size(needed_bytes)}) in "
-            f"{' and '.join(map(str, directories))}, {free_bytes} bytes are free; give a directory on a larger disk"
+            f"{' and '.join(map(str, directories))}, {free_bytes} bytes are free"
+            f"{_limits(config, directories)}; give a directory on a larger disk"
         )
     _warn_of_small_disk(directories, paged, ram=ram, free_bytes=free_bytes)
+    for directory in directories:
+        for warning in resources.scratch_warnings(directory):
+            logger.warning("ssd: %s", warning)
     return config.replace(ram=ram, ssd=directories, optimizer_device=optimizer_device(config, paged))
+
+
+def _default_directory(config: Config, *, needed_bytes: int) -> Path:
+    chosen = resources.default_scratch_directory(needed_bytes=needed_bytes, keep_free=config.keep_free)
+    return chosen.resolve()
+
+
+def _limits(config: Config, directories: Iterable[Path]) -> str:
+    """Say what settings leave of the disks, where they leave anything."""
+    kept = sum(resources.kept_bytes(directory, keep_free=config.keep_free) for directory in directories)
+    said = [f"beside {kept} that stay so (keep_free)"] if kept else []
+    said += [] if config.max_spill is None else [f"of at most {config.max_spill} (max_spill)"]
+    return f" {' and '.join(said)}" if said else ""
 
 
 def _warn_of_small_disk(

@@ -34,7 +34,7 @@ from torch_offload.runtime.pending_modules import PendingModules
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
 from torch_offload.runtime.tracked_module import WrappedModule
 from torch_offload.runtime.unpickling import UnpickledTensors
-from torch_offload.system import gpu
+from torch_offload.system import gpu, resources
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,8 @@ class Session:
             device_kind="cuda" if config.uses_cuda else "emulated",
             device_ordinal=gpu.current() if config.uses_cuda else 0,
             remedy=REMEDIES[config.activations],
+            keep_free_bytes=[resources.kept_bytes(directory, keep_free=config.keep_free) for directory in config.ssd],
+            max_file_bytes=None if config.max_spill is None else config.max_spill // len(config.ssd),
         )
         if config.trace:
             self.engine.start_activity_log(TRACE_CAPACITY)

@@ -4,7 +4,8 @@ Every function takes the root of the file system it reads, so that tests can sho
 """
 
 import os
-from collections.abc import Iterable, Iterator
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -14,6 +15,10 @@ DEFAULT_SHARE = 0.8
 RESERVE_BYTES = 256 << 20
 MAPPINGS_PER_PAGE = 3
 """Measured for pages in memory at their addresses: docs/adr/0001."""
+KEPT_SHARE = 0.05
+MIN_KEPT_BYTES = 1 << 30
+"""Of a file system, what pages leave free where nothing else is said."""
+REMOTE_FILESYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3"})
 IN_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 _SYSTEM_ROOT = Path("/")
@@ -76,7 +81,19 @@ def scratch_refusal(directory: Path, *, root: Path = _SYSTEM_ROOT) -> str | None
     return None
 
 
-def default_scratch_directory(*, needed_bytes: int, root: Path = _SYSTEM_ROOT) -> Path:
+def scratch_warnings(directory: Path, *, root: Path = _SYSTEM_ROOT) -> Iterator[str]:
+    """Say what speaks against pages in a directory that can hold them."""
+    filesystem = filesystem_of(directory, root=root) or ""
+    if filesystem in REMOTE_FILESYSTEMS:
+        yield f"{directory} is on {filesystem}: where its server goes away, training waits for it; name a local disk"
+    if filesystem.startswith("fuse"):
+        yield f"{directory} is on {filesystem}, which a program serves that may end or be slow; name a local disk"
+    mode = directory.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        yield f"anybody may rename what is in {directory}: it has no sticky bit; chmod +t it, or name another directory"
+
+
+def default_scratch_directory(*, needed_bytes: int, keep_free: int | None = None, root: Path = _SYSTEM_ROOT) -> Path:
     """Return the first usual directory for temporary files on a real disk with room for `needed_bytes`.
 
     Where none has the room, the one with the most is returned: the caller knows best what to say.
@@ -91,10 +108,10 @@ def default_scratch_directory(*, needed_bytes: int, root: Path = _SYSTEM_ROOT) -
         if reason is not None:
             refusals.append(reason)
             continue
-        free_bytes = free_disk_bytes(directory)
-        if free_bytes >= needed_bytes:
+        room_bytes = room_for_pages((directory,), keep_free=keep_free)
+        if room_bytes >= needed_bytes:
             return directory
-        usable.append((free_bytes, directory))
+        usable.append((room_bytes, directory))
     if not usable:
         raise ConfigError("no directory for pages: " + "; ".join(refusals) + ". Give one, such as ssd='/mnt/nvme'")
     return max(usable)[1]
@@ -104,6 +121,35 @@ def free_disk_bytes(directory: Path) -> int:
     """Return the bytes that an ordinary user may still write under `directory`."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
+
+
+def kept_bytes(directory: Path, *, keep_free: int | None) -> int:
+    """Return what pages leave free on the file system of `directory`.
+
+    Args:
+        directory: On it.
+        keep_free: As in ``Config``.
+    """
+    if keep_free is not None:
+        return keep_free
+    status = os.statvfs(directory)
+    return max(int(status.f_blocks * status.f_frsize * KEPT_SHARE), MIN_KEPT_BYTES)
+
+
+def room_for_pages(directories: Sequence[Path], *, keep_free: int | None, max_spill: int | None = None) -> int:
+    """Return the bytes that scratch files may take in `directories` now.
+
+    Args:
+        directories: On disks of their own.
+        keep_free: As in ``Config``.
+        max_spill: The same.
+    """
+    rooms = [
+        max(0, free_disk_bytes(directory) - kept_bytes(directory, keep_free=keep_free)) for directory in directories
+    ]
+    if max_spill is not None:
+        rooms = [min(room, max_spill // len(directories)) for room in rooms]
+    return sum(rooms)
 
 
 def max_mappings(*, root: Path = _SYSTEM_ROOT) -> int | None:

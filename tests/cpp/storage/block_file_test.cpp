@@ -325,5 +325,53 @@ TEST(BlockFile, FullDiskIsENOSPC) {
     if (!is_refused) GTEST_SKIP() << "no seccomp here";
 }
 
+std::string full_message_of(const std::function<void()>& fail) {
+    try {
+        fail();
+    } catch (const TierIoError& error) {
+        EXPECT_EQ(error.error_number(), ENOSPC);
+        return error.what();
+    }
+    ADD_FAILURE() << "there was room";
+    return {};
+}
+
+// A file stays below its cap, of which not a sector is lost, and then goes on with what is freed. Method: a cap that is
+// no multiple of what the file grows by.
+TEST(BlockFile, CapIsAFullDisk) {
+    ScratchDirectory directory;
+    constexpr std::uint64_t kCap = 10 * kMiB + kSectorBytes;
+    BlockFile file(directory.path(), {.max_bytes = kCap});
+    std::vector<Extent> extents;
+    for (int i = 0; i < 10; ++i) extents.push_back(file.allocate(kMiB));
+    EXPECT_EQ(file.allocate(kSectorBytes).offset_bytes, 10 * kMiB);
+    EXPECT_EQ(file.size_bytes(), kCap);
+    const std::string message = full_message_of([&] { file.allocate(kMiB); });
+    EXPECT_NE(message.find(concat("by ", kMiB, " bytes")), std::string::npos) << message;
+    EXPECT_NE(message.find(concat("it may have ", kCap, "; give a larger max_spill")), std::string::npos) << message;
+    EXPECT_EQ(file.size_bytes(), kCap);
+    file.free(extents[3]);
+    EXPECT_EQ(file.allocate(kMiB), extents[3]);
+}
+
+// What is kept free counts as full, for others to write. Method: more than is free is kept, then half of it.
+TEST(BlockFile, FloorIsAFullDisk) {
+    ScratchDirectory directory;
+    struct statvfs disk{};
+    ASSERT_EQ(::statvfs(directory.path().c_str(), &disk), 0);
+    const std::uint64_t free_bytes = static_cast<std::uint64_t>(disk.f_bavail) * disk.f_frsize;
+    BlockFile none(directory.path(), {.keep_free_bytes = free_bytes + kGiB});
+    const std::string message = full_message_of([&] { none.allocate(kSectorBytes); });
+    EXPECT_NE(message.find(concat(free_bytes + kGiB, " are kept free; free space there, lower keep_free")),
+              std::string::npos)
+        << message;
+    EXPECT_EQ(none.size_bytes(), 0u);
+    BlockFile large(directory.path(), {.keep_free_bytes = free_bytes / 2});
+    EXPECT_EQ(large.allocate(kMiB).size_bytes, kMiB);
+    const std::size_t wanted_bytes = round_up(free_bytes / 4 * 3, kSectorBytes);
+    full_message_of([&] { large.allocate(wanted_bytes); });
+    EXPECT_LE(large.size_bytes(), 64 * kMiB + kMiB);
+}
+
 }  // namespace
 }  // namespace torch_offload::test

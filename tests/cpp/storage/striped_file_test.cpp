@@ -55,6 +55,20 @@ TEST(StripedFile, FullDisksAreENOSPC) {
     EXPECT_EQ(file.allocate(kExtentBytes).size_bytes, kExtentBytes);
 }
 
+// A file that may not grow leaves the others to. Method: a cap on one of two, then on both.
+TEST(StripedFile, CapsAreFullDisks) {
+    const ScratchDirectory first, second;
+    const std::array directories{first.path(), second.path()};
+    const std::array limits{ScratchLimits{.max_bytes = kExtentBytes}, ScratchLimits{.max_bytes = 3 * kExtentBytes}};
+    StripedFile file(directories, limits);
+    std::array<int, 2> counts{};
+    for (int i = 0; i < 4; ++i) ++counts.at(file.allocate(kExtentBytes).file);
+    EXPECT_EQ(counts, (std::array{1, 3}));
+    EXPECT_THROW(file.allocate(kExtentBytes), TierIoError);
+    EXPECT_EQ(file.size_bytes(), 4 * kExtentBytes);
+    EXPECT_THROW(StripedFile(directories, std::span(limits).first(1)), InvalidArgument);
+}
+
 // Without a directory there is nothing to open. Method: an empty list.
 TEST(StripedFile, NeedsADirectory) { EXPECT_THROW(StripedFile{std::span<const std::string>{}}, InvalidArgument); }
 

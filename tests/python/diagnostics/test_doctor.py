@@ -250,7 +250,7 @@ def anybodys_scratch():
     if reason is not None:
         pytest.skip(f"no directory on a disk for every user: {reason}")
     with tempfile.TemporaryDirectory(dir=parent) as folder:
-        Path(folder).chmod(0o777)
+        Path(folder).chmod(0o1777)
         yield Path(folder)
 
 
@@ -274,7 +274,10 @@ def test_as_an_ordinary_user_with_little_lockable_memory(anybodys_scratch):
 def test_on_a_disk_that_is_nearly_full(scratch):
     """With 100 MB free: a warning with the size that still fits; what fits trains, what does not is refused by type."""
     with small_disk(scratch, free_mib=100) as disk:
-        answer = command_line("doctor", "--json", "--ssd", str(disk), "--ram", "1GiB")
+        kept = findings_of(command_line("doctor", "--json", "--ssd", str(disk), "--ram", "1GiB"))["directory"]
+        assert (kept["state"], "0 bytes free beside 1 GiB that stay so" in kept["what"]) == ("problem", True)
+        assert "lower --keep-free" in kept["remedy"]
+        answer = command_line("doctor", "--json", "--ssd", str(disk), "--ram", "1GiB", "--keep-free", "0")
         found = findings_of(answer)
         assert answer.returncode == 0, answer.stdout + answer.stderr
         assert found["directory"]["state"] == "warning"
@@ -286,8 +289,16 @@ def test_on_a_disk_that_is_nearly_full(scratch):
         assert [row["queue_depth"] for row in measured["figures"]] == [1, 2, 4, 8]
         layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(40)))
         with pytest.raises(torch_offload.OutOfTierMemory, match="ssd tier"):
-            torch_offload.wrap(layers, config=Config(ram="32MiB", ssd=disk))
+            torch_offload.wrap(layers, config=Config(ram="32MiB", ssd=disk, keep_free=0))
         assert list(disk.iterdir()) == [disk / "lost+found"]
+
+
+def test_a_directory_that_anybody_may_change_is_a_warning(scratch):
+    (scratch / "shared").mkdir()
+    (scratch / "shared").chmod(0o777)
+    found = doctor._space_result(scratch / "shared", ram=0, limits=doctor.Limits(keep_free=0))
+    assert (found.state, found.remedy) == (State.warning, "chmod +t it, or name another directory")
+    assert "no sticky bit" in found.what
 
 
 def fill(disk):

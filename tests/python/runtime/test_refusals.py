@@ -63,8 +63,12 @@ def test_a_disk_without_room_for_the_parameters_is_refused(config, scratch, monk
     """Naming the tier and the bytes."""
     monkeypatch.setattr("torch_offload.system.resources.free_disk_bytes", lambda _: 4096)
     module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(40)))
-    with pytest.raises(OutOfTierMemory, match=r"ssd tier: .* 4096 bytes are free"):
-        torch_offload.wrap(module, config=config)
+    with pytest.raises(OutOfTierMemory, match=r"ssd tier: .* 4096 bytes are free;"):
+        torch_offload.wrap(module, config=config.replace(keep_free=0))
+    with pytest.raises(
+        OutOfTierMemory, match=r" 96 bytes are free beside 4000 that stay so \(keep_free\) and of at mo"
+    ):
+        torch_offload.wrap(module, config=config.replace(keep_free=4000, max_spill="1GiB"))
     monkeypatch.undo()
     assert_usable(scratch)
 
@@ -126,8 +130,9 @@ def test_a_disk_too_small_for_gradients_and_moments_is_said(monkeypatch, caplog,
     """The parameters alone fit: 4 MiB of them, four times as much for training, half of that in memory."""
     monkeypatch.setattr(resources, "free_disk_bytes", lambda _: free_bytes)
     weight = torch.nn.Parameter(torch.zeros(1 << 20))
-    preflight.resolve(Config(ram="8MiB", ssd=scratch), [weight])
+    config = Config(ram="8MiB", ssd=scratch, keep_free=0)
+    preflight.resolve(config, [weight])
     assert ("two moments each" in caplog.text) == is_warned
     caplog.clear()
-    preflight.resolve(Config(ram="8MiB", ssd=scratch), [weight.requires_grad_(False)])
+    preflight.resolve(config, [weight.requires_grad_(False)])
     assert caplog.text == ""

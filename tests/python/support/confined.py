@@ -87,7 +87,7 @@ def small_disk(folder: Path, *, free_mib: int) -> Iterator[Path]:
     if mounted.returncode != 0:
         pytest.skip(f"no disk image can be mounted here: {mounted.stderr.strip()}")
     try:
-        point.chmod(0o777)
+        point.chmod(0o1777)
         yield point
     finally:
         subprocess.run(["umount", str(point)], check=True)

@@ -1,5 +1,7 @@
 """Defaults follow what the system allows. Method: small copies of /proc and /sys under a temporary root."""
 
+import os
+import types
 from pathlib import Path
 
 import pytest
@@ -138,9 +140,53 @@ def test_the_default_scratch_directory_is_on_a_disk_with_room(machine, tmp_path,
     machine.mounts("1 0 8:1 / / rw - ext4 /dev/vda rw", f"2 1 0:5 / {memory} rw - tmpfs t rw")
     monkeypatch.setattr(resources, "_usual_directories", lambda: iter([memory, small, large]))
     monkeypatch.setattr(resources, "free_disk_bytes", {small: 10, large: 1000}.__getitem__)
-    assert resources.default_scratch_directory(needed_bytes=5, root=machine.root) == small
-    assert resources.default_scratch_directory(needed_bytes=500, root=machine.root) == large
-    assert resources.default_scratch_directory(needed_bytes=5000, root=machine.root) == large
+    for needed_bytes, chosen in ((5, small), (500, large), (5000, large)):
+        found = resources.default_scratch_directory(needed_bytes=needed_bytes, keep_free=0, root=machine.root)
+        assert found == chosen
+    assert resources.default_scratch_directory(needed_bytes=5, keep_free=6, root=machine.root) == large
+
+
+@pytest.mark.parametrize(("disk_gib", "kept_gib"), [(10, 1), (20, 1), (100, 5)])
+def test_a_part_of_the_disk_is_kept_free(monkeypatch, tmp_path, disk_gib, kept_gib):
+    """5 %, at least 1 GiB, unless something else is said; what is left is divided by max_spill evenly."""
+    status = types.SimpleNamespace(f_blocks=disk_gib << 18, f_frsize=4096, f_bavail=2 * disk_gib << 15)
+    monkeypatch.setattr(os, "statvfs", lambda _: status)
+    free_bytes = disk_gib << 28
+    assert resources.free_disk_bytes(tmp_path) == free_bytes
+    assert resources.kept_bytes(tmp_path, keep_free=None) == kept_gib << 30
+    assert resources.kept_bytes(tmp_path, keep_free=7) == 7
+    room_bytes = free_bytes - (kept_gib << 30)
+    assert resources.room_for_pages([tmp_path], keep_free=None) == room_bytes
+    assert resources.room_for_pages([tmp_path] * 2, keep_free=0) == 2 * free_bytes
+    assert resources.room_for_pages([tmp_path] * 2, keep_free=0, max_spill=1001) == 1000
+    assert resources.room_for_pages([tmp_path], keep_free=1 << 50) == 0
+
+
+@pytest.mark.parametrize(
+    ("filesystem", "said"),
+    [
+        ("ext4", None),
+        ("nfs4", "where its server goes away"),
+        ("cifs", "where its server goes away"),
+        ("fuse.sshfs", "which a program serves"),
+    ],
+)
+def test_a_directory_that_may_go_away_is_said(machine, tmp_path, filesystem, said):
+    machine.mounts("1 0 8:1 / / rw - ext4 /dev/vda rw", f"2 1 0:5 / {tmp_path} rw - {filesystem} server rw")
+    warnings = list(resources.scratch_warnings(tmp_path, root=machine.root))
+    assert [said in warning for warning in warnings] == ([] if said is None else [True])
+    assert all("; name a local disk" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(("mode", "is_said"), [(0o700, False), (0o775, False), (0o1777, False), (0o777, True)])
+def test_a_directory_that_anybody_writes_to_is_said(machine, tmp_path, mode, is_said):
+    machine.mounts("1 0 8:1 / / rw - ext4 /dev/vda rw")
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(mode)
+    assert any("no sticky bit" in warning for warning in resources.scratch_warnings(folder, root=machine.root)) == (
+        is_said
+    )
 
 
 def test_no_scratch_directory_gives_every_reason(machine, tmp_path, monkeypatch):
