@@ -13,6 +13,7 @@ std::size_t DeferredChain::position_of(const std::shared_ptr<Segment>& segment) 
     const auto found = std::find(members_.begin(), members_.end(), segment);
     if (found != members_.end()) return static_cast<std::size_t>(found - members_.begin());
     members_.push_back(segment);
+    released_.reserve(members_.size());  // so that release() cannot fail
     return members_.size() - 1;
 }
 
@@ -51,13 +52,22 @@ bool DeferredChain::is_finished() const noexcept {
                        [&](const PageProgress& page) { return page.applied == operations_.size() && !page.is_taken; });
 }
 
+void DeferredChain::release(const Segment& segment) noexcept { released_.push_back(&segment); }
+
+bool DeferredChain::is_released(const Segment& segment) const noexcept {
+    return std::find(released_.begin(), released_.end(), &segment) != released_.end();
+}
+
 bool DeferredChain::is_unreachable() const noexcept {
-    return std::all_of(members_.begin(), members_.end(),
-                       [](const std::shared_ptr<Segment>& member) { return member.use_count() == 1; });
+    return released_.size() == members_.size() &&
+           std::none_of(pages_.begin(), pages_.end(), [](const PageProgress& page) { return page.is_taken; });
 }
 
 std::vector<std::shared_ptr<Segment>> DeferredChain::dissolve() noexcept {
     for (const std::shared_ptr<Segment>& member : members_) member->deferred.reset();
+    operations_.clear();
+    released_.clear();
+    for (PageProgress& page : pages_) page.applied = 0;
     return std::exchange(members_, {});
 }
 

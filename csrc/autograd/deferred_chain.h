@@ -58,9 +58,12 @@ public:
     void set_taken(std::size_t index, bool is_taken) noexcept { pages_[index].is_taken = is_taken; }
 
     bool is_finished() const noexcept;
-    /// True if nobody but the chain itself owns any member, so that no result can ever be seen.
+    /// The program has given up the storage of a member: what is computed for it can never be seen.
+    void release(const Segment& segment) noexcept;
+    bool is_released(const Segment& segment) const noexcept;
+    /// True if the program has given up every member and no page is being advanced.
     bool is_unreachable() const noexcept;
-    /// Leaves its segments and returns them, for their last owner to drop without a lock.
+    /// Leaves its segments, with nothing outstanding, and returns them for their last owner to drop without a lock.
     [[nodiscard]] std::vector<std::shared_ptr<Segment>> dissolve() noexcept;
 
 private:
@@ -72,6 +75,7 @@ private:
     std::size_t position_of(const std::shared_ptr<Segment>& segment);
 
     std::vector<std::shared_ptr<Segment>> members_;
+    std::vector<const Segment*> released_;  // of them
     std::vector<PlacedOp> operations_;
     std::vector<PageProgress> pages_;
 };

@@ -17,6 +17,7 @@
 #include "autograd/deferred_chain.h"
 #include "autograd/profiler_range.h"
 #include "autograd/recorded_op.h"
+#include "autograd/register_allocator.h"
 #include "base/activity_log.h"
 #include "base/check.h"
 #include "base/counters.h"
@@ -31,10 +32,6 @@ constexpr std::size_t kMaxLength = 64;
 
 using Segments = std::vector<std::shared_ptr<Segment>>;
 using ChainPointer = std::shared_ptr<DeferredChain>;
-
-/// Of a segment that the program cannot reach any more, while a page of it is worked on: the chain, the work, the
-/// latch.
-constexpr long kOwnersInAdvance = 3;
 
 /// Marks the page of every segment that lets itself be marked. True if all did.
 bool postpone(Pager& pager, const Segments& segments, std::size_t index) {
@@ -74,7 +71,8 @@ ChainPointer in_the_way(std::span<const ChainPointer> found) {
 struct DeferredOps::Impl {
     Impl(Pager& a_pager, c10::Device a_device) : pager(a_pager), torch_device(a_device) {}
 
-    /// The right to advance one page of a chain. Whoever ends the last turn of a finished chain dissolves it.
+    /// The right to advance one page of a chain. Whoever ends the last turn of a chain that is
+    /// finished, or that the program cannot reach any more, dissolves it.
     class Turn {
     public:
         /// Nothing if another thread has the page and this one may not wait.
@@ -88,6 +86,7 @@ struct DeferredOps::Impl {
         void count_applied() const;
 
     private:
+        void discard_released(const PageWork& work, UpdateLatch& latch) const;
         Turn(Impl& impl, ChainPointer chain, std::size_t index)
             : impl_(&impl), chain_(std::move(chain)), index_(index) {}
         Impl* impl_;
@@ -110,7 +109,6 @@ struct DeferredOps::Impl {
     void settle_page(const ChainPointer& chain, std::size_t index);
     void force(const ChainPointer& chain);
     void discard_unreachable() noexcept;
-    bool is_unreachable(const ChainPointer& chain, long other_owners) const noexcept;
     void note_recording_thread();
     std::optional<c10::Stream> recording_stream() const;
     KernelThreads threads(bool may_wait) const noexcept;
@@ -148,7 +146,7 @@ DeferredOps::Impl::Turn::~Turn() {
     {
         const std::lock_guard lock(impl_->mutex);
         chain_->set_taken(index_, false);
-        if (chain_->is_finished()) released = impl_->dissolve(chain_);
+        if (chain_->is_finished() || chain_->is_unreachable()) released = impl_->dissolve(chain_);
     }
     impl_->turn_ended.notify_all();
 }
@@ -166,6 +164,8 @@ void DeferredOps::Impl::Turn::count_applied() const {
 
 std::optional<std::size_t> DeferredOps::Impl::Turn::advance(const PageWork& work, bool may_wait) const {
     if (work.empty()) return 0;
+    // What a recorded kernel allocates must not wait for memory that only the record's end can free.
+    const AllocatorBypass bypass;
     const c10::OptionalStreamGuard in_order(impl_->recording_stream());  // outlives the latch, whose end marks it
     UpdateLatch latch = impl_->pager.latch_for_update(work.segments, index_, may_wait);
     if (!latch) return std::nullopt;
@@ -181,10 +181,19 @@ std::optional<std::size_t> DeferredOps::Impl::Turn::advance(const PageWork& work
         count_applied();
     }
     latch.finish();
-    for (std::size_t position = 0; position < work.segments.size(); ++position) {
-        if (work.segments[position].use_count() <= kOwnersInAdvance) latch.discard(position);
-    }
+    discard_released(work, latch);
     return work.operations.size();
+}
+
+void DeferredOps::Impl::Turn::discard_released(const PageWork& work, UpdateLatch& latch) const {
+    std::vector<std::size_t> released;
+    {
+        const std::lock_guard lock(impl_->mutex);
+        for (std::size_t position = 0; position < work.segments.size(); ++position) {
+            if (chain_->is_released(*work.segments[position])) released.push_back(position);
+        }
+    }
+    for (const std::size_t position : released) latch.discard(position);
 }
 
 void DeferredOps::Impl::note_update(std::int64_t begin_ns, std::span<const std::span<std::byte>> pages,
@@ -297,18 +306,12 @@ void DeferredOps::Impl::force(const ChainPointer& chain) {
 
 // --- Work that nobody can see any more ------------------------------------------------------------------------------
 
-/// `other_owners`: of the chain, besides the set of all chains and its members.
-bool DeferredOps::Impl::is_unreachable(const ChainPointer& chain, long other_owners) const noexcept {
-    const auto inner_owners = static_cast<long>(chain->members().size()) + 1;
-    return chain.use_count() == inner_owners + other_owners && chain->is_unreachable();
-}
-
 void DeferredOps::Impl::discard_unreachable() noexcept {
     std::vector<Released> released;
     const std::lock_guard lock(mutex);
     for (auto it = chains.begin(); it != chains.end();) {
         const ChainPointer& chain = *it++;
-        if (is_unreachable(chain, 0)) released.push_back(dissolve(chain));
+        if (chain->is_unreachable()) released.push_back(dissolve(chain));
     }
 }
 
@@ -395,8 +398,8 @@ void DeferredOps::release(std::shared_ptr<Segment> segment) noexcept {
     const std::lock_guard lock(impl_->mutex);
     chain = DeferredChain::of(*segment);
     if (!chain) return;
-    segment.reset();
-    if (impl_->is_unreachable(chain, 1)) released = impl_->dissolve(chain);
+    chain->release(*segment);
+    if (chain->is_unreachable()) released = impl_->dissolve(chain);
 }
 
 bool DeferredOps::has_work(const Segment& segment) const { return impl_->chain_of(segment) != nullptr; }

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "autograd/forked_child.h"
-#include "autograd/register_allocator.h"
 #include "base/check.h"
 #include "pager/ssd_store.h"
 #include "pager/tier_store.h"
@@ -64,13 +63,9 @@ Engine::Engine(const EngineOptions& options)
       pager_(make_compute_pager(options_, host_, device_.get())),
       deferred_(std::make_unique<DeferredOps>(pager_, torch_device_)),
       mapped_copy_(std::make_unique<MappedCopy>(*this)) {
-    pager_->set_pending_work(
-        [this](Segment& segment, std::size_t index, bool may_wait) {
-            // What a recorded kernel allocates must not wait for memory that only the record's end can free.
-            const AllocatorBypass bypass;
-            return deferred_->resolve(segment, index, may_wait);
-        },
-        [this](Segment& segment) { return deferred_->members(segment); });
+    pager_->set_pending_work([this](Segment& segment, std::size_t index,
+                                    bool may_wait) { return deferred_->resolve(segment, index, may_wait); },
+                             [this](Segment& segment) { return deferred_->members(segment); });
 }
 
 Engine::~Engine() {
