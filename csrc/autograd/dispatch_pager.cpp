@@ -2,6 +2,7 @@
 // The dispatcher calls it for every operator that meets such a tensor, above autograd.
 #include <torch/library.h>
 
+#include <optional>
 #include <utility>
 
 #include "autograd/derived_tensors.h"
@@ -9,6 +10,7 @@
 #include "autograd/list_call.h"
 #include "autograd/managed_arguments.h"
 #include "autograd/operator_table.h"
+#include "autograd/register_allocator.h"
 
 namespace torch_offload {
 namespace {
@@ -25,7 +27,11 @@ void call_pinned(const c10::OperatorHandle& op, const OperatorTraits& traits, c1
         return;
     }
     managed.pin();
-    op.redispatchBoxed(keys_below(keys), stack);
+    {
+        std::optional<AllocatorBypass> bypass;
+        if (managed.must_succeed()) bypass.emplace();
+        call_kernel(op, traits, keys, stack);
+    }
     managed.manage_replaced();
 }
 
@@ -115,6 +121,7 @@ void call(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::Disp
         case OperatorKind::passing:
             op.redispatchBoxed(keys_below(keys), stack);
             return;
+        case OperatorKind::counting:
         case OperatorKind::ordinary:
             call_pinned(op, traits, keys, stack);
             return;

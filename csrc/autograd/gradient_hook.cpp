@@ -24,10 +24,18 @@ void keep_norm(Engine& engine, const at::Tensor& gradient, Block& block) {
     const c10::NoGradGuard no_grad;
     auto norm = std::make_shared<GradientNorm>();
     norm->value = at::_foreach_norm({gradient}, 2).front();
+    norm->dtype = gradient.scalar_type();
+    norm->sizes = gradient.sizes().vec();
+    norm->strides = gradient.strides().vec();
     norm->tensor_version = gradient.unsafeGetTensorImpl()->version_counter().current_version();
     norm->write_count = write_count;
     norm->thread_count = at::get_num_threads();
     block.norm.store(std::move(norm));
+}
+
+/// Other tensors may lie in the same storage: of another dtype, say.
+bool looks_as_then(const at::Tensor& gradient, const GradientNorm& norm) {
+    return gradient.scalar_type() == norm.dtype && gradient.sizes() == norm.sizes && gradient.strides() == norm.strides;
 }
 
 bool becomes_pages(const Engine& engine, const at::Tensor& gradient) {
@@ -60,7 +68,7 @@ std::optional<at::Tensor> kept_norm(const at::Tensor& gradient) {
     if (!block || block->is_raw_exposed.load() || gradient.is_inference()) return std::nullopt;
     const std::shared_ptr<const GradientNorm> norm = block->norm.load();
     if (!norm || norm->write_count != block->write_count.load() || at::in_parallel_region() ||
-        norm->thread_count != at::get_num_threads() || !covers_storage(gradient) ||
+        norm->thread_count != at::get_num_threads() || !covers_storage(gradient) || !looks_as_then(gradient, *norm) ||
         norm->tensor_version != gradient.unsafeGetTensorImpl()->version_counter().current_version()) {
         return std::nullopt;
     }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "autograd/engine.h"
 
@@ -15,6 +16,8 @@ namespace torch_offload {
 /// The 2-norm of a gradient, and what must not have changed for it to hold.
 struct GradientNorm {
     at::Tensor value;  // 0-d
+    c10::ScalarType dtype;
+    std::vector<std::int64_t> sizes, strides;
     std::uint32_t tensor_version = 0;
     std::uint64_t write_count = 0;
     int thread_count = 0;  // the kernel's sum is cut by threads, so other counts give other bits

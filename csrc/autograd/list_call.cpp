@@ -117,7 +117,7 @@ torch::jit::Stack run_chunk(const ListCall& call, std::size_t begin, std::size_t
     ManagedArguments managed(call.traits, stack, call.keys);
     if (!managed.empty()) managed.pin();
     const c10::IValue sources = stack.front();
-    call.op.redispatchBoxed(keys_below(call.keys), &stack);
+    call_kernel(call.op, call.traits, call.keys, &stack);
     if (is_tensor_list(sources)) manage_results(call, sources.toListRef(), stack);
     managed.manage_replaced();
     return stack;
@@ -153,6 +153,16 @@ bool is_two(const c10::IValue& order) {
     return (order.isInt() && order.toInt() == 2) || (order.isDouble() && order.toDouble() == 2.0);
 }
 
+/// A GPU's kernels are others for the whole list where one tensor is unlike the rest; what is kept was made from one.
+bool have_kernels_of_one(c10::ArrayRef<c10::IValue> tensors) {
+    const at::Tensor& first = tensors[0].toTensor();
+    return first.device().is_cpu() || std::all_of(tensors.begin(), tensors.end(), [&](const c10::IValue& value) {
+               const at::Tensor& tensor = value.toTensor();
+               return tensor.scalar_type() == first.scalar_type() && tensor.device() == first.device() &&
+                      tensor.is_non_overlapping_and_dense();
+           });
+}
+
 /// What is kept is kept for the plain 2-norm outside of autograd.
 bool may_answer(const ListCall& call) {
     const auto tensors = call.arguments[0].toListRef();
@@ -160,7 +170,8 @@ bool may_answer(const ListCall& call) {
         c10::GradMode::is_enabled() && std::any_of(tensors.begin(), tensors.end(), [](const c10::IValue& tensor) {
             return tensor.toTensor().requires_grad();
         });
-    return is_two(call.arguments[1]) && call.arguments[2].isNone() && !is_differentiated;
+    return is_two(call.arguments[1]) && call.arguments[2].isNone() && !is_differentiated &&
+           have_kernels_of_one(tensors);
 }
 
 torch::jit::Stack run_norms(ListCall call, Engine& engine) {

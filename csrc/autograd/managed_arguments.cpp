@@ -1,6 +1,9 @@
 #include "autograd/managed_arguments.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "autograd/forked_child.h"
@@ -50,11 +53,21 @@ bool is_plain_call(c10::DispatchKeySet keys) noexcept {
            (keys.raw_repr() & static_cast<std::uint64_t>(c10::full_backend_mask) & ~kPlainBackends) == 0;
 }
 
+void call_kernel(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::DispatchKeySet keys,
+                 torch::jit::Stack* stack) {
+    std::optional<c10::impl::ExcludeDispatchKeyGuard> below_fallback;
+    if (traits.uses_arguments_only && is_plain_call(keys)) below_fallback.emplace(kPagedKey);
+    op.redispatchBoxed(keys_below(keys), stack);
+}
+
 ManagedArguments::ManagedArguments(const OperatorTraits& traits, c10::ArrayRef<c10::IValue> arguments,
                                    c10::DispatchKeySet keys) {
     for_each_tensor(arguments, [&](std::size_t position, const at::Tensor& tensor) {
         Block* block = block_of(tensor);
-        if (!block || tensor.numel() == 0) return;
+        if (!block) return;
+        if (traits.kind == OperatorKind::resizing) return add_whole(tensor, *block);
+        if (tensor.numel() == 0) return;
+        if (traits.kind == OperatorKind::counting && !c10::isIntegralType(tensor.scalar_type(), false)) return;
         Access access = traits.writes[position] ? Access::write : Access::read;
         if (position == 0 && overwrites_storage(traits, arguments, keys)) access = Access::overwrite;
         add(tensor, *block, access);
@@ -93,6 +106,20 @@ void ManagedArguments::add(const at::Tensor& tensor, Block& block, Access access
     // The storage must be read if any argument reads it, whatever the others do.
     span.access = is_first ? access : (span.access == access ? access : Access::write);
     if (access == Access::read) return;
+    block.write_count.fetch_add(1, std::memory_order_relaxed);
+    written_.push_back({tensor, block.engine, block.segment});
+}
+
+bool ManagedArguments::must_succeed() const noexcept {
+    return std::any_of(spans_.begin(), spans_.end(), [](const Span& span) { return span.access == Access::overwrite; });
+}
+
+/// A storage that grows is copied as a whole, however little of it the tensor shows.
+void ManagedArguments::add_whole(const at::Tensor& tensor, Block& block) {
+    Span& span = span_of(block);
+    span.first_page = 0;
+    span.end_page = span.segment->page_count();
+    span.access = Access::write;
     block.write_count.fetch_add(1, std::memory_order_relaxed);
     written_.push_back({tensor, block.engine, block.segment});
 }

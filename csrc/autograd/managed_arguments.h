@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
@@ -22,6 +23,11 @@ inline c10::DispatchKeySet keys_below(c10::DispatchKeySet keys) {
 /// True if nothing but autograd, autocast and the kernel of the CPU or a GPU will see the call: no mode, transform or
 /// tracer. Only then may a call be answered in another way than by running it as it is.
 bool is_plain_call(c10::DispatchKeySet keys) noexcept;
+
+/// Runs what is below the fallback, for arguments that are pinned. An operator that torch's kernel calls on them does
+/// not come here again: it is given the same references as without paging, where `&self == &out` may decide.
+void call_kernel(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::DispatchKeySet keys,
+                 torch::jit::Stack* stack);
 
 /// Calls `visit(tensor)` for every defined tensor in the value: one, or those of a list, of optional ones or of lists.
 template <typename Visit>
@@ -52,6 +58,8 @@ public:
     bool empty() const noexcept { return spans_.empty(); }
     /// Pre: not empty.
     Engine& engine() const noexcept { return *spans_.front().engine; }
+    /// True if bytes are lost unless the kernel succeeds: nothing that it allocates may be refused.
+    bool must_succeed() const noexcept;
 
     /// Notes the use in the trace and brings everything in. Throws what a pin throws; OffloadError in a forked child.
     void pin();
@@ -76,6 +84,7 @@ private:
         std::shared_ptr<Segment> segment;
     };
     void add(const at::Tensor& tensor, Block& block, Access access);
+    void add_whole(const at::Tensor& tensor, Block& block);
     Span& span_of(const Block& block);
     bool is_in_memory() const noexcept;
     void pin_all();

@@ -50,6 +50,12 @@ constexpr std::array kMetadataWriting = {
     "squeeze_"sv,        "t_"sv,          "transpose_"sv, "unsqueeze_"sv,
 };
 
+constexpr std::array kCounting = {
+    "aten::_pad_packed_sequence"sv,
+    "aten::ctc_loss.Tensor"sv,
+    "aten::tensor_split.tensor_indices_or_sections"sv,
+};
+
 constexpr std::array kSplittable = {
     "_amp_foreach_non_finite_check_and_unscale_"sv,
     "_fused_adagrad_"sv,
@@ -112,9 +118,10 @@ OperatorKind kind_of(const c10::OperatorHandle& op, bool writes) {
     const std::string& full_name = op.operator_name().name;
     if (full_name == "aten::set_data") return OperatorKind::set_data;
     if (full_name == "aten::_has_compatible_shallow_copy_type") return OperatorKind::data_query;
-    // A composite operator with a CPU kernel of its own runs that one.
+    if (contains(kCounting, c10::toString(op.operator_name()))) return OperatorKind::counting;
+    // A composite operator with a kernel of its own for a device runs that one there.
     if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
-        !op.hasKernelForDispatchKey(c10::DispatchKey::CPU)) {
+        !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) && !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
         return OperatorKind::passing;
     }
     if (is_pure_view(op.schema())) return OperatorKind::passing;
@@ -140,6 +147,7 @@ std::unique_ptr<const OperatorTraits> classify(const c10::OperatorHandle& op) {
     traits->writes = written_arguments(full_name, op.schema());
     traits->kind = kind_of(op, std::find(traits->writes.begin(), traits->writes.end(), true) != traits->writes.end());
     traits->is_recordable = DeferredOps::is_recordable(op);
+    traits->uses_arguments_only = full_name.starts_with("aten::") && traits->kind != OperatorKind::counting;
     for (const auto& [name, overwrite] : kOverwriting) {
         if (full_name == name) traits->overwrite = overwrite;
     }

@@ -11,6 +11,7 @@ namespace torch_offload {
 
 enum class OperatorKind : std::uint8_t {
     passing,     // composite, pure view or metadata: touches no bytes itself
+    counting,    // composite, but reads the integers among its arguments itself: lengths, places to cut
     ordinary,    // reads and writes what its schema says
     list,        // elementwise over lists, so that lists may be cut anywhere
     list_norm,   // _foreach_norm.Scalar: a list operator that may be answered from the cache
@@ -34,7 +35,8 @@ struct OperatorTraits {
     Overwrite overwrite = Overwrite::none;
     Likeness likeness = Likeness::none;
     bool is_recordable = false;
-    std::vector<bool> writes;  // per argument
+    bool uses_arguments_only = false;  // no other tensors of the program
+    std::vector<bool> writes;          // per argument
 };
 
 /// The traits of an operator; they live as long as the process.

@@ -35,22 +35,29 @@ bool fill_cannot_fail(const at::Tensor& self, const c10::IValue& value) {
     return !std::isfinite(value.toDouble()) || std::abs(value.toDouble()) <= kMaxHalf;
 }
 
+/// Between devices torch casts and permutes by way of other tensors, for which memory may be short.
+bool is_plain_transfer(const at::Tensor& self, const at::Tensor& source) {
+    return source.device().is_cpu() && source.scalar_type() == self.scalar_type() && source.is_contiguous() &&
+           self.is_contiguous() && source.sizes() == self.sizes();
+}
+
 bool copy_cannot_fail(const at::Tensor& self, const c10::IValue& argument) {
     if (!argument.isTensor() || !argument.toTensor().defined()) return false;
     const at::Tensor& source = argument.toTensor();
-    return (source.device().is_cpu() || source.device() == self.device()) && source.layout() == c10::kStrided &&
+    return (source.device() == self.device() || is_plain_transfer(self, source)) && source.layout() == c10::kStrided &&
            source.has_storage() && !source.key_set().has(c10::DispatchKey::Python) && is_common(self.scalar_type()) &&
            is_common(source.scalar_type()) && at::is_expandable_to(source.sizes(), self.sizes()) &&
            !source.is_alias_of(self);
 }
 
-bool is_usual_generator(const c10::IValue& argument) {
-    return argument.isNone() || (argument.isGenerator() && argument.toGenerator().device().is_cpu());
+bool is_usual_generator(const at::Tensor& self, const c10::IValue& argument) {
+    return argument.isNone() ||
+           (argument.isGenerator() && argument.toGenerator().device().type() == self.device().type());
 }
 
 bool random_cannot_fail(const at::Tensor& self, c10::ArrayRef<c10::IValue> arguments, Overwrite overwrite) {
     if (!is_common_floating(self.scalar_type()) || !arguments[1].isDouble() || !arguments[2].isDouble() ||
-        !is_usual_generator(arguments[3])) {
+        !is_usual_generator(self, arguments[3])) {
         return false;
     }
     const double first = arguments[1].toDouble();

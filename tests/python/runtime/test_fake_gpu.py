@@ -1,5 +1,6 @@
 """A module whose tensors are on a GPU, paged: all that runs above the driver and the kernels, on a fake of both."""
 
+import ctypes
 import io
 import sys
 from pathlib import Path
@@ -270,3 +271,66 @@ def test_benchmark_of_training_runs(scratch, fake_gpu):
     turn = in_gpu_child(fake_gpu, train_bare_llama, str(scratch))
     assert turn["to device"] > 0
     assert turn["to host"] > 0
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Read a tensor as a kernel does: at its bare address."""
+    content = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    return torch.frombuffer(bytearray(content), dtype=tensor.dtype).view(tensor.shape)
+
+
+def run_a_fused_norm(scratch: str) -> tuple[torch.Tensor, torch.Tensor]:
+    calls = []
+
+    def fused(value, shape, weight, epsilon):
+        calls.append(shape)
+        return torch.rms_norm(host_copy(value), shape, host_copy(weight), epsilon).cuda(), value[:, :1]
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm", fused, "CUDA")
+    norm = nn.RMSNorm(4 * 4096)
+    nn.init.uniform_(norm.weight)
+    batch = torch.randn(2, 4 * 4096)
+    with torch.no_grad():
+        expected = norm(batch)
+        torch_offload.wrap(norm, config=small_config(scratch))
+        assert torch_offload.evict(norm) == 0
+        found = norm(batch.cuda()).cpu()
+    assert len(calls) == 1
+    return found, expected
+
+
+def test_composites_with_a_kernel_of_the_gpu_are_given_their_pages(scratch, fake_gpu):
+    """`_fused_rms_norm` is one: what it uses is there when it runs, since it is not taken apart on a GPU."""
+    found, expected = in_gpu_child(fake_gpu, run_a_fused_norm, str(scratch))
+    assert same_bits(found, expected)
+
+
+def refuse(*_: object, **__: object) -> torch.Tensor:
+    raise torch.OutOfMemoryError("refused")
+
+
+def overwrite_in_vain(scratch: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    overwrites = {
+        "normal_": lambda weight: weight.normal_(generator=torch.Generator()),
+        "copy_": lambda weight: weight.copy_(torch.ones(weight.shape, dtype=torch.float64)),
+    }
+    module = nn.Sequential(*(nn.Linear(128, 128) for _ in range(24)))
+    weight = module[0].weight
+    before = weight.detach().clone()
+    torch_offload.wrap(module, config=small_config(scratch))
+    with torch.no_grad():
+        module[1:](torch.ones(1, 128, device="cuda"))  # so that no frame still has the bytes by chance
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(name, refuse, "CUDA", allow_override=True)
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="refused"):
+        overwrites[name](weight)
+    library._destroy()
+    return weight.detach().cpu(), before
+
+
+@pytest.mark.parametrize("name", ["normal_", "copy_"])
+def test_what_a_gpu_may_refuse_keeps_its_bytes(scratch, fake_gpu, name):
+    """A generator of the host, and a copy of another dtype, for which torch needs memory of its own."""
+    found, before = in_gpu_child(fake_gpu, overwrite_in_vain, str(scratch), name)
+    assert same_bits(found, before)

@@ -1,5 +1,7 @@
 """A worker of the operator sweep: calls operators with arguments paged out and compares every bit with plain torch.
 
+The operators that each call leads to, with all arguments paged out, are compared as well: torch's profiler lists them.
+
     python -m support.operator_sweep --shard 0 --shards 2 --scratch DIRECTORY [--start 17] [--plain]
 
 Prints a JSON line before each operator and one with its tally after it, so that a crash names the operator. --plain
@@ -13,6 +15,7 @@ import itertools
 import json
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -38,6 +41,7 @@ class Tally:
     calls: int = 0
     paged_calls: int = 0
     unstable_calls: int = 0  # plain torch disagrees with itself
+    listed_calls: int = 0  # the operators below were compared
     refused: list[str] = field(default_factory=list)  # typed errors
     problems: list[str] = field(default_factory=list)
 
@@ -125,6 +129,37 @@ def observe(call: Call, engine: Engine, positions: list[int]) -> list[Any]:
     return seen
 
 
+def operators_below(call: Call, engine: Engine, positions: list[int]) -> Counter[str]:
+    """Run the call as `observe` does and count the operators that were dispatched until it and its backward ended."""
+    leaves = call.copy_leaves()
+    paged = [leaves[position] for position in positions]
+    for tensor in paged:
+        engine.manage(tensor)
+        engine.evict(tensor)
+    torch.manual_seed(0)
+    with torch.autograd.profiler.profile() as profile:
+        result = call.run(leaves)
+        if call.with_grad:
+            gradients(result, leaves, engine, paged)
+    events = profile.kineto_results.events()  # as they came: `function_events` leaves some out, by what else is there
+    return Counter(event.name() for event in events if not event.name().startswith("torch_offload::"))
+
+
+def compare_operators(call: Call, engine: Engine, tally: Tally) -> None:
+    """Note where a call leads to other operators once its arguments are paged."""
+    positions = call.pageable()
+    if not positions:
+        return
+    try:
+        expected = operators_below(call, PlainEngine(), [])
+    except Exception:  # noqa: BLE001 (whatever it raises, `outcome` compares)
+        return
+    seen = operators_below(call, engine, positions)
+    tally.listed_calls += 1
+    if seen != expected:
+        tally.problems.append(f"{call.name}: also {seen - expected}, not {expected - seen}")
+
+
 def outcome(call: Call, engine: Engine, positions: list[int]) -> list[Any]:
     """Observe the call; an error counts as an outcome, by its type."""
     try:
@@ -161,6 +196,7 @@ def check(call: Call, engine: Engine, tally: Tally) -> None:
             if stable:
                 tally.problems.append(f"{where}: {differences(seen, expected)}")
     tally.unstable_calls += not stable
+    compare_operators(call, engine, tally)
 
 
 def differences(seen: list[Any], expected: list[Any]) -> str:
