@@ -33,6 +33,7 @@ void call_pinned(const c10::OperatorHandle& op, const OperatorTraits& traits, c1
         call_kernel(op, traits, keys, stack);
     }
     managed.manage_replaced();
+    if (traits.is_collective) managed.hold_for(torch::jit::last(*stack, op.schema().returns().size()));
 }
 
 /// What was managed stays managed: an unmanaged `source` whose storage `self` is given becomes pages in the same role.

@@ -79,33 +79,34 @@ Engine::~Engine() {
 // --- Memory -------------------------------------------------------------------------------------------------------
 
 template <typename Attempt>
-auto Engine::with_dead_leases_dropped(Attempt attempt) {
-    try {
-        return attempt();
-    } catch (const OutOfTierMemory&) {
-        const bool had_leases = sweep_leases();
-        if (!drop_kept() && !had_leases) throw;
+auto Engine::with_holds_dropped(Attempt attempt) {
+    while (true) {
+        try {
+            return attempt();
+        } catch (const OutOfTierMemory&) {
+            const bool had_leases = sweep_leases();
+            if (!drop_kept() && !had_leases && !collective_holds_.wait_for_one()) throw;
+        }
     }
-    return attempt();
 }
 
 PinGuard Engine::pin(std::span<const PinRequest> requests) {
     if (device_) device_->device().check_use();
-    return with_dead_leases_dropped([&] { return pager_->pin(requests); });
+    return with_holds_dropped([&] { return pager_->pin(requests); });
 }
 
 PinGuard Engine::pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count,
                            Access access) {
     if (device_) device_->device().check_use();
-    return with_dead_leases_dropped([&] { return pager_->pin_pages(segment, first, count, access); });
+    return with_holds_dropped([&] { return pager_->pin_pages(segment, first, count, access); });
 }
 
 std::span<std::byte> Engine::allocate_range(std::size_t size_bytes) {
-    return with_dead_leases_dropped([&] { return pager_->allocate_range(size_bytes); });
+    return with_holds_dropped([&] { return pager_->allocate_range(size_bytes); });
 }
 
 void Engine::reserve_small(std::size_t size_bytes) {
-    with_dead_leases_dropped([&] { pager_->reserve_small(size_bytes); });
+    with_holds_dropped([&] { pager_->reserve_small(size_bytes); });
 }
 
 void Engine::flush_pages() {
@@ -227,7 +228,8 @@ bool Engine::sweep_leases() {
         leases_[i] = std::move(leases_.back());
         leases_.pop_back();
     }
-    return !dead.empty();
+    const bool had_works = collective_holds_.sweep();
+    return had_works || !dead.empty();
 }
 
 }  // namespace torch_offload

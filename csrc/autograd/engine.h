@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "autograd/collective_holds.h"
 #include "autograd/compute_device.h"
 #include "autograd/deferred_ops.h"
 #include "autograd/mapped_copy.h"
@@ -68,7 +69,7 @@ public:
     std::size_t min_paged_bytes() const noexcept { return options_.min_paged_bytes; }
     std::size_t live_segments() const noexcept { return live_segments_.load(std::memory_order_relaxed); }
 
-    /// Pins, and where memory is short drops dead leases and tries once more.
+    /// Pins, and where memory is short drops dead leases, waits for collectives under way and tries again.
     PinGuard pin(std::span<const PinRequest> requests);
     PinGuard pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count, Access access);
     std::span<std::byte> allocate_range(std::size_t size_bytes);
@@ -109,6 +110,9 @@ public:
     // --- Activations ----------------------------------------------------------------------------------------------
     /// Pins a segment that an operator is about to use without a pin of its own, until others have come after it.
     void keep_for_a_while(const std::shared_ptr<Segment>& segment);
+    // --- Collectives ----------------------------------------------------------------------------------------------
+    CollectiveHolds& collective_holds() noexcept { return collective_holds_; }
+
     /// Ends that for all of them. Returns whether there were any.
     bool drop_kept();
 
@@ -134,7 +138,7 @@ private:
         std::uint64_t step = 0;
     };
     template <typename Attempt>
-    auto with_dead_leases_dropped(Attempt attempt);
+    auto with_holds_dropped(Attempt attempt);
 
     ActivityLog activity_log_;
     EngineOptions options_;
@@ -158,6 +162,7 @@ private:
     std::mutex leases_mutex_;
     std::vector<Lease> leases_;
     std::mutex kept_mutex_;
+    CollectiveHolds collective_holds_;
     std::deque<Kept> kept_;
     std::size_t kept_bytes_ = 0;
     std::mutex roles_mutex_;

@@ -3,6 +3,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <utility>
 
@@ -172,6 +173,12 @@ void ManagedArguments::manage_replaced() {
         if (segment_of(written.tensor) == written.segment) continue;
         written.engine->try_manage(written.tensor, role_of(*written.segment));
     }
+}
+
+void ManagedArguments::hold_for(c10::ArrayRef<c10::IValue> results) {
+    CollectiveHolds::Guards guards(std::make_move_iterator(guards_.begin()), std::make_move_iterator(guards_.end()));
+    guards_.clear();
+    engine().collective_holds().hold(spans_.front().engine, results, std::move(guards));
 }
 
 }  // namespace torch_offload

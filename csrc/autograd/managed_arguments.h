@@ -67,6 +67,9 @@ public:
     /// After the kernel: a written tensor whose storage was replaced (resized, say) becomes managed again.
     void manage_replaced();
 
+    /// After a collective began: keeps the pins until the work among its results has completed.
+    void hold_for(c10::ArrayRef<c10::IValue> results);
+
 private:
     /// Pages of one segment that the call touches.
     struct Span {

@@ -99,9 +99,12 @@ bool is_pure_view(const c10::FunctionSchema& schema) {
     return has_alias;
 }
 
+/// Functional collectives call these.
+bool is_collective(std::string_view name) { return name.starts_with("c10d::"); }
+
 /// Schemas that say less than the kernel does: batch norm updates its running statistics, collectives their tensors.
 bool writes_unsaid(std::string_view name, const c10::Argument& argument) {
-    return name.starts_with("c10d::") || argument.name() == "running_mean" || argument.name() == "running_var";
+    return is_collective(name) || argument.name() == "running_mean" || argument.name() == "running_var";
 }
 
 std::vector<bool> written_arguments(std::string_view name, const c10::FunctionSchema& schema) {
@@ -147,6 +150,7 @@ std::unique_ptr<const OperatorTraits> classify(const c10::OperatorHandle& op) {
     traits->writes = written_arguments(full_name, op.schema());
     traits->kind = kind_of(op, std::find(traits->writes.begin(), traits->writes.end(), true) != traits->writes.end());
     traits->is_recordable = DeferredOps::is_recordable(op);
+    traits->is_collective = is_collective(full_name);
     traits->uses_arguments_only = full_name.starts_with("aten::") && traits->kind != OperatorKind::counting;
     for (const auto& [name, overwrite] : kOverwriting) {
         if (full_name == name) traits->overwrite = overwrite;

@@ -35,6 +35,7 @@ struct OperatorTraits {
     Overwrite overwrite = Overwrite::none;
     Likeness likeness = Likeness::none;
     bool is_recordable = false;
+    bool is_collective = false;        // uses its arguments until the work that it returns has completed
     bool uses_arguments_only = false;  // no other tensors of the program
     std::vector<bool> writes;          // per argument
 };
