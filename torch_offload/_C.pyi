@@ -128,6 +128,8 @@ class Engine:
     def lease(self, view: torch.Tensor) -> None:
         """Pin like ``pin`` for as long as this very tensor object (its TensorImpl) is alive."""
     def is_resident(self, tensor: torch.Tensor) -> bool: ...
+    def abandon_optimizer_step(self) -> None:
+        """The step that this thread is in raised before its end."""
     def has_pending_work(self, tensor: torch.Tensor) -> bool: ...
     def flush(self) -> None:
         """Apply all deferred work and wait for all writes; raises what failed."""

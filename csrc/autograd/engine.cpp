@@ -24,6 +24,12 @@ constexpr std::size_t kMaxDerivedRoles = std::size_t{1} << 16;  // of one kind f
 constexpr std::size_t kMaxKept = 4;                             // activations that the operator saving them still uses
 constexpr std::size_t kKeptShare = 16;                          // and at most one part in so many of the budget
 
+constexpr std::uint64_t kNoEngine = 0;
+std::atomic<std::uint64_t> last_engine_id{kNoEngine};
+
+/// The engine that this thread is in an optimizer step of.
+thread_local std::uint64_t stepping_engine = kNoEngine;
+
 EngineOptions with_log(EngineOptions options, ActivityLog& log) {
     options.pager.activity_log = &log;
     return options;
@@ -62,7 +68,8 @@ Engine::Engine(const EngineOptions& options)
       host_(make_host_pager(options_, device_.get())),
       pager_(make_compute_pager(options_, host_, device_.get())),
       deferred_(std::make_unique<DeferredOps>(pager_, torch_device_)),
-      mapped_copy_(std::make_unique<MappedCopy>(*this)) {
+      mapped_copy_(std::make_unique<MappedCopy>(*this)),
+      id_(last_engine_id.fetch_add(1) + 1) {
     pager_->set_pending_work([this](Segment& segment, std::size_t index,
                                     bool may_wait) { return deferred_->resolve(segment, index, may_wait); },
                              [this](Segment& segment) { return deferred_->members(segment); });
@@ -169,14 +176,18 @@ bool Engine::drop_kept() {
 
 // --- Optimizer steps ----------------------------------------------------------------------------------------------
 
+bool Engine::in_optimizer_step() const noexcept { return stepping_engine == id_; }
+
+void Engine::abandon_optimizer_step() noexcept { stepping_engine = kNoEngine; }
+
 void Engine::begin_optimizer_step() {
-    in_optimizer_step_.store(true, std::memory_order_relaxed);
+    stepping_engine = id_;
     step_begin_ns_.store(activity_now_ns(), std::memory_order_relaxed);
     sweep_leases();
 }
 
 void Engine::end_optimizer_step() {
-    in_optimizer_step_.store(false, std::memory_order_relaxed);
+    stepping_engine = kNoEngine;
     steps_without_norms_.fetch_add(1, std::memory_order_relaxed);
     {
         const std::lock_guard lock(roles_mutex_);
@@ -217,6 +228,7 @@ void Engine::lease(const at::Tensor& view) {
 }
 
 bool Engine::sweep_leases() {
+    const bool had_works = collective_holds_.sweep();
     std::vector<Lease> dead;  // dropped after the lock: a guard that goes may be the last owner of its segment
     const std::lock_guard lock(leases_mutex_);
     for (std::size_t i = 0; i < leases_.size();) {
@@ -228,7 +240,6 @@ bool Engine::sweep_leases() {
         leases_[i] = std::move(leases_.back());
         leases_.pop_back();
     }
-    const bool had_works = collective_holds_.sweep();
     return had_works || !dead.empty();
 }
 

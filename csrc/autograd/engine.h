@@ -90,7 +90,10 @@ public:
     void begin_optimizer_step();
     /// Also the boundary of the recorded trace.
     void end_optimizer_step();
-    bool in_optimizer_step() const noexcept { return in_optimizer_step_.load(std::memory_order_relaxed); }
+    /// The step raised before its end.
+    void abandon_optimizer_step() noexcept;
+    /// Whether this thread is in a step.
+    bool in_optimizer_step() const noexcept;
 
     /// Roles that come again in every step: of the gradient of a parameter, of the n-th tensor of its kind made for a
     /// parameter in this step, and of the n-th activation of the step (for no parameter).
@@ -107,12 +110,12 @@ public:
     /// Returns whether any lease was dropped.
     bool sweep_leases();
 
-    // --- Activations ----------------------------------------------------------------------------------------------
-    /// Pins a segment that an operator is about to use without a pin of its own, until others have come after it.
-    void keep_for_a_while(const std::shared_ptr<Segment>& segment);
     // --- Collectives ----------------------------------------------------------------------------------------------
     CollectiveHolds& collective_holds() noexcept { return collective_holds_; }
 
+    // --- Activations ----------------------------------------------------------------------------------------------
+    /// Pins a segment that an operator is about to use without a pin of its own, until others have come after it.
+    void keep_for_a_while(const std::shared_ptr<Segment>& segment);
     /// Ends that for all of them. Returns whether there were any.
     bool drop_kept();
 
@@ -149,7 +152,7 @@ private:
     std::unique_ptr<DeferredOps> deferred_;
     std::unique_ptr<MappedCopy> mapped_copy_;
     std::atomic<std::size_t> live_segments_{0};
-    std::atomic<bool> in_optimizer_step_{false};
+    const std::uint64_t id_;  // never that of another engine
     std::atomic<std::int64_t> step_begin_ns_{0};
     std::atomic<std::uint32_t> steps_without_norms_{0};
 
@@ -159,10 +162,10 @@ private:
     };
     std::mutex moved_mutex_;
     std::unordered_map<const c10::StorageImpl*, Moved> moved_;
+    CollectiveHolds collective_holds_;
     std::mutex leases_mutex_;
     std::vector<Lease> leases_;
     std::mutex kept_mutex_;
-    CollectiveHolds collective_holds_;
     std::deque<Kept> kept_;
     std::size_t kept_bytes_ = 0;
     std::mutex roles_mutex_;

@@ -242,6 +242,7 @@ void bind_engine(py::module_& module) {
         .def(
             "prefetch",
             [](Engine& self, const at::Tensor& tensor) {
+        .def("abandon_optimizer_step", &Engine::abandon_optimizer_step)
                 waiting([&] { self.pager().prefetch(managed_segment(tensor)); });
             },
             py::arg("tensor"))

@@ -5,9 +5,12 @@ checkpoint brings them. What came otherwise is looked for in the first steps and
 step of one that has settled costs the same however many parameters it has.
 """
 
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -68,6 +71,7 @@ class OptimizerHooks:
         self._refresh = refresh
         self._label_of = label_of
         self._known: weakref.WeakKeyDictionary[Optimizer, Known] = weakref.WeakKeyDictionary()
+        self._calls = threading.local()  # `frame`: the call of `step` that this thread is in, by number
         self._unfinished: dict[int, str] = {}  # optimizers in a step, or whose last one raised: by id, for a message
 
     def check_steps_are_whole(self) -> None:
@@ -112,8 +116,22 @@ class OptimizerHooks:
         if known.is_searched:
             self._refresh()
             known.is_settled = not self._adopt_gradients(optimizer)
+        self._calls.frame = id(sys._getframe(1))
         self._engine.begin_optimizer_step()
         self._unfinished[id(optimizer)] = type(optimizer).__name__
+
+    def abandon_raised(self) -> None:
+        """Have the step of this thread end that raised before its end, if there is one: torch calls no hook then."""
+        call = self._calls.__dict__.get("frame")
+        if call is None:
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if id(frame) == call:
+                return
+            frame = frame.f_back
+        self._calls.frame = None
+        self._engine.abandon_optimizer_step()
 
     def _after(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         known = self._known.get(optimizer)
@@ -125,6 +143,7 @@ class OptimizerHooks:
                 found_any = self._adopt_states(optimizer)
                 known.is_settled = known.is_settled and not found_any
         finally:
+            self._calls.frame = None
             self._engine.end_optimizer_step()
 
     def _adopt_gradients(self, optimizer: Optimizer) -> bool:

@@ -169,7 +169,11 @@ class Session:
         """
         before = {id(tensor) for tensor in (*module.parameters(), *module.buffers()) if _C.is_managed(tensor)}
         wrapped = self._wrapped[module] = WrappedModule(
-            module, self.engine, on_submodule=self._record_part, activations=self._activations
+            module,
+            self.engine,
+            on_submodule=self._record_part,
+            on_forward=self._steps.abandon_raised,
+            activations=self._activations,
         )
         self._steps.unsettle()
         self._prepare_saving()

@@ -19,6 +19,7 @@ CALLS_BETWEEN_SEARCHES = 64
 
 _Folder = Mapping[str, torch.Tensor | None]
 OnSubmodule = Callable[["WrappedModule", nn.Module, str], None]
+OnForward = Callable[[], None]
 
 
 @dataclass
@@ -38,7 +39,13 @@ class WrappedModule:
     """
 
     def __init__(
-        self, module: nn.Module, engine: _C.Engine, *, on_submodule: OnSubmodule, activations: PagedActivations | None
+        self,
+        module: nn.Module,
+        engine: _C.Engine,
+        *,
+        on_submodule: OnSubmodule,
+        on_forward: OnForward,
+        activations: PagedActivations | None,
     ) -> None:
         """Take note of the module. Nothing is paged before :meth:`scan`.
 
@@ -48,11 +55,13 @@ class WrappedModule:
             on_submodule: Told of every submodule that a scan finds: this, the submodule, its qualified name. Must not
                 keep the module alive.
             activations: Pages what the module's forward saves; None: it stays in memory.
+            on_forward: Called before each forward of the module.
         """
         self._module = weakref.ref(module)
         self._engine = engine
         self._on_submodule = on_submodule
         self._tracked: dict[int, Tracked] = {}
+        self._on_forward = on_forward
         self._parameters: list[_Folder] = []
         self._is_stale = True
         self._refreshes = 0
@@ -73,6 +82,11 @@ class WrappedModule:
         self._is_stale = True
 
     def refresh(self) -> None:
+    def begin_forward(self) -> None:
+        """The module is called."""
+        self._on_forward()
+        self.refresh()
+
         """Scan again if the module is known to have changed.
 
         Hooks tell of parameters that are registered, of submodules and of conversions. What reaches a parameter by no
@@ -167,7 +181,7 @@ class RefreshHook(ModuleHook[WrappedModule]):
     def run(self, owner: WrappedModule, module: nn.Module) -> None:
         """Refresh the wrapped module; nothing while a graph is captured."""
         if not torch.compiler.is_compiling():
-            owner.refresh()
+            owner.begin_forward()
 
 
 def warn_unmanaged(refusals: list[str]) -> None:

@@ -3,6 +3,8 @@
 Method: a small module under a budget below its state, counts of searches and of bytes by kind.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import safetensors.torch
 import torch
@@ -152,6 +154,68 @@ class RaisesInTheMiddle(torch.optim.SGD):
             if self.is_broken and position == len(parameters) // 2:
                 raise OSError("in the middle")
             parameter.add_(parameter.grad, alpha=-0.1)
+
+
+def zeros_are_paged(parameter: torch.Tensor) -> bool:
+    """What an optimizer makes of a parameter inside a step is paged from the start."""
+    with torch.no_grad():
+        return _C.is_managed(torch.zeros_like(parameter))
+
+
+def test_a_step_that_raised_is_over(config):
+    """Copies of parameters that an evaluation makes after it are ordinary; the next step is one again."""
+    module = torch_offload.wrap(make_module(2), config=config)
+    optimizer = RaisesInTheMiddle(module.parameters(), lr=0.1)
+    module(torch.ones(2, 128)).sum().backward()
+    with pytest.raises(OSError, match="in the middle"):
+        optimizer.step()
+    with torch.no_grad():
+        module(torch.ones(2, 128))
+    assert not zeros_are_paged(module[0].weight)
+    seen = []
+    with torch.no_grad():
+        optimizer.is_broken = False
+        optimizer.register_step_pre_hook(lambda *_: seen.append(zeros_are_paged(module[0].weight)))
+        optimizer.step()
+    other = torch.optim.SGD(module.parameters(), lr=0.1)
+    other.step(lambda: seen.append(zeros_are_paged(module[0].weight)) or torch.zeros(()))
+    assert seen == [True, True]
+    assert not zeros_are_paged(module[0].weight)
+
+
+def test_a_closure_that_evaluates_does_not_end_the_step(config):
+    """It calls the module in the middle of a step."""
+    module = torch_offload.wrap(make_module(2), config=config)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = module(torch.ones(2, 128)).square().mean()
+        loss.backward()
+        seen.append(zeros_are_paged(module[0].weight))
+        return loss
+
+    optimizer.step(closure)
+    assert seen == [True]
+    assert all(_C.is_managed(state["momentum_buffer"]) for state in optimizer.state.values())
+
+
+def test_a_step_is_one_of_its_thread(config):
+    """Another thread evaluates meanwhile: what it makes is ordinary."""
+    module = torch_offload.wrap(make_module(2), config=config)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(torch.ones(2, 128)).sum().backward()
+    seen = []
+
+    def closure() -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            seen.append(pool.submit(zeros_are_paged, module[0].weight).result())
+        seen.append(zeros_are_paged(module[0].weight))
+        return torch.zeros(())
+
+    optimizer.step(closure)
+    assert seen == [False, True]
 
 
 @pytest.mark.parametrize("write", [torch.save, safetensors.torch.save_file], ids=["torch.save", "safetensors"])
