@@ -17,6 +17,18 @@ def set_log_level(level: int) -> None:
 def is_managed(tensor: torch.Tensor) -> bool:
     """Whether the tensor's storage is a segment of some engine and the tensor carries the key."""
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has bytes of its own, as opposed to standing for another one."""
+
+def in_transform() -> bool:
+    """Whether ``torch.func`` transforms what this thread runs: modules may hold tensors that stand for others."""
+
+def may_hook_saved_tensors() -> bool:
+    """Whether torch allows hooks on saved tensors now, and nobody has put any in place in this thread."""
+
+def saved_tensor_hook_count() -> int:
+    """The number of hooks on saved tensors that are in place in this thread."""
+
 def engine_of(tensor: torch.Tensor) -> Engine | None:
     """The engine that pages the tensor's storage, if any."""
 
@@ -116,6 +128,8 @@ class Engine:
     def end_saving(self) -> None:
         """Let go of what was saved last, which an operator may have been using."""
     def begin_optimizer_step(self) -> None: ...
+    def abandon_optimizer_step(self) -> None:
+        """The step that this thread is in raised before its end."""
     def end_optimizer_step(self) -> None:
         """End of a step: also the boundary of the recorded trace."""
     def finish_loading(self) -> None:
@@ -128,8 +142,6 @@ class Engine:
     def lease(self, view: torch.Tensor) -> None:
         """Pin like ``pin`` for as long as this very tensor object (its TensorImpl) is alive."""
     def is_resident(self, tensor: torch.Tensor) -> bool: ...
-    def abandon_optimizer_step(self) -> None:
-        """The step that this thread is in raised before its end."""
     def has_pending_work(self, tensor: torch.Tensor) -> bool: ...
     def flush(self) -> None:
         """Apply all deferred work and wait for all writes; raises what failed."""

@@ -1,5 +1,7 @@
 #include "autograd/saved_tensor.h"
 
+#include <ATen/SavedTensorHooks.h>
+
 #include "autograd/paged_storage.h"
 
 namespace torch_offload {
@@ -17,6 +19,12 @@ bool becomes_pages(Engine& engine, const at::Tensor& tensor) {
 }
 
 }  // namespace
+
+bool may_hook_saved_tensors() {
+    return at::SavedTensorDefaultHooks::is_enabled() && !at::SavedTensorDefaultHooks::get_hooks();
+}
+
+std::size_t saved_tensor_hook_count() { return at::SavedTensorDefaultHooks::get_tls_state().stack.size(); }
 
 SavedTensor save_for_backward(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor) {
     SavedTensor saved{tensor.detach(), version_of(tensor)};

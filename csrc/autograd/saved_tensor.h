@@ -15,6 +15,12 @@ struct SavedTensor {
     std::uint32_t version = 0;
 };
 
+/// True if torch would let hooks on saved tensors be put in place in this thread, and nobody's are: checkpointing has
+/// its own, and what `torch.func` transforms may have none.
+bool may_hook_saved_tensors();
+/// The number of hooks on saved tensors that are in place in this thread.
+std::size_t saved_tensor_hook_count();
+
 /// Takes a tensor that a graph is about to keep. Where its memory is a temporary of the engine, it becomes pages where
 /// it lies: no byte is copied, and memory that is used before the backward pass can leave until then. On a GPU torch's
 /// allocator has it: it is copied into pages, and the storage changes over to them. Anything else

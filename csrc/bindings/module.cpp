@@ -1,4 +1,5 @@
 // The Python module `torch_offload._C`: arguments in, results out, the GIL given back while the engine waits.
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -56,6 +57,11 @@ auto waiting(Body body) {
     const Delivery delivery;
     const py::gil_scoped_release no_gil;
     return body();
+}
+
+/// While `torch.func` transforms a function, what it calls is given tensors that stand for others.
+bool in_transform() {
+    return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
 const std::shared_ptr<Segment>& managed_segment(const at::Tensor& tensor) {
@@ -236,13 +242,13 @@ void bind_engine(py::module_& module) {
             py::arg("tensor"))
         .def("end_saving", [](Engine& self) { waiting([&] { self.drop_kept(); }); })
         .def("begin_optimizer_step", [](Engine& self) { waiting([&] { self.begin_optimizer_step(); }); })
+        .def("abandon_optimizer_step", &Engine::abandon_optimizer_step)
         .def("end_optimizer_step", [](Engine& self) { waiting([&] { self.end_optimizer_step(); }); })
         .def("finish_loading", [](Engine& self) { waiting([&] { self.finish_loading(); }); })
         .def("evict", &evict_tensor, py::arg("tensor"))
         .def(
             "prefetch",
             [](Engine& self, const at::Tensor& tensor) {
-        .def("abandon_optimizer_step", &Engine::abandon_optimizer_step)
                 waiting([&] { self.pager().prefetch(managed_segment(tensor)); });
             },
             py::arg("tensor"))
@@ -311,6 +317,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     bind_ssd_probe(m);
     py::class_<SavedTensor>(m, "SavedTensor", py::is_final());
     m.def("restore_for_backward", &restore_for_backward, py::arg("saved"));
+    m.def("may_hook_saved_tensors", &may_hook_saved_tensors);
+    m.def("saved_tensor_hook_count", &saved_tensor_hook_count);
+    m.def("in_transform", &in_transform);
+    m.def("has_storage", [](const at::Tensor& tensor) { return tensor.has_storage(); }, py::arg("tensor"));
     m.def(
         "engine_of",
         [](const at::Tensor& tensor) -> std::shared_ptr<Engine> {

@@ -1,6 +1,8 @@
 """Makes pages of the tensors that autograd saves while a wrapped module runs forward."""
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,14 +36,35 @@ class PagedActivations:
         ]
 
     def enter(self) -> None:
-        """A call begins in this thread."""
+        """A call begins in this thread. Where others have hooks in place, as checkpointing has, those stay."""
         stack: list[saved_tensors_hooks | None] = self._calls.__dict__.setdefault("stack", [])
-        if stack or torch.compiler.is_compiling():
+        if stack or torch.compiler.is_compiling() or not _C.may_hook_saved_tensors():
             stack.append(None)
             return
         hooks = saved_tensors_hooks(self._engine.save_for_backward, _C.restore_for_backward)
         hooks.__enter__()
         stack.append(hooks)
+
+    def stand_aside(self, original: Callable[..., None], *args: Any) -> None:
+        """Take the hooks out of the way of who forbids hooks on saved tensors for a while; torch refuses where any are.
+
+        Args:
+            original: `torch._C._autograd._saved_tensors_hooks_disable`.
+            args: Its own.
+        """
+        stack: list[saved_tensors_hooks | None] = self._calls.__dict__.get("stack", [])
+        hooks = next((hooks for hooks in stack if hooks is not None), None)
+        if hooks is not None and _C.saved_tensor_hook_count() == 1:
+            hooks.__exit__()
+            self._calls.aside = hooks
+        original(*args)
+
+    def come_back(self, original: Callable[..., None]) -> None:
+        """Put them in place again."""
+        original()
+        hooks: saved_tensors_hooks | None = self._calls.__dict__.pop("aside", None)
+        if hooks is not None:
+            hooks.__enter__()
 
     def leave(self) -> None:
         """The call ends."""

@@ -168,6 +168,22 @@ PARAMETER_DEEPCOPY = ReplacedFunction(
     until=Until.ENGINE_CLOSES,
     alternative="A hook of torch on copying a parameter.",
 )
+FORBID_SAVED_TENSOR_HOOKS = ReplacedFunction(
+    owner="torch._C._autograd",
+    name="_saved_tensors_hooks_disable",
+    parameters=None,
+    reason="`torch.func` in the forward of a module whose activations are paged: the hooks that page them stand aside.",
+    until=Until.ENGINE_CLOSES,
+    alternative="Transforms of `torch.func` that support hooks on saved tensors.",
+)
+ALLOW_SAVED_TENSOR_HOOKS = ReplacedFunction(
+    owner="torch._C._autograd",
+    name="_saved_tensors_hooks_enable",
+    parameters=None,
+    reason="As `_saved_tensors_hooks_disable`: the hooks come back.",
+    until=Until.ENGINE_CLOSES,
+    alternative="Transforms of `torch.func` that support hooks on saved tensors.",
+)
 OPTIMIZER_LOADED_STATE = ReplacedFunction(
     owner="torch.optim:Optimizer",
     name="_process_value_according_to_param_policy",
@@ -292,6 +308,8 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     REBUILD_TENSOR,
     MODULE_APPLY,
     PARAMETER_DEEPCOPY,
+    FORBID_SAVED_TENSOR_HOOKS,
+    ALLOW_SAVED_TENSOR_HOOKS,
     OPTIMIZER_LOADED_STATE,
     OPTIMIZER_LOAD,
     SAFETENSORS_POINTERS,

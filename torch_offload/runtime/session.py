@@ -126,6 +126,9 @@ class Session:
         self._unpickled.install(self._patches)
         self._patches.replace(replaced_functions.MODULE_APPLY, self._after_conversion)
         self._patches.replace(replaced_functions.PARAMETER_DEEPCOPY, self._after_copy)
+        if self._activations is not None:
+            self._patches.replace(replaced_functions.FORBID_SAVED_TENSOR_HOOKS, self._activations.stand_aside)
+            self._patches.replace(replaced_functions.ALLOW_SAVED_TENSOR_HOOKS, self._activations.come_back)
         self._hooks = [
             self._registrations.listen(Listener(self.on_tensor, self._on_submodule_added)),
             *self._steps.install(self._patches),

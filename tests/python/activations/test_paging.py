@@ -10,7 +10,8 @@ import pytest
 import torch
 from support.bits import digest, same_bits
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import torch_offload
 from torch_offload import Config, OutOfTierMemory
@@ -141,6 +142,56 @@ def test_checkpointed_layers_and_their_inputs(paged, use_reentrant):
     network(rows()).square().mean().backward()
     assert gradients(network) == expected
     assert_activations_moved()
+
+
+class FirstChildCheckpointed(nn.Module):
+    """Its hooks on saved tensors are in place during its forward, and not when backward calls the child again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = config_of_four()()
+        self.head = deep_network()
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.block, value, use_reentrant=False))
+
+
+class SequentialCheckpointed(nn.Sequential):
+    """Segments of its own children."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential(self, 4, value, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "make", [FirstChildCheckpointed, lambda: SequentialCheckpointed(*deep_network())], ids=["child", "sequential"]
+)
+def test_a_checkpointed_first_child(paged, make):
+    """Without reentrance; three steps, and the rest of the module is paged as ever."""
+    plain = make()
+    plain(rows()).square().mean().backward()
+    expected = gradients(plain)
+    network = torch_offload.wrap(make(), config=paged.replace(ram="6MiB"))
+    for _ in range(3):
+        network.zero_grad()
+        network(rows()).square().mean().backward()
+        assert gradients(network) == expected
+    assert torch_offload.report().counters["saved_bytes"] > 0
+
+
+def test_hooks_of_others_stay_in_place(paged):
+    """A checkpoint around the module, and hooks on saved tensors that the script has put in place."""
+
+    def run(network: nn.Module) -> list[object]:
+        seen = []
+        with saved_tensors_hooks(lambda tensor: seen.append(digest(tensor)) or tensor, lambda tensor: tensor):
+            network(rows()).square().mean().backward()
+        checkpoint(network, rows().requires_grad_(), use_reentrant=False).square().mean().backward()
+        return [seen, gradients(network)]
+
+    expected = run(config_of_four()())
+    assert run(torch_offload.wrap(config_of_four()(), config=paged.replace(ram="6MiB"))) == expected
+    assert len(expected[0]) > 4
 
 
 def test_a_graph_that_is_kept_is_walked_again(paged):
