@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from torch_offload import _C
+
 
 def why_not_pageable(tensor: torch.Tensor, compute_device: str = "cpu") -> str | None:
     """Return the reason why a tensor cannot be paged, such as ``is on device cuda:1``, or None where it can.
@@ -17,6 +19,8 @@ def why_not_pageable(tensor: torch.Tensor, compute_device: str = "cpu") -> str |
         return f"is on device {tensor.device}"
     if tensor.layout is not torch.strided:
         return f"has layout {tensor.layout}"
+    if not _C.has_storage(tensor):
+        return "has no memory of its own"
     if tensor.is_quantized:
         return f"is quantized ({tensor.dtype})"
     if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]

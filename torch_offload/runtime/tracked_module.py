@@ -54,14 +54,14 @@ class WrappedModule:
             engine: Pages the module.
             on_submodule: Told of every submodule that a scan finds: this, the submodule, its qualified name. Must not
                 keep the module alive.
-            activations: Pages what the module's forward saves; None: it stays in memory.
             on_forward: Called before each forward of the module.
+            activations: Pages what the module's forward saves; None: it stays in memory.
         """
         self._module = weakref.ref(module)
         self._engine = engine
         self._on_submodule = on_submodule
-        self._tracked: dict[int, Tracked] = {}
         self._on_forward = on_forward
+        self._tracked: dict[int, Tracked] = {}
         self._parameters: list[_Folder] = []
         self._is_stale = True
         self._refreshes = 0
@@ -81,12 +81,13 @@ class WrappedModule:
         """The module has changed: look at all of it before the next forward."""
         self._is_stale = True
 
-    def refresh(self) -> None:
     def begin_forward(self) -> None:
-        """The module is called."""
+        """The module is called. While `torch.func` transforms the call, what it holds is not its own."""
         self._on_forward()
-        self.refresh()
+        if not _C.in_transform():
+            self.refresh()
 
+    def refresh(self) -> None:
         """Scan again if the module is known to have changed.
 
         Hooks tell of parameters that are registered, of submodules and of conversions. What reaches a parameter by no
@@ -114,7 +115,7 @@ class WrappedModule:
             self._parameters.append(submodule._parameters)
             for kind, folder in (("parameter", submodule._parameters), ("other", submodule._buffers)):
                 for name, tensor in folder.items():
-                    if tensor is not None:
+                    if tensor is not None and not _is_on_loan(tensor):
                         self._adopt(f"{path}.{name}" if path else name, tensor, kind, refusals)
         self._is_stale = False
         warn_unmanaged(refusals)
@@ -142,7 +143,7 @@ class WrappedModule:
         tracked = self._tracked
         for folder in self._parameters:
             for tensor in folder.values():
-                if tensor is None:
+                if tensor is None or _is_on_loan(tensor):
                     continue
                 known = tracked.get(id(tensor))
                 if known is None or known.tensor() is not tensor:
@@ -179,7 +180,7 @@ class RefreshHook(ModuleHook[WrappedModule]):
     """Forward pre-hook."""
 
     def run(self, owner: WrappedModule, module: nn.Module) -> None:
-        """Refresh the wrapped module; nothing while a graph is captured."""
+        """Tell the wrapped module; nothing while a graph is captured."""
         if not torch.compiler.is_compiling():
             owner.begin_forward()
 
@@ -188,6 +189,11 @@ def warn_unmanaged(refusals: list[str]) -> None:
     """Name, in one warning, the tensors that stay ordinary memory."""
     if refusals:
         warnings.warn(f"torch_offload leaves these tensors in memory: {'; '.join(refusals)}", UserWarning, stacklevel=5)
+
+
+def _is_on_loan(tensor: torch.Tensor) -> bool:
+    """Whether a module has the tensor for one call only: `functional_call` puts in what was computed."""
+    return not tensor.is_leaf
 
 
 def _hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
