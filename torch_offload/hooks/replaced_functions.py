@@ -168,6 +168,14 @@ PARAMETER_DEEPCOPY = ReplacedFunction(
     until=Until.ENGINE_CLOSES,
     alternative="A hook of torch on copying a parameter.",
 )
+SWAP_TENSORS = ReplacedFunction(
+    owner="torch.utils",
+    name="swap_tensors",
+    parameters=("t1", "t2"),
+    reason="It refuses tensors with weak references: those of a wrapped module are dropped, and made again afterwards.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A `swap_tensors` that leaves weak references with the object, as it does strong ones.",
+)
 FORBID_SAVED_TENSOR_HOOKS = ReplacedFunction(
     owner="torch._C._autograd",
     name="_saved_tensors_hooks_disable",
@@ -183,6 +191,14 @@ ALLOW_SAVED_TENSOR_HOOKS = ReplacedFunction(
     reason="As `_saved_tensors_hooks_disable`: the hooks come back.",
     until=Until.ENGINE_CLOSES,
     alternative="Transforms of `torch.func` that support hooks on saved tensors.",
+)
+HIGHER_ORDER_KEYS = ReplacedFunction(
+    owner="torch._ops",
+    name="_compute_keyset",
+    parameters=("args", "kwargs", "non_fallthrough_keys"),
+    reason="Higher-order operators find no kernel for the key of paged tensors; the operators in them do.",
+    until=Until.ENGINE_CLOSES,
+    alternative="Backend fallbacks for higher-order operators.",
 )
 OPTIMIZER_LOADED_STATE = ReplacedFunction(
     owner="torch.optim:Optimizer",
@@ -308,8 +324,10 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     REBUILD_TENSOR,
     MODULE_APPLY,
     PARAMETER_DEEPCOPY,
+    SWAP_TENSORS,
     FORBID_SAVED_TENSOR_HOOKS,
     ALLOW_SAVED_TENSOR_HOOKS,
+    HIGHER_ORDER_KEYS,
     OPTIMIZER_LOADED_STATE,
     OPTIMIZER_LOAD,
     SAFETENSORS_POINTERS,

@@ -58,6 +58,9 @@ REMEDIES: Mapping[Activations, str] = MappingProxyType(
 )
 """Remedies beside a larger budget, by the setting for activations."""
 
+PAGED_KEY = "DeferredInit"
+"""The dispatch key of paged tensors, as torch names it."""
+
 _UNWRAP_FIRST = "call torch_offload.unwrap(module) before"
 
 
@@ -126,9 +129,11 @@ class Session:
         self._unpickled.install(self._patches)
         self._patches.replace(replaced_functions.MODULE_APPLY, self._after_conversion)
         self._patches.replace(replaced_functions.PARAMETER_DEEPCOPY, self._after_copy)
+        self._patches.replace(replaced_functions.SWAP_TENSORS, self._swapped)
         if self._activations is not None:
             self._patches.replace(replaced_functions.FORBID_SAVED_TENSOR_HOOKS, self._activations.stand_aside)
             self._patches.replace(replaced_functions.ALLOW_SAVED_TENSOR_HOOKS, self._activations.come_back)
+        self._patches.replace(replaced_functions.HIGHER_ORDER_KEYS, _keys_of_higher_order)
         self._hooks = [
             self._registrations.listen(Listener(self.on_tensor, self._on_submodule_added)),
             *self._steps.install(self._patches),
@@ -341,6 +346,29 @@ class Session:
             self.engine.manage(copied, kind="parameter", label=label, of_module=True)
         return copied
 
+    def _swapped(self, original: Callable[..., Any], one: torch.Tensor, other: torch.Tensor) -> None:
+        """Keep track of two tensors that become each other. Torch refuses where weak references are.
+
+        Raises:
+            OffloadError: If what a wrapped module holds now cannot be brought.
+        """
+        for tensor in (one, other):
+            self._unpickled.forget(tensor)
+        let_go = [
+            (wrapped, known[0], tensor, known[1])
+            for wrapped in list(self._wrapped.values())
+            for tensor in (one, other)
+            if (known := wrapped.let_go(tensor)) is not None
+        ]
+        try:
+            original(one, other)
+            for _, _, tensor, _ in let_go:
+                # Its list of hooks stayed, the call of them went with the content: another hook would join a dead list.
+                tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        finally:
+            for wrapped, label, tensor, kind in let_go:
+                wrapped.take_up(label, tensor, kind)
+
     def _after_conversion(
         self, original: Callable[..., Any], module: nn.Module, fn: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
@@ -376,3 +404,7 @@ class Session:
     def _label_of(self, parameter: torch.Tensor) -> str:
         labels = (wrapped.label_of(parameter) for wrapped in list(self._wrapped.values()))
         return next((label for label in labels if label is not None), "parameter")
+
+
+def _keys_of_higher_order(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return original(*args, **options).remove(PAGED_KEY)

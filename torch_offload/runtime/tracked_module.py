@@ -27,6 +27,7 @@ class Tracked:
     """One tensor of a wrapped module."""
 
     label: str
+    kind: str
     tensor: weakref.ref[torch.Tensor]
     is_managed: bool
     gradient_hook: RemovableHandle | None = None
@@ -131,7 +132,7 @@ class WrappedModule:
             reason = why_not_pageable(tensor, self._engine.torch_device)
             if reason is not None:
                 refusals.append(f"{label} {reason}")
-            known = Tracked(label, weakref.ref(tensor), is_managed=False)
+            known = Tracked(label, kind, weakref.ref(tensor), is_managed=False)
         if not known.is_managed or not _C.is_managed(tensor):
             can_be = why_not_pageable(tensor, self._engine.torch_device) is None
             known.is_managed = can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True)
@@ -153,6 +154,24 @@ class WrappedModule:
                 if (tensor.requires_grad and known.gradient_hook is None) or not _C.is_managed(tensor):
                     return True
         return False
+
+    def let_go(self, tensor: torch.Tensor) -> tuple[str, str] | None:
+        """Forget a tensor and return its label and kind; None if it was not known."""
+        known = self._tracked.get(id(tensor))
+        if known is None or known.tensor() is not tensor:
+            return None
+        del self._tracked[id(tensor)]
+        if known.gradient_hook is not None:
+            known.gradient_hook.remove()
+        return known.label, known.kind
+
+    def take_up(self, label: str, tensor: torch.Tensor, kind: str) -> None:
+        """Page a tensor that was let go of, whatever it is now.
+
+        Raises:
+            OffloadError: As from ``Engine.manage``.
+        """
+        self._adopt(label, tensor, kind, [])
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield label and tensor of everything tracked that is still alive."""

@@ -42,6 +42,11 @@ class UnpickledTensors:
         known = self._paged.get(id(tensor))
         return known is not None and known() is tensor
 
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Know a tensor no more."""
+        if tensor in self:
+            del self._paged[id(tensor)]
+
     def _page_beyond(self, original: Callable[..., Any], storage: Any, *args: Any) -> torch.Tensor:
         tensor: torch.Tensor = original(storage, *args)
         if os.getpid() != self._process or why_not_pageable(tensor) is not None:
