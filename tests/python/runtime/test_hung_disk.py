@@ -67,7 +67,7 @@ def test_a_transfer_that_does_not_end_is_a_typed_error(scratch):
     with pytest.raises(TierIOError, match="the disk comes back") as raised:
         torch_offload.evict(module.weight)
     assert raised.value.errno == errno.ETIMEDOUT
-    with pytest.raises(TierIOError, match="writing page . of weight .* has taken"):
+    with pytest.raises(TierIOError, match=r"writing page . of weight .* has taken"):
         module(torch.ones(1, 256))
     assert torch.equal(module.bias, expected.bias)
 

@@ -159,7 +159,7 @@ def main() -> None:
         del run
         PROCESS.close_session()
         first += every
-    print(json.dumps({"optimizer": name, "transfers": transfers, **outcomes}))
+    sys.stdout.write(json.dumps({"optimizer": name, "transfers": transfers, **outcomes}) + "\n")
 
 
 if __name__ == "__main__":
