@@ -1,6 +1,8 @@
 """Collectives of two processes on tensors whose pages are sent away while they are under way."""
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,6 +58,12 @@ class Rank:
         if self.rank == 0:
             self.meet()
         return begun
+
+    def meet_when_full(self) -> None:
+        """Meet the other once another tensor does not fit."""
+        while self.engine is not None and self.engine.statistics()["memory"]["available_bytes"] >= 4 * ELEMENTS:
+            time.sleep(0.001)
+        self.meet()
 
     def meet(self) -> None:
         """Wait for the other, by the store: no collective is begun."""
@@ -118,8 +126,12 @@ def synchronous(rank: Rank) -> Iterator[Tensor]:
 
 
 def many_at_once(rank: Rank) -> Iterator[Tensor]:
-    """As a script does that averages its gradients by itself."""
+    """As a script does that averages its gradients by itself; the second begins once the first has no memory left."""
     tensors = [rank.tensor(seed) for seed in range(MANY)]
+    if rank.rank == 0:
+        threading.Thread(target=rank.meet_when_full, daemon=True).start()
+    else:
+        rank.meet()
     for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
         work.wait()
     yield from tensors
