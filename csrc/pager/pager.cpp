@@ -31,6 +31,15 @@ HugePages huge_pages_for(const PagerOptions& options) {
     return is_whole ? HugePages::allowed : HugePages::never;
 }
 
+/// False if the system refuses it.
+bool can_show_to_forks(Memory& memory, std::span<std::byte> range) noexcept try {
+    memory.hide_from_fork(range, false);
+    return true;
+} catch (const std::exception& error) {
+    OFFLOAD_LOG(debug, "memory is not reused: ", error.what());
+    return false;
+}
+
 /// A store whose transfers do not end: its files and buffers stay as they are until the process ends.
 void keep_for_good(std::unique_ptr<PageStore> store) {
     static std::mutex mutex;
@@ -182,10 +191,8 @@ void Pager::Impl::forget(Segment& segment) {
     memory.set_target(range, nullptr);
     release_faulted(segment);
     store->forget(segment);
-    const bool is_kept = is_whole_in_place(segment);
-    if (is_kept) {
-        memory.hide_from_fork(range, false);
-    } else {
+    const bool is_kept = is_whole_in_place(segment) && can_show_to_forks(memory, range);
+    if (!is_kept) {
         for (std::size_t i = 0; i < segment.page_count(); ++i) {
             if (segment.page(i).load().state() == PageState::mapped) take_out_of_segment(segment.page(i));
         }

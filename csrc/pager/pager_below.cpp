@@ -18,6 +18,7 @@ bool Pager::salvage(Segment& segment, std::size_t index, std::span<std::byte> ta
 }
 
 void PageAccess::add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page) {
+    latch.reserve_one();
     latch.segments_.push_back(std::move(segment));
     latch.pages_.push_back(&page);
     latch.locations_.push_back(UpdateLatch::Location::below);

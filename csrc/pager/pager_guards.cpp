@@ -21,8 +21,8 @@ void Pager::Impl::Overwriting::confirm() noexcept {
 }
 
 void PageAccess::hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count) {
+    guard.held_.push_back({segment, first, count});  // before: it may fail
     for (std::size_t i = first; i < first + count; ++i) segment->page(i).add_pin();
-    guard.held_.push_back({std::move(segment), first, count});
 }
 
 PinGuard::~PinGuard() {
@@ -33,6 +33,7 @@ PinGuard::~PinGuard() {
 
 void PageAccess::add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page, bool is_at_address) {
     const std::span<std::byte> range = segment->page_range(segment->index_of(page));
+    latch.reserve_one();
     page.add_pin();
     latch.segments_.push_back(std::move(segment));
     latch.pages_.push_back(&page);
@@ -45,6 +46,16 @@ void PageAccess::confirm(UpdateLatch& latch, std::optional<Pager::Impl::Transien
     latch.confirmed_ = true;
     latch.is_transient_ = transient.has_value();
     if (transient) transient->hand_over();
+}
+
+/// So that a page is added wholly or not at all.
+void UpdateLatch::reserve_one() {
+    const std::size_t count = pages_.size() + 1;
+    segments_.reserve(count);
+    pages_.reserve(count);
+    bytes_.reserve(count);
+    locations_.reserve(count);
+    is_worthless_.reserve(count);
 }
 
 void UpdateLatch::swap(UpdateLatch& other) noexcept {

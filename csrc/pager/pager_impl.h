@@ -24,7 +24,6 @@
 #include "pager/unwritable_pages.h"
 
 namespace torch_offload {
-
 inline std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 struct Pager::Impl final : StoreClient {
@@ -46,7 +45,6 @@ struct Pager::Impl final : StoreClient {
         Impl* pager_;
     };
     void end_transient() noexcept;
-
     /// The memory behind `bytes`: mapping and direct I/O know whole granules only.
     std::span<std::byte> whole_granules(std::span<std::byte> bytes) const noexcept {
         return {bytes.data(), whole_granules(bytes.size())};
@@ -71,6 +69,7 @@ struct Pager::Impl final : StoreClient {
     void raise_unsaid_write_error();
     void raise_write_error(const Segment* segment = nullptr);
     void raise_if_late(const Page& page, PageWord seen);
+    void raise_late_error();
     bool end_lateness(const Page& page);
 
     // Uses that outlive their guards (in_flight_uses.cpp)
@@ -89,7 +88,7 @@ struct Pager::Impl final : StoreClient {
     auto acquire(std::size_t size_bytes, Take take, Available available);
     struct Victim {
         std::shared_ptr<Segment> segment;
-        Page* page = nullptr;
+        Page* page;
     };
     /// Whether pages are tried that UnwritablePages leaves alone: by who would run out of memory without them.
     enum class Resting : std::uint8_t { not_yet, too };
@@ -213,6 +212,7 @@ struct Pager::Impl final : StoreClient {
     std::unordered_map<const Page*, std::exception_ptr> page_errors;
     UnwritablePages unwritable;
     FaultHolds fault_holds;
+    std::exception_ptr late_error;   // of the transfer that became late last
     std::exception_ptr fault_error;  // of an access behind the dispatcher, raised by the next pin
     std::vector<std::pair<std::weak_ptr<Segment>, std::size_t>> poisoned;  // pages, until that error is raised
     std::size_t unregister_wanted_bytes = 0;

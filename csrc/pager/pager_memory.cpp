@@ -68,6 +68,7 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
             if (wait_for_oldest_use() || release_faulted()) continue;
             if (!std::exchange(are_resting_tried, true) && evict_for(size_bytes, 0, Resting::too) > 0) continue;
             raise_write_error();
+            raise_late_error();
             raise_out_of_memory(size_bytes);
         }
         if (!wait) wait.emplace(*this);
@@ -107,12 +108,13 @@ std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, UseP
 
 /// Unpinned pages in memory, furthest next use first, at least `wanted_bytes` if there are as many that are used at
 /// `keep_before` or later. Of one segment the last page goes first: the first is needed first. Pages whose last write
-/// failed a moment ago only as `resting` says.
+/// failed a moment ago only as `resting` says; none that would have to be written to a disk that does not answer.
 std::vector<Pager::Impl::Victim> Pager::Impl::choose_victims(std::size_t wanted_bytes, UsePosition keep_before,
                                                              Resting resting) {
     std::vector<Victim> victims;  // outlives the lock: the last owner of a segment takes it
     std::size_t chosen_bytes = 0;
     const std::int64_t now_ns = steady_ns();
+    const bool may_write = late_pages.load(std::memory_order_acquire) == 0;  // the disk answers
     const std::lock_guard lock(mutex);
     for (auto entry = evictable.begin(); entry != evictable.end() && chosen_bytes < wanted_bytes;) {
         Segment& segment = *entry->segment;
@@ -124,6 +126,7 @@ std::vector<Pager::Impl::Victim> Pager::Impl::choose_victims(std::size_t wanted_
             const PageWord word = segment.page(i).load();
             has_pages = has_pages || !(word.is_absent() || word.state() == PageState::failed);
             if (!word.in_memory() || word.pin_count() != 0) continue;
+            if (!may_write && word.has(PageWord::kDirty)) continue;
             if (resting == Resting::not_yet && unwritable.is_resting(segment.page(i), now_ns)) continue;
             std::shared_ptr<Segment> owner = segments.at(&segment).lock();
             if (!owner) break;

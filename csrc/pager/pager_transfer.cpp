@@ -109,6 +109,7 @@ void Pager::Impl::note_late(Page& page, IoDirection direction, std::exception_pt
     {
         const std::lock_guard lock(mutex);
         page_errors[&page] = error;
+        late_error = error;
         if (direction == IoDirection::write) unwritable.add(page, error, steady_ns());
     }
     late_pages.fetch_add(1, std::memory_order_acq_rel);
@@ -129,6 +130,16 @@ bool Pager::Impl::end_lateness(const Page& page) {
 /// Whether a transfer is under way that is not late: memory may come of it.
 bool Pager::Impl::is_anything_moving() const noexcept {
     return moving_pages.load(std::memory_order_acquire) > late_pages.load(std::memory_order_acquire);
+}
+
+/// Raises why memory is not to be had while the disk does not answer.
+void Pager::Impl::raise_late_error() {
+    std::exception_ptr error;
+    if (late_pages.load(std::memory_order_acquire) != 0) {
+        const std::lock_guard lock(mutex);
+        error = late_error;
+    }
+    if (error) std::rethrow_exception(error);
 }
 
 void Pager::Impl::raise_if_late(const Page& page, PageWord seen) {

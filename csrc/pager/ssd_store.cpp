@@ -240,8 +240,23 @@ void SsdStore::submit_ready() {
         if (transfer.begin_ns == 0) transfer.begin_ns = activity_now_ns();
         transfer.submitted = Clock::now();
         IoRequest* request = &transfer.request;
-        if (engine_->submit({&request, 1}) == 0) return;  // full: the rest waits for completions
-        submitted_.insert(ready.front().release());       // the engine's until reaped; context leads back to it
+        submitted_.insert(&transfer);  // before: it may fail
+        std::size_t taken = 0;
+        try {
+            taken = engine_->submit({&request, 1});
+        } catch (const TierIoError&) {  // the engine is broken, and may have taken it
+            static_cast<void>(ready.front().release());
+            ready.pop_front();
+            throw;
+        } catch (...) {
+            submitted_.erase(&transfer);
+            throw;
+        }
+        if (taken == 0) {  // full: the rest waits for completions
+            submitted_.erase(&transfer);
+            return;
+        }
+        static_cast<void>(ready.front().release());  // the engine's until reaped; context leads back to it
         ready.pop_front();
     }
 }
@@ -257,7 +272,8 @@ bool SsdStore::is_stuck() const {
     return true;
 }
 
-/// Names the oldest transfer if it takes long, and says of each that is late so to who waits for it.
+/// Names the oldest transfer if it takes long. If it is late, so are all others, and who waits for them is told: the
+/// disk does not answer.
 void SsdStore::check_ages() {
     const auto now = Clock::now();
     const auto is_older = [](const Transfer* a, const Transfer* b) { return a->submitted < b->submitted; };
@@ -270,13 +286,17 @@ void SsdStore::check_ages() {
         last_warning_ = now;
         OFFLOAD_LOG(warning, describe(**oldest, now), "; the disk may hang: see the kernel's log (dmesg)");
     }
-    for (Transfer* transfer : submitted_) {
-        if (transfer->is_late || now - transfer->submitted < limits_.timeout) continue;
-        transfer->is_late = true;
-        const std::string what = describe(*transfer, now);
-        const auto error = std::make_exception_ptr(TierIoError(
-            concat(what, "; nothing is lost if the disk comes back: see the kernel's log (dmesg)"), ETIMEDOUT));
-        client_->note_late(*transfer->page, transfer->request.direction, error);
+    if (now - (*oldest)->submitted < limits_.timeout) return;
+    const auto error = std::make_exception_ptr(TierIoError(
+        concat(describe(**oldest, now), "; nothing is lost if the disk comes back: see the kernel's log (dmesg)"),
+        ETIMEDOUT));
+    const auto note_late = [&](Transfer& transfer) {
+        if (std::exchange(transfer.is_late, true)) return;
+        client_->note_late(*transfer.page, transfer.request.direction, error);
+    };
+    std::ranges::for_each(submitted_, [&](Transfer* transfer) { note_late(*transfer); });
+    for (const auto* behind : {&ready_reads_, &ready_writes_}) {
+        std::ranges::for_each(*behind, [&](const auto& transfer) { note_late(*transfer); });
     }
 }
 

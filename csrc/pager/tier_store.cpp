@@ -163,16 +163,25 @@ void TierStore::run(Lane& lane) {
     }
     std::deque<Transfer> under_way;
     while (true) {
-        std::optional<Transfer> transfer = next(lane, under_way.empty());
-        if (transfer && begin(lane, stream.get(), *transfer)) under_way.push_back(std::move(*transfer));
-        if (!under_way.empty() && (!transfer || under_way.size() == kCopiesUnderWay)) {
-            Transfer oldest = std::move(under_way.front());
-            under_way.pop_front();
-            finish(lane, std::move(oldest));
-        } else if (!transfer && under_way.empty()) {
-            return;
+        try {
+            if (!serve(lane, stream.get(), under_way)) return;
+        } catch (const std::exception& error) {  // such as a lack of memory for a transfer's own needs
+            OFFLOAD_LOG(error, "a turn of the copying thread failed: ", error.what());
         }
     }
+}
+
+/// Begins a copy, or ends the oldest. False when the lane has ended and nothing is under way.
+bool TierStore::serve(Lane& lane, Stream* stream, std::deque<Transfer>& under_way) {
+    std::optional<Transfer> transfer = next(lane, under_way.empty());
+    if (transfer && begin(lane, stream, *transfer)) under_way.push_back(std::move(*transfer));
+    if (!under_way.empty() && (!transfer || under_way.size() == kCopiesUnderWay)) {
+        Transfer oldest = std::move(under_way.front());
+        under_way.pop_front();
+        finish(lane, std::move(oldest));
+        return true;
+    }
+    return transfer.has_value() || !under_way.empty();
 }
 
 /// Nothing when the lane is empty; with `may_wait`, when it has ended.

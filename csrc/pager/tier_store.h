@@ -77,6 +77,7 @@ private:
 
     void enqueue(Lane& lane, std::shared_ptr<Segment> segment, Page& page);
     void run(Lane& lane);
+    bool serve(Lane& lane, Stream* stream, std::deque<Transfer>& under_way);
     std::optional<Transfer> next(Lane& lane, bool may_wait);
     bool begin(Lane& lane, Stream* stream, Transfer& transfer);
     void end(Lane& lane, const Transfer& transfer, const TransferEnd& end);

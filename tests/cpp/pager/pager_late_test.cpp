@@ -27,9 +27,9 @@ struct Interrupted : std::runtime_error {
 /// A pager over a disk that finishes nothing while it is shut, and so looks at the ages of its transfers all the time.
 class LatePager {
 public:
-    explicit LatePager(milliseconds timeout = milliseconds(50))
+    explicit LatePager(milliseconds timeout = milliseconds(50), std::size_t budget_pages = 8)
         : disk_(new GatedEngine),
-          pager_(std::make_unique<Pager>(with_short_limits(timeout), std::unique_ptr<IoEngine>(disk_))),
+          pager_(std::make_unique<Pager>(with_short_limits(timeout, budget_pages), std::unique_ptr<IoEngine>(disk_))),
           pager(*pager_),
           waker_([this] {
               while (!is_ending_) {
@@ -48,8 +48,8 @@ public:
     GatedEngine& disk() { return *disk_; }
 
 private:
-    static PagerOptions with_short_limits(milliseconds timeout) {
-        PagerOptions options = options_with(8);
+    static PagerOptions with_short_limits(milliseconds timeout, std::size_t budget_pages) {
+        PagerOptions options = options_with(budget_pages);
         options.transfer_limits.warn_after = milliseconds(10);
         options.transfer_limits.warn_every = milliseconds(20);
         options.transfer_limits.timeout = timeout;
@@ -127,6 +127,44 @@ TEST(PagerLate, WriteThatDoesNotEndIsRaised) {
     }
 }
 
+// Transfers that the store has not submitted, since those before them do not end, are late as well: who needs their
+// memory is told so. Method: a shut disk and more pages to write than transfers are in flight at once.
+TEST(PagerLate, WriteBehindOthersThatDoNotEndIsRaised) {
+    LatePager late(milliseconds(50), 24);
+    const auto leaving = filled_segment(late.pager, 20, 1);
+    late.disk().shut();
+    EXPECT_EQ(error_of([&] { late.pager.evict(leaving); }), ETIMEDOUT);
+    EXPECT_LT(late.disk().order().size(), 20u) << "some wait behind others";
+    EXPECT_EQ(error_of([&] { static_cast<void>(pin(late.pager, leaving, Access::read)); }), ETIMEDOUT);
+    late.disk().open();
+    ASSERT_TRUE(comes_true([&] { return error_of([&] { late.pager.evict(leaving); }) == 0; }));
+    const PinGuard guard = pin(late.pager, leaving, Access::read);
+    EXPECT_TRUE(holds(*leaving, 1));
+}
+
+// A disk that does not answer is given nothing more to write: who waits for memory is told at once, and what is in
+// memory stays usable. Method: a shut disk, one write that is late, then a full memory.
+TEST(PagerLate, HungDiskGetsNoMoreWrites) {
+    LatePager late;
+    const auto late_one = filled_segment(late.pager, 1, 1);
+    const auto resident = filled_segment(late.pager, 5, 2);
+    late.disk().shut();
+    EXPECT_EQ(error_of([&] { late.pager.evict(late_one); }), ETIMEDOUT);
+    const auto more = late.pager.create_segment(5 * kPageBytes, 4, SegmentKind::parameter);
+    const std::string before = late.disk().order();
+    for (int attempt = 0; attempt < 3; ++attempt) {
+        EXPECT_EQ(error_of([&] { static_cast<void>(pin(late.pager, more, Access::overwrite)); }), ETIMEDOUT);
+    }
+    EXPECT_EQ(late.disk().order(), before);
+    {
+        const PinGuard guard = pin(late.pager, resident, Access::write);
+        EXPECT_TRUE(holds(*resident, 2));
+    }
+    late.disk().open();
+    ASSERT_TRUE(comes_true(
+        [&] { return error_of([&] { static_cast<void>(pin(late.pager, more, Access::overwrite)); }) == 0; }));
+}
+
 // Waits for a read and for memory end as the program's interrupt check says, whether or not the disk answers one day;
 // nothing is lost. Method: a check that throws, a disk that is shut, then open.
 TEST(PagerLate, WaitsAreInterrupted) {
@@ -137,13 +175,14 @@ TEST(PagerLate, WaitsAreInterrupted) {
     late.disk().shut();
     set_interrupt_check([] { throw Interrupted("enough"); });
     const auto more = late.pager.create_segment(5 * kPageBytes, 4, SegmentKind::parameter);
-    std::vector<std::thread> waiting;
-    waiting.emplace_back([&] { EXPECT_THROW(static_cast<void>(pin(late.pager, stored, Access::read)), Interrupted); });
-    waiting.emplace_back(
-        [&] { EXPECT_THROW(static_cast<void>(pin(late.pager, more, Access::overwrite)), Interrupted); });
-    ASSERT_TRUE(comes_true([&] { return late.disk().order().size() >= 2; })) << "a read and a write";
+    const auto has_begun = [&](char direction) { return late.disk().order().find(direction) != std::string::npos; };
+    std::thread reader([&] { EXPECT_THROW(static_cast<void>(pin(late.pager, stored, Access::read)), Interrupted); });
+    EXPECT_TRUE(comes_true([&] { return has_begun('r'); }));
+    std::thread writer([&] { EXPECT_THROW(static_cast<void>(pin(late.pager, more, Access::overwrite)), Interrupted); });
+    EXPECT_TRUE(comes_true([&] { return has_begun('w'); }));
     EXPECT_THROW(late.pager.flush(), Interrupted);
-    for (std::thread& thread : waiting) thread.join();
+    reader.join();
+    writer.join();
     set_interrupt_check(nullptr);
     late.disk().open();
     {
