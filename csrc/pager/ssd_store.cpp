@@ -500,7 +500,11 @@ std::exception_ptr SsdStore::read_error(const Transfer& transfer, int error_numb
 
 void SsdStore::give_back_registered() {
     for (const Frame& frame : client_->frames_to_unregister()) {
-        engine_->unregister_buffer(frame.fixed_index);
+        try {
+            engine_->unregister_buffer(frame.fixed_index);
+        } catch (const std::exception& error) {
+            OFFLOAD_LOG(warning, "memory stays registered with the I/O engine: ", error.what());
+        }
         client_->take_unregistered(Frame{frame.slot});
     }
 }

@@ -95,9 +95,6 @@ void end_with_hung_disk(Report& report) {
 TEST(Fault, HungDisk) {
     CaseRunner runner(6);
     using enum CaseRunner::Known;
-    runner.know("the pager ends", "the end of a pager waits for a disk that hangs", always);
-    runner.know("two tiers, write", "one deadline after the other, and none of writes that wait behind others", always);
-    runner.know("three tiers, write", "the same");
     for (const Tiers tiers : {Tiers::two, Tiers::three}) {
         const char* const which = tiers == Tiers::two ? "two" : "three";
         for (const FaultCall call : {FaultCall::read, FaultCall::write}) {

@@ -77,10 +77,6 @@ TrainingCase training(Tiers tiers, std::uint64_t seed, const Fault& fault, const
 TEST(Fault, NthIo) {
     CaseRunner runner(2);
     using enum CaseRunner::Known;
-    runner.know("unregister", "frames that are being unregistered stay counted as held for a moment", always);
-    for (const char* const part : {"reap", "submit", "write"}) {
-        runner.know(part, "transfers that wait behind others that do not end have no deadline");
-    }
     for (const Tiers tiers : {Tiers::two, Tiers::three}) {
         for (const Way& way : ways()) {
             const auto run = [&](std::uint64_t number) {

@@ -74,7 +74,6 @@ TrainingCase training(Tiers tiers, const Refused& refused, int error, const Faul
 TEST(Fault, NthSystemCall) {
     CaseRunner runner;
     using enum CaseRunner::Known;
-    runner.know("AddressSpace::hide_from_fork", "madvise that fails is thrown from destructors and lanes", always);
     runner.know(" on, ENOMEM", "pages whose memory can neither be moved nor opened are lost, and their frames");
     runner.know(" on, EAGAIN", "the same");
     runner.know("three tiers, m", "a mapping that fails in a lane of the tier store ends the process or is waited for");
