@@ -238,7 +238,7 @@ void SsdStore::submit_ready() {
             continue;
         }
         if (transfer.begin_ns == 0) transfer.begin_ns = activity_now_ns();
-        transfer.submitted = Clock::now();
+        if (transfer.submitted == Clock::time_point{}) transfer.submitted = Clock::now();
         IoRequest* request = &transfer.request;
         submitted_.insert(&transfer);  // before: it may fail
         std::size_t taken = 0;
@@ -261,11 +261,26 @@ void SsdStore::submit_ready() {
     }
 }
 
+/// Of the transfers that the engine has, or was offered; nullptr: there is none.
+const Transfer* SsdStore::oldest_begun() const {
+    const Transfer* oldest = nullptr;
+    const auto look_at = [&](const Transfer& transfer) {
+        const bool has_begun = transfer.submitted != Clock::time_point{};
+        if (has_begun && (!oldest || transfer.submitted < oldest->submitted)) oldest = &transfer;
+    };
+    for (const Transfer* transfer : submitted_) look_at(*transfer);
+    for (const auto* ready : {&ready_reads_, &ready_writes_}) {
+        if (!ready->empty()) look_at(*ready->front());
+    }
+    return oldest;
+}
+
 /// Whether the disk does not answer. Nobody needs what is in flight when a store stops.
 bool SsdStore::is_stuck() const {
     const auto now = Clock::now();
     const auto is_old = [&](const Transfer* transfer) { return now - transfer->submitted >= limits_.warn_after; };
-    if (submitted_.empty() || !std::ranges::all_of(submitted_, is_old)) return false;
+    const Transfer* const oldest = oldest_begun();
+    if (!oldest || !is_old(oldest) || !std::ranges::all_of(submitted_, is_old)) return false;
     OFFLOAD_LOG(error, "ssd tier: ", in_flight(),
                 " transfers do not end: the engine ends without them, and what memory "
                 "they use stays until the process ends");
@@ -276,19 +291,18 @@ bool SsdStore::is_stuck() const {
 /// disk does not answer.
 void SsdStore::check_ages() {
     const auto now = Clock::now();
-    const auto is_older = [](const Transfer* a, const Transfer* b) { return a->submitted < b->submitted; };
-    const auto oldest = std::ranges::min_element(submitted_, is_older);
-    if (oldest == submitted_.end() || now - (*oldest)->submitted < std::min(limits_.warn_after, limits_.timeout)) {
+    const Transfer* const oldest = oldest_begun();
+    if (!oldest || now - oldest->submitted < std::min(limits_.warn_after, limits_.timeout)) {
         last_warning_.reset();
         return;
     }
     if (!last_warning_ || now - *last_warning_ >= limits_.warn_every) {
         last_warning_ = now;
-        OFFLOAD_LOG(warning, describe(**oldest, now), "; the disk may hang: see the kernel's log (dmesg)");
+        OFFLOAD_LOG(warning, describe(*oldest, now), "; the disk may hang: see the kernel's log (dmesg)");
     }
-    if (now - (*oldest)->submitted < limits_.timeout) return;
+    if (now - oldest->submitted < limits_.timeout) return;
     const auto error = std::make_exception_ptr(TierIoError(
-        concat(describe(**oldest, now), "; nothing is lost if the disk comes back: see the kernel's log (dmesg)"),
+        concat(describe(*oldest, now), "; nothing is lost if the disk comes back: see the kernel's log (dmesg)"),
         ETIMEDOUT));
     const auto note_late = [&](Transfer& transfer) {
         if (std::exchange(transfer.is_late, true)) return;
@@ -415,6 +429,7 @@ bool SsdStore::try_again_later(std::unique_ptr<Transfer>& transfer) {
     if (transfer->target && transfer->target != transfer->stored->extent)
         transfer->refused.push_back(*transfer->target);
     transfer->target.reset();  // a write is tried again elsewhere
+    transfer->submitted = {};
     transfer->request = IoRequest{};
     transfer->request.direction = direction;
     delayed_.push_back(std::move(transfer));
@@ -470,6 +485,7 @@ void SsdStore::settle_read(std::unique_ptr<Transfer> transfer) {
     } else if (!transfer->is_second_read) {
         OFFLOAD_LOG(warning, "checksum mismatch at offset ", transfer->request.offset_bytes, ", reading again");
         transfer->is_second_read = true;
+        transfer->submitted = {};
         transfer->request = IoRequest{};
         ready_reads_.push_front(std::move(transfer));
     } else {

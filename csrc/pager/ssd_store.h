@@ -47,7 +47,7 @@ struct Transfer {
     std::int64_t begin_ns = 0;                    // when it was first submitted
     std::size_t failed_attempts = 0;              // for reasons that may pass
     std::chrono::steady_clock::time_point due{};  // not submitted before
-    std::chrono::steady_clock::time_point submitted{};
+    std::chrono::steady_clock::time_point submitted{};  // or offered to the engine
     bool is_late = false;
     bool is_second_read = false;  // after a checksum mismatch
 };
@@ -89,6 +89,7 @@ private:
     void take_due();
     std::chrono::milliseconds longest_wait() const;
     void submit_ready();
+    const Transfer* oldest_begun() const;
     bool is_stuck() const;
     void check_ages();
     std::string describe(const Transfer& transfer, Clock::time_point now) const;
