@@ -118,6 +118,7 @@ Pager::Impl::Reached Pager::Impl::advance(Page& page, PageGoal goal, Patience pa
                 break;
             case PageStep::raise:
                 raise_page_error(page);
+                break;
         }
     }
 }

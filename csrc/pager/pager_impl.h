@@ -60,7 +60,7 @@ struct Pager::Impl final : StoreClient {
     void take_out_of_segment(Page& page) noexcept;
     void forget(Segment& segment);
     void log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind);
-    [[noreturn]] void raise_page_error(const Page& page);
+    void raise_page_error(const Page& page);
 
     // Errors (pager_transfer.cpp)
     void forget_error(const Page& page);

@@ -195,6 +195,7 @@ void Pager::Impl::forget_error(const Page& page) {
     page_errors.erase(&page);
 }
 
+/// Returns where the error has gone since the page was looked at: its word is to be looked at again.
 void Pager::Impl::raise_page_error(const Page& page) {
     std::exception_ptr error;
     {
@@ -203,7 +204,7 @@ void Pager::Impl::raise_page_error(const Page& page) {
         unwritable.unsaid_error();  // one error of a disk is enough to tell of it
     }
     if (error) std::rethrow_exception(error);
-    throw CorruptPage("the page was lost to an earlier error");
+    if (page.load().state() == PageState::failed) throw CorruptPage("the page was lost to an earlier error");
 }
 
 }  // namespace torch_offload

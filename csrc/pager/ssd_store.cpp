@@ -219,9 +219,10 @@ void SsdStore::take_due() {
     delayed_.erase(due, delayed_.end());
 }
 
-/// Until the next delayed transfer is due, if that is soon.
+/// Until the next delayed transfer is due, if that is soon, or until one is offered again that the engine did not take.
 std::chrono::milliseconds SsdStore::longest_wait() const {
-    auto wait = kIdleWait;
+    const bool is_refused = submitted_.empty() && !(ready_reads_.empty() && ready_writes_.empty());
+    auto wait = is_refused ? kBrokenPause : kIdleWait;
     for (const auto& transfer : delayed_) {
         const auto left = std::chrono::ceil<std::chrono::milliseconds>(transfer->due - Clock::now());
         wait = std::clamp(left, std::chrono::milliseconds(0), wait);
