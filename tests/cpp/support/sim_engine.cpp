@@ -40,7 +40,7 @@ std::optional<SimFault> SimEngine::draw(const IoRequest& request) {
 
 /// Copies the first `size_bytes` of what is left of `request`; returns how many the file has.
 std::int64_t SimEngine::move_bytes(const IoRequest& request, std::size_t size_bytes) {
-    std::vector<std::byte>& file = files_[request.file_descriptor];
+    std::vector<std::byte>& file = (*files_)[request.file_descriptor];
     const std::uint64_t offset_bytes = request.offset_bytes + request.done_bytes;
     std::byte* memory = request.buffer.data() + request.done_bytes;
     if (request.direction == IoDirection::write) {
@@ -55,7 +55,7 @@ std::int64_t SimEngine::move_bytes(const IoRequest& request, std::size_t size_by
 }
 
 void SimEngine::make_as_long_as(int file_descriptor, std::size_t size_bytes) {
-    std::vector<std::byte>& file = files_[file_descriptor];
+    std::vector<std::byte>& file = (*files_)[file_descriptor];
     file.resize(std::max(file.size(), size_bytes));
 }
 
@@ -71,7 +71,10 @@ std::int64_t SimEngine::attempt(const IoRequest& request, std::optional<SimFault
     if (bad != bad_sectors_.end() && bad->first == request.file_descriptor && bad->second < first_byte + left_bytes) {
         return -EIO;
     }
-    if (!fault) return move_bytes(request, left_bytes);
+    if (!fault) {
+        const SimAnswer answer = answer_ ? answer_(request) : SimAnswer{};
+        return answer.error != 0 ? -answer.error : move_bytes(request, std::min(left_bytes, answer.most_bytes));
+    }
     switch (*fault) {
         case SimFault::short_transfer:
             return move_bytes(request, 1 + below(left_bytes));

@@ -6,7 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <random>
 #include <set>
@@ -36,13 +38,24 @@ inline constexpr std::size_t kSimFaultCount = 10;
 /// Chances in a thousand, one for each SimFault.
 using SimChances = std::array<std::uint32_t, kSimFaultCount>;
 
+/// What an attempt comes to: an errno, or at most so many bytes of it.
+struct SimAnswer {
+    int error = 0;
+    std::size_t most_bytes = SIZE_MAX;
+};
+
+/// The bytes of each file, by descriptor.
+using SimFiles = std::map<int, std::vector<std::byte>>;
+
 /// Keeps each file descriptor's bytes in memory; the descriptors need not be open. Time is simulated: a reap() with
 /// transfers in flight runs until one is finished. Waits really only when nothing is in flight.
 /// Threads: as IoEngine says.
 class SimEngine final : public IoEngine {
 public:
-    SimEngine(std::size_t capacity, std::uint64_t seed, const SimChances& chances = {})
-        : capacity_(capacity), random_(seed), chances_(chances) {}
+    /// files: those of another engine that has ended.
+    SimEngine(std::size_t capacity, std::uint64_t seed, const SimChances& chances = {},
+              std::shared_ptr<SimFiles> files = std::make_shared<SimFiles>())
+        : capacity_(capacity), random_(seed), chances_(chances), files_(std::move(files)) {}
 
     /// The next attempts fail like this, in order, before chance is asked.
     void script(SimFault fault) { scripted_.push_back(fault); }
@@ -52,9 +65,17 @@ public:
     void wake() noexcept override;
     BufferIndex register_buffer(std::span<std::byte>) override { return next_buffer_++; }
     void unregister_buffer(BufferIndex) override {}
-    bool quiesce() noexcept override { return true; }
+    bool quiesce() noexcept override {
+        pending_.clear();
+        return true;
+    }
     std::size_t capacity() const noexcept override { return capacity_; }
     std::string name() const override { return "simulated"; }
+
+    /// Before the first transfer. `answer` is called at every attempt, on the engine's thread.
+    void answer_with(std::function<SimAnswer(const IoRequest&)> answer) { answer_ = std::move(answer); }
+    /// While nothing is in flight, any thread may change what they hold.
+    const std::shared_ptr<SimFiles>& files() const noexcept { return files_; }
 
     /// Every attempt in a direction fails with this errno from now on; 0: none does. Threads: any.
     void refuse(IoDirection direction, int error) noexcept { refusals_[static_cast<std::size_t>(direction)] = error; }
@@ -81,7 +102,8 @@ private:
     const SimChances chances_;
     std::deque<SimFault> scripted_;
     std::array<std::atomic<int>, 2> refusals_{};
-    std::map<int, std::vector<std::byte>> files_;
+    std::function<SimAnswer(const IoRequest&)> answer_;
+    std::shared_ptr<SimFiles> files_;
     std::set<std::pair<int, std::uint64_t>> bad_sectors_;
     std::deque<Pending> pending_;
     std::uint64_t tick_ = 0;
