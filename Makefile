@@ -41,6 +41,8 @@ export OFFLOAD_TEST_SEED ?= $(shell git rev-parse --short=8 HEAD 2> /dev/null)
 SANITIZE_plain :=
 SANITIZE_asan := address,undefined
 SANITIZE_tsan := thread
+# One test of the fault programme each.
+FAULTS := NthIo NthSystemCall NthAllocation FullDisk ChangedBytes Kill HungDisk
 FUZZERS := header decode product
 # Per fuzzer; inputs that were worth keeping stay in build/fuzz/inputs.
 FUZZ_SECONDS ?= 600
@@ -128,6 +130,27 @@ $(RUNS:%=cpp-test-%): cpp-test-%: .system
 	$(PHASE) "run C++ tests, $*" ctest --test-dir build/cpp-$* --output-on-failure
 
 cpp-test-plain: build # whose objects are tested
+
+.PHONY: fault
+fault: .fault-build ## Break memory, disk, calls and process on purpose, some 40,000 times; writes what came of it to build/fault
+	@mkdir -p build/fault && echo "$(OFFLOAD_TEST_SEED)" > build/fault/seed
+	@echo "seeds begin at $(OFFLOAD_TEST_SEED)"
+	@$(PHASE) "faults on purpose" $(MAKE) -j $(JOBS) $(FAULTS:%=.fault-%)
+
+.PHONY: fault-long
+fault-long: ## The same with every N and many more seeds: hours
+	MATRIX=full $(MAKE) fault
+
+.PHONY: $(FAULTS:%=.fault-%)
+$(FAULTS:%=.fault-%): .fault-%:
+	@build/cpp-fault/tests/cpp/fault/torch_offload_fault_tests --gtest_filter=Fault.$* \
+		--gtest_output=json:build/fault/$*.json > build/fault/$*.log 2>&1 || { tail -n 60 build/fault/$*.log; exit 1; }
+	@grep -h "ms total)" build/fault/$*.log | tail -n 1 | sed "s/.*ran\./$*:/"
+
+.PHONY: .fault-build
+.fault-build: .system
+	@cmake -S . -B build/cpp-fault -G Ninja > build/cpp-fault.log || { cat build/cpp-fault.log; exit 1; }
+	$(PHASE) "build the fault programme" cmake --build build/cpp-fault -j $(JOBS) --target torch_offload_fault_tests
 
 .PHONY: fuzz
 fuzz: $(FUZZERS:%=fuzz-%) fuzz-folder ## Fuzz what reads coded extents and folders of them, each fuzzer for FUZZ_SECONDS (600)

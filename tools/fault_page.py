@@ -1,0 +1,186 @@
+"""Writes the record of the fault programme, and the page that says what came of it.
+
+python tools/fault_page.py --collect build/fault   make benchmarks/results/faults.json of what `make fault` left there
+python tools/fault_page.py                         write docs/reliability.md from that
+python tools/fault_page.py --check                 change nothing; exit with 1 and a diff where it is not as written
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from generated_parts import differences, write
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+RESULT, PAGE = "benchmarks/results/faults.json", "docs/reliability.md"
+STATES = ("zero", "stored", "loading", "loaded", "busy", "mapped", "evicting", "failed")
+DEFECTS = ("wrong", "untyped", "stuck", "leaked", "crashed", "hung")
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Harness:
+    """A test of the fault programme, and what is to be said of it."""
+
+    name: str
+    fault: str
+    least: int  # cases, or faults where a case has several
+    counts_faults: bool = False
+
+
+HARNESSES = (
+    Harness("NthIo", "the Nth call of an I/O engine, transfer or growth of the scratch file fails", 2400),
+    Harness("NthSystemCall", "the Nth call of mmap, mremap, mprotect, madvise, fallocate, open ... fails", 700),
+    Harness("NthAllocation", "the Nth allocation of a thread fails", 600),
+    Harness("FullDisk", "the disk is full but for 1 to 40 pages", 40),
+    Harness("ChangedBytes", "bits flip on the disk; pages are swapped or stale", 40_000, counts_faults=True),
+    Harness("Kill", "the process is killed (SIGKILL)", 1500, counts_faults=True),
+    Harness("HungDisk", "the disk hangs, or is slow", 11),
+)
+
+
+class ResultRefused(Exception):
+    """A result that the page may not quote."""
+
+
+def collected(folder: Path) -> Json:
+    """Return the record of what the harnesses left in a folder, one file each."""
+    from benchmarks.harness import provenance
+
+    harnesses = {}
+    for harness in HARNESSES:
+        content = json.loads((folder / f"{harness.name}.json").read_text())
+        (test,) = content["testsuites"][0]["testsuite"]
+        run = {name: int(text) if text.isdecimal() else text for name, text in test.items() if isinstance(text, str)}
+        for unused in ("name", "file", "status", "result", "timestamp", "classname"):
+            run.pop(unused, None)
+        harnesses[harness.name] = run | {"time": float(test["time"].rstrip("s")), "has_failed": "failures" in test}
+    seed = (folder / "seed").read_text().strip()
+    return {
+        "code": provenance.code() | {"command": "make fault"},
+        "machine": provenance.machine(),
+        "first_seed": seed,
+        "harnesses": harnesses,
+    }
+
+
+def number_of(run: Json, harness: Harness) -> int:
+    return int(run["injected"] if harness.counts_faults else run["reached"])
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows]) + "\n"
+
+
+def origin(content: Json) -> str:
+    code, machine = content["code"], content["machine"]
+    seconds = sum(run["time"] for run in content["harnesses"].values())
+    return (
+        f"Commit {code['commit'][:12]}, {code['date'][:10]}, first seed {content['first_seed']} (hexadecimal); "
+        f"{machine['processor']}, {machine['cores']} cores, kernel {machine['kernel']}, "
+        f"{machine['disk']['file_system']}; {seconds:.0f} s in all, two harnesses at once. Again: `{code['command']}`."
+    )
+
+
+def outcome_rows(content: Json) -> list[list[str]]:
+    rows = []
+    for harness in HARNESSES:
+        run = content["harnesses"][harness.name]
+        shown = [f"{run[name]:,}" for name in DEFECTS]
+        tried = f"{number_of(run, harness):,} (at least {harness.least:,})"
+        rows.append([harness.fault, tried, f"{run['exact']:,}", f"{run['typed']:,}", *shown, f"{run['time']:.0f} s"])
+    return rows
+
+
+def transition_rows(content: Json) -> list[list[str]]:
+    seen: dict[tuple[str, str], int] = {}
+    for run in content["harnesses"].values():
+        for entry in filter(None, str(run["transitions"]).split(", ")):
+            change, count = entry.split(" ")
+            before, after = change.split(">")
+            seen[before, after] = seen.get((before, after), 0) + int(count)
+    return [
+        [before, *(f"{seen[before, after]:,}" if (before, after) in seen else "" for after in STATES)]
+        for before in STATES
+    ]
+
+
+def defect_rows(content: Json) -> list[list[str]]:
+    rows = []
+    for harness in HARNESSES:
+        for entry in filter(None, str(content["harnesses"][harness.name]["defects"]).split("; ")):
+            count, _, what = entry.partition(" ")
+            verdict, _, place = what.partition(", fault in ")
+            rows.append([harness.name, verdict, f"`{place}`" if place else "", count])
+    return rows
+
+
+def page(content: Json) -> str:
+    """Return docs/reliability.md."""
+    defects = defect_rows(content)
+    parts = [
+        "# What was broken on purpose\n",
+        "Written by `tools/fault_page.py` from `benchmarks/results/faults.json`; how the harnesses work and how to add "
+        "one is in [architecture](contributing/architecture.md#faults-on-purpose).\n",
+        f"{origin(content)}\n",
+        "## Faults, and what came of them\n",
+        "A case is a training in small in a process of its own, every byte of which is known, with one kind of fault. "
+        "*exact*: the program saw no error, and every byte was right. *typed*: it saw typed errors, lost nothing, and "
+        "went on exactly once the fault was over. The others are defects: *wrong* bytes without an error, an error of "
+        "another type, a training that did not go on, something *leaked*, a crash, a hang.\n",
+        table(["fault", "came to pass", "exact", "typed", *DEFECTS, "took"], outcome_rows(content)),
+        "## Defects that are known\n",
+    ]
+    if defects:
+        parts += [
+            "None of them gave wrong bytes. The place is where the call was that failed, innermost function first.\n",
+            table(["harness", "outcome", "place of the fault", "cases"], defects),
+        ]
+    else:
+        parts.append("None.\n")
+    parts += [
+        "## Changes of a page's state that were seen\n",
+        "From the row's state to the column's. Each is in the table of `tests/cpp/fault/transitions.cpp`, but for "
+        "those that follow from a known defect.\n",
+        table(["", *STATES], transition_rows(content)),
+    ]
+    return "\n".join(parts)
+
+
+def read_result(root: Path) -> Json:
+    content: Json = json.loads((root / RESULT).read_text())
+    if content["code"]["modified_files"]:
+        raise ResultRefused(f"{RESULT} was measured with files that differ from its commit; commit them, make fault")
+    for harness in HARNESSES:
+        run = content["harnesses"].get(harness.name)
+        if run is None or run["has_failed"] or number_of(run, harness) < harness.least:
+            raise ResultRefused(f"{RESULT} has no whole, passing run of {harness.name}: make fault")
+    return content
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--collect", type=Path, metavar="FOLDER", help="make the record of what harnesses left there")
+    parser.add_argument("--check", action="store_true", help="change nothing, say what differs")
+    parser.add_argument("--root", type=Path, default=ROOT, help="of the repository (default: this one)")
+    options = parser.parse_args()
+    try:
+        if options.collect:
+            write([(options.root / RESULT, json.dumps(collected(options.collect), indent=1) + "\n")])
+        documents = [(options.root / PAGE, page(read_result(options.root)))]
+    except ResultRefused as reason:
+        sys.exit(str(reason))
+    if not options.check:
+        write(documents)
+    elif differing := differences(documents, options.root):
+        sys.exit(f"{differing}\nrun: python tools/fault_page.py")
+
+
+if __name__ == "__main__":
+    main()
