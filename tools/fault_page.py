@@ -94,7 +94,8 @@ def outcome_rows(content: Json) -> list[list[str]]:
         run = content["harnesses"][harness.name]
         shown = [f"{run[name]:,}" for name in DEFECTS]
         tried = f"{number_of(run, harness):,} (at least {harness.least:,})"
-        rows.append([harness.fault, tried, f"{run['exact']:,}", f"{run['typed']:,}", *shown, f"{run['time']:.0f} s"])
+        fault = f"{harness.fault} ({run['disk']})" if "disk" in run else harness.fault
+        rows.append([fault, tried, f"{run['exact']:,}", f"{run['typed']:,}", *shown, f"{run['time']:.0f} s"])
     return rows
 
 
