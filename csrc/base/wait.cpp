@@ -48,7 +48,7 @@ bool wait_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen,
     }
     const auto deadline = std::chrono::steady_clock::now() + limit;
     std::atomic<std::uint32_t>& count = sleepers_on(word).count;
-    count.fetch_add(1, std::memory_order_seq_cst);  // before the kernel compares the word
+    count.fetch_add(1, std::memory_order_acq_rel);  // before the kernel compares the word
     while (!has_changed()) {
         const std::chrono::nanoseconds left = deadline - std::chrono::steady_clock::now();
         if (left.count() <= 0) break;
@@ -65,10 +65,11 @@ void wait_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen)
     }
 }
 
+/// Reads the count by changing it: either the sleeper was counted before and is woken, or it sees the change of the
+/// word.
 void wake_all(const std::atomic<std::uint32_t>& word) noexcept {
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // the change comes before the count is read
-    if (sleepers_on(word).count.load(std::memory_order_relaxed) != 0)
-        futex(word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr);
+    if (sleepers_on(word).count.fetch_add(0, std::memory_order_acq_rel) == 0) return;
+    futex(word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr);
 }
 
 void set_interrupt_check(InterruptCheck check) noexcept { interrupt_check.store(check, std::memory_order_release); }
