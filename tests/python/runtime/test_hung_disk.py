@@ -44,7 +44,7 @@ def sleeps(process: subprocess.Popen) -> bool:
     """Whether the main thread has done nothing for a while."""
     schedule = Path(f"/proc/{process.pid}/schedstat")
     before = schedule.read_text()
-    time.sleep(0.5)
+    time.sleep(0.5)  # what is watched is that nothing happens; called again until it does not
     return schedule.read_text() == before
 
 

@@ -62,7 +62,7 @@ class Rank:
     def meet_when_full(self) -> None:
         """Meet the other once another tensor does not fit."""
         while self.engine is not None and self.engine.statistics()["memory"]["available_bytes"] >= 4 * ELEMENTS:
-            time.sleep(0.001)
+            time.sleep(0.001)  # between two looks at memory that another thread fills
         self.meet()
 
     def meet(self) -> None:
