@@ -224,19 +224,32 @@ TEST(PagerLate, AccessBehindTheDispatcherEnds) {
     EXPECT_TRUE(holds(*segment, 1));
 }
 
-// A pager ends while its service thread waits for the disk for such an access.
-TEST(PagerLate, EndsWhileAnAccessBehindTheDispatcherWaits) {
-    const LogCapture log(LogLevel::error);
+// A pager ends while its service thread waits for the disk, for deferred work that nobody needs any longer.
+TEST(PagerLate, EndsWhileDeferredWorkWaits) {
     LatePager late(std::chrono::hours(1));
-    auto segment = filled_segment(late.pager, 1, 1);
-    ASSERT_EQ(late.pager.evict(segment), 0u);
+    auto stored = filled_segment(late.pager, 1, 1);
+    auto updated = filled_segment(late.pager, 1, 2);
+    ASSERT_EQ(late.pager.evict(stored), 0u);
+    std::atomic<bool> has_ended_early{false};
+    late.pager.set_pending_work(
+        [&, read = std::weak_ptr(stored)](Segment&, std::size_t, bool) -> bool {
+            try {
+                const PinGuard guard = pin(late.pager, read.lock(), Access::read);
+            } catch (const OffloadError&) {
+                has_ended_early = true;
+                throw;
+            }
+            return true;
+        },
+        [updated = std::weak_ptr(updated)](Segment&) { return std::vector{updated.lock()}; });
+    ASSERT_TRUE(late.pager.set_pending(*updated, 0));
     late.disk().shut();
-    std::thread reader(
-        [address = segment->range().data()] { static_cast<void>(*static_cast<const volatile std::byte*>(address)); });
+    late.pager.prefetch(updated);
     ASSERT_TRUE(comes_true([&] { return late.disk().order() == "r"; }));
-    segment.reset();
+    stored.reset();
+    updated.reset();
     late.end_pager();
-    reader.join();
+    EXPECT_TRUE(has_ended_early);
 }
 
 }  // namespace
