@@ -1,6 +1,7 @@
 // The error types of the engine and the check that throws them. Layer base: includes nothing of this project.
 #pragma once
 
+#include <exception>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -48,6 +49,16 @@ class CorruptPage : public TierIoError {
 public:
     explicit CorruptPage(const std::string& message) : TierIoError(message, 0) {}
 };
+
+/// The exception that `make` returns, or why it could not be made: there may be no memory for its message.
+template <typename Make>
+std::exception_ptr exception_from(const Make& make) noexcept {
+    try {
+        return std::make_exception_ptr(make());
+    } catch (...) {
+        return std::current_exception();
+    }
+}
 
 /// Joins its arguments into one string with `operator<<`.
 template <typename... Parts>

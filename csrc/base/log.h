@@ -1,6 +1,7 @@
 // One-line logging to a sink that the layer above chooses. Layer base: includes nothing of this project.
 #pragma once
 
+#include <new>
 #include <sstream>
 #include <string>
 
@@ -20,14 +21,18 @@ void write_log(LogLevel level, const std::string& line);
 
 }  // namespace torch_offload
 
-/// OFFLOAD_LOG(info, "opened ", path): formats only when the level is enabled.
-#define OFFLOAD_LOG(level, ...)                                                                   \
-    do {                                                                                          \
-        if (::torch_offload::log_enabled(::torch_offload::LogLevel::level)) {                     \
-            std::ostringstream offload_log_line;                                                  \
-            ::torch_offload::log_parts(offload_log_line, __VA_ARGS__);                            \
-            ::torch_offload::write_log(::torch_offload::LogLevel::level, offload_log_line.str()); \
-        }                                                                                         \
+/// OFFLOAD_LOG(info, "opened ", path): formats only when the level is enabled. Never throws: a line that there is no
+/// memory for is left out.
+#define OFFLOAD_LOG(level, ...)                                                                       \
+    do {                                                                                              \
+        if (::torch_offload::log_enabled(::torch_offload::LogLevel::level)) {                         \
+            try {                                                                                     \
+                std::ostringstream offload_log_line;                                                  \
+                ::torch_offload::log_parts(offload_log_line, __VA_ARGS__);                            \
+                ::torch_offload::write_log(::torch_offload::LogLevel::level, offload_log_line.str()); \
+            } catch (const std::bad_alloc&) {                                                         \
+            }                                                                                         \
+        }                                                                                             \
     } while (false)
 
 namespace torch_offload {

@@ -14,18 +14,24 @@ std::size_t AddressArena::block_bytes(std::size_t size_bytes) noexcept {
 std::optional<std::size_t> AddressArena::take(std::size_t size_bytes) {
     if (size_bytes == 0 || size_bytes > capacity_bytes_) return std::nullopt;
     const std::size_t block = block_bytes(size_bytes);
-    std::vector<std::size_t>& free = free_[block];
-    const std::optional<std::size_t> offset = free.empty() ? grow(block) : free.back();
-    if (!offset) return std::nullopt;
-    taken_.emplace(*offset, size_bytes);
-    if (!free.empty()) free.pop_back();
+    Blocks& blocks = blocks_[block];
+    if (blocks.free.empty()) {
+        if (blocks.free.capacity() <= blocks.made) blocks.free.reserve(2 * blocks.made + 1);
+        const std::optional<std::size_t> made = grow(block);
+        if (!made) return std::nullopt;
+        blocks.free.push_back(*made);
+        ++blocks.made;
+    }
+    const std::size_t offset = blocks.free.back();
+    taken_.emplace(offset, size_bytes);
+    blocks.free.pop_back();
     return offset;
 }
 
-bool AddressArena::give_back(std::size_t offset_bytes, std::size_t size_bytes) {
+bool AddressArena::give_back(std::size_t offset_bytes, std::size_t size_bytes) noexcept {
     const auto taken = taken_.find(offset_bytes);
     if (taken == taken_.end() || taken->second != size_bytes) return false;
-    free_[block_bytes(size_bytes)].push_back(offset_bytes);
+    blocks_.find(block_bytes(size_bytes))->second.free.push_back(offset_bytes);
     taken_.erase(taken);
     return true;
 }

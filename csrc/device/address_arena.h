@@ -32,7 +32,7 @@ public:
     std::optional<std::size_t> take(std::size_t size_bytes);
 
     /// Makes a taken block free again. Returns false, and changes nothing, unless exactly that block is taken.
-    bool give_back(std::size_t offset_bytes, std::size_t size_bytes);
+    bool give_back(std::size_t offset_bytes, std::size_t size_bytes) noexcept;
 
     /// True if [offset, offset + size) was taken and not given back.
     bool is_taken(std::size_t offset_bytes, std::size_t size_bytes) const;
@@ -44,13 +44,19 @@ public:
     static std::size_t block_bytes(std::size_t size_bytes) noexcept;
 
 private:
+    /// Blocks of one size. There is room in `free` for all that were ever made, so that giving back allocates nothing.
+    struct Blocks {
+        std::vector<std::size_t> free;  // offsets
+        std::size_t made = 0;
+    };
+
     std::optional<std::size_t> grow(std::size_t block_bytes) noexcept;
 
     std::size_t capacity_bytes_;
-    std::size_t bottom_bytes_ = 0;                                    // large blocks lie below
-    std::size_t top_bytes_;                                           // small blocks lie above
-    std::unordered_map<std::size_t, std::vector<std::size_t>> free_;  // block bytes -> offsets
-    std::unordered_map<std::size_t, std::size_t> taken_;              // offset -> size bytes
+    std::size_t bottom_bytes_ = 0;                        // large blocks lie below
+    std::size_t top_bytes_;                               // small blocks lie above
+    std::unordered_map<std::size_t, Blocks> blocks_;      // by their size
+    std::unordered_map<std::size_t, std::size_t> taken_;  // offset -> size bytes
 };
 
 /// Finds the target of a faulting address. A view of sparse zeroed memory that the owner maps.

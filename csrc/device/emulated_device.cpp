@@ -1,9 +1,11 @@
 #include "device/emulated_device.h"
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <new>
 #include <random>
 #include <thread>
 #include <utility>
@@ -78,6 +80,12 @@ public:
         return std::make_shared<EmulatedEvent>(progress_, queued_);
     }
 
+    /// Until all that was pushed is done.
+    void wait() {
+        std::unique_lock lock(progress_->mutex);
+        progress_->changed.wait(lock, [&] { return progress_->done == queued_.load(); });
+    }
+
 private:
     void run() {
         while (true) {
@@ -105,8 +113,8 @@ private:
     const std::chrono::microseconds longest_delay_;
     std::mt19937_64 random_;
     std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
-    std::mutex mutex_;  // guards the next three
-    std::uint64_t queued_ = 0;
+    std::atomic<std::uint64_t> queued_{0};
+    std::mutex mutex_;  // guards the next two, and that an event stands behind what was pushed before it
     std::deque<std::function<void()>> waiting_;
     bool is_ending_ = false;
     std::condition_variable changed_;
@@ -120,9 +128,8 @@ public:
 
     void copy(std::span<std::byte> to, std::span<const std::byte> from) override {
         OFFLOAD_CHECK(to.size() == from.size(), LogicError, "a copy of ", from.size(), " bytes to ", to.size());
-        device_.begin_use(to, name_of(direction_));
-        device_.begin_use(from, name_of(direction_));
-        queue_.push([this, to, from] { carry_out(to, from); });
+        const std::span<const std::byte> memory[] = {to, from};
+        device_.push(queue_, memory, name_of(direction_), [this, to, from] { carry_out(to, from); });
     }
 
     std::shared_ptr<const Event> record() override { return queue_.record(); }
@@ -132,8 +139,6 @@ private:
         const auto end = device_.end_of_copy(direction_, from.size());
         std::memcpy(to.data(), from.data(), from.size());
         std::this_thread::sleep_until(end);
-        device_.end_use(to);
-        device_.end_use(from);
     }
 
     EmulatedDevice& device_;
@@ -161,16 +166,35 @@ void EmulatedDevice::launch(const std::vector<std::span<std::byte>>& memory, std
         if (!kernels_) kernels_ = std::make_unique<EmulatedQueue>(options_.longest_delay, ~options_.seed);
         kernels = kernels_.get();
     }
-    for (const std::span<std::byte> part : memory) begin_use(part, "kernel");
-    kernels->push([this, memory, kernel = std::move(kernel)] {
-        kernel();
-        for (const std::span<std::byte> part : memory) end_use(part);
-    });
+    push(*kernels, std::vector<std::span<const std::byte>>(memory.begin(), memory.end()), "kernel", kernel);
 }
 
+void EmulatedDevice::push(EmulatedQueue& queue, std::span<const std::span<const std::byte>> memory, const char* who,
+                          const std::function<void()>& work) {
+    std::function<void()> whole = [this, work, used = std::vector(memory.begin(), memory.end())] {
+        work();
+        for (const std::span<const std::byte> part : used) end_use(part);
+    };
+    std::size_t begun = 0;
+    try {
+        for (; begun < memory.size(); ++begun) begin_use(memory[begun], who);
+        queue.push(std::move(whole));
+    } catch (...) {
+        while (begun > 0) end_use(memory[--begun]);
+        throw;
+    }
+}
+
+/// Without memory for an event, all that was launched is done once this returns.
 std::shared_ptr<const Event> EmulatedDevice::fence_use() noexcept {
     const std::lock_guard lock(mutex_);
-    return kernels_ ? kernels_->record() : nullptr;
+    if (!kernels_) return nullptr;
+    try {
+        return kernels_->record();
+    } catch (const std::bad_alloc&) {
+        kernels_->wait();
+        return nullptr;
+    }
 }
 
 /// A copy or kernel that overlaps `memory` and has not ended, or nullptr; the lock is held.

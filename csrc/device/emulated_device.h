@@ -57,6 +57,9 @@ private:
 
     const Use* use_of(std::span<const std::byte> memory) const;
     void begin_use(std::span<const std::byte> memory, const char* who);
+    /// Queues `work`, which uses all of `memory`, or nothing if this throws.
+    void push(EmulatedQueue& queue, std::span<const std::span<const std::byte>> memory, const char* who,
+              const std::function<void()>& work);
     void end_use(std::span<const std::byte> memory);
     /// When a copy of that many bytes that begins now has left the link.
     Clock::time_point end_of_copy(LinkDirection direction, std::size_t size_bytes);

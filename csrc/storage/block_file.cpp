@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 
 #include "base/check.h"
 #include "base/log.h"
@@ -159,8 +160,13 @@ std::uint64_t BlockFile::grow(std::size_t wanted_bytes) {
                           error);
     }
     const std::lock_guard lock(mutex_);
-    size_bytes_ = end_bytes + added_bytes;
-    if (added_bytes > wanted_bytes) map_.release(end_bytes + wanted_bytes, added_bytes - wanted_bytes);
+    size_bytes_ = end_bytes + wanted_bytes;
+    if (added_bytes == wanted_bytes) return end_bytes;
+    try {
+        map_.release(size_bytes_, added_bytes - wanted_bytes);
+        size_bytes_ = end_bytes + added_bytes;
+    } catch (const std::bad_alloc&) {  // the file is longer than it is said to be until it grows again
+    }
     return end_bytes;
 }
 
@@ -174,18 +180,15 @@ int BlockFile::extend_to(std::uint64_t end_bytes, std::uint64_t added_bytes) noe
 }
 
 void BlockFile::free(const Extent& extent) noexcept {
-    std::string defect;
     try {
         const std::lock_guard lock(mutex_);
         const bool lies_inside =
             extent.offset_bytes <= size_bytes_ && extent.size_bytes <= size_bytes_ - extent.offset_bytes;
         OFFLOAD_CHECK(lies_inside, LogicError, "extent at ", extent.offset_bytes, " lies outside the file");
         map_.release(extent.offset_bytes, extent.size_bytes);
-        return;
     } catch (const std::exception& error) {
-        defect = error.what();
+        OFFLOAD_LOG(error, "scratch file in ", directory_, ": an extent is lost: ", error.what());
     }
-    OFFLOAD_LOG(error, "scratch file in ", directory_, ": an extent is lost: ", defect);
 }
 
 std::uint64_t BlockFile::size_bytes() const {

@@ -20,9 +20,9 @@ FallbackEngine::FallbackEngine(std::unique_ptr<IoEngine> first, MakeEngine make_
 /// by the second.
 std::size_t FallbackEngine::submit(std::span<IoRequest* const> requests) {
     const std::size_t room = std::min(requests.size(), capacity() - in_flight_.size());
-    in_flight_.insert(requests.begin(), requests.begin() + static_cast<std::ptrdiff_t>(room));
     std::size_t taken = 0;
     try {
+        in_flight_.insert(requests.begin(), requests.begin() + static_cast<std::ptrdiff_t>(room));
         taken = current_.load(std::memory_order_relaxed)->submit(requests.first(room));
     } catch (const TierIoError& error) {
         if (second_) throw;
@@ -50,13 +50,20 @@ std::size_t FallbackEngine::reap(std::span<IoRequest*> finished, std::chrono::mi
 }
 
 /// Ends the first engine and gives what it had to the second. Memory that the kernel may still fill is not given on.
+/// Throws: `error` if there is no memory for a second engine.
 void FallbackEngine::fall_back(const TierIoError& error) {
     OFFLOAD_LOG(warning, "I/O engine ", first_->name(), " failed (", error.what(), "): threads carry out its ",
                 in_flight_.size(), " transfers and all later ones");
+    std::vector<IoRequest*> again;
+    try {
+        again.assign(in_flight_.begin(), in_flight_.end());
+        second_ = make_second_(capacity());
+    } catch (const std::exception& second_error) {
+        OFFLOAD_LOG(error, "no engine to take over: ", second_error.what());
+        throw error;
+    }
     while (!first_->quiesce()) OFFLOAD_LOG(error, "transfers of the failed I/O engine are still under way, waiting");
-    second_ = make_second_(capacity());
     current_.store(second_.get(), std::memory_order_release);
-    const std::vector<IoRequest*> again(in_flight_.begin(), in_flight_.end());
     const std::size_t taken = second_->submit(again);
     OFFLOAD_CHECK(taken == again.size(), LogicError, "the second I/O engine took ", taken, " of ", again.size(),
                   " transfers");

@@ -29,6 +29,8 @@ std::int64_t transfer_once(const IoRequest& request) noexcept {
 
 ThreadEngine::ThreadEngine(std::size_t capacity) : capacity_(capacity) {
     OFFLOAD_CHECK(capacity > 0, InvalidArgument, "an I/O engine needs a capacity of at least 1, got 0");
+    queued_.reserve(capacity);
+    finished_.reserve(capacity);
     try {
         start_threads();
     } catch (const std::exception& error) {
@@ -83,7 +85,7 @@ void ThreadEngine::serve() {
         work_arrived_.wait(lock, [this] { return stopping_ || !queued_.empty(); });
         if (stopping_) return;
         IoRequest* request = queued_.front();
-        queued_.pop_front();
+        queued_.erase(queued_.begin());
         lock.unlock();
         while (settle(*request, transfer_once(*request)) == Next::resubmit) {
         }

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
-#include <deque>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -46,8 +45,8 @@ private:
     std::atomic<bool> woken_{false};
 
     std::mutex mutex_;  // guards the three below
-    std::deque<IoRequest*> queued_;
-    std::deque<IoRequest*> finished_;
+    std::vector<IoRequest*> queued_;  // has room for all that may be in flight, as the next
+    std::vector<IoRequest*> finished_;
     bool stopping_ = false;
     std::condition_variable work_arrived_;
     std::vector<std::thread> threads_;
