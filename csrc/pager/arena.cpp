@@ -1,6 +1,7 @@
 #include "pager/arena.h"
 
 #include <algorithm>
+#include <new>
 
 #include "base/check.h"
 #include "base/units.h"
@@ -64,8 +65,7 @@ bool Arena::take_apart(std::size_t frame_bytes) {
     usage_.idle_range_bytes -= range.size();
     try {
         for (std::size_t begin = 0; begin + frame_bytes <= range.size(); begin += frame_bytes) {
-            free_frames_.emplace(frame_bytes, move_into_frame(range.subspan(begin, frame_bytes)));
-            usage_.free_frame_bytes += frame_bytes;
+            keep_free_frame(move_into_frame(range.subspan(begin, frame_bytes)));
         }
     } catch (...) {  // no more mappings: the rest is given up
         release_range(range);
@@ -88,21 +88,29 @@ Frame Arena::move_into_frame(std::span<std::byte> range) {
 }
 
 /// Uncounted: the caller says what it is now.
-std::optional<Frame> Arena::take_free_frame(std::multimap<std::size_t, Frame>& frames, std::size_t size_bytes) {
-    const auto found = frames.find(size_bytes);
-    if (found == frames.end()) return std::nullopt;
+std::optional<Frame> Arena::take_free_frame(std::size_t size_bytes) {
+    const auto found = free_frames_.find(size_bytes);
+    if (found == free_frames_.end()) return std::nullopt;
     const Frame frame = found->second;
-    frames.erase(found);
+    free_frames_.erase(found);
     usage_.free_frame_bytes -= size_bytes;
     return frame;
 }
 
+/// The same.
+std::optional<Frame> Arena::take_registered_frame(std::size_t size_bytes) {
+    auto entry = registered_free_frames_.extract(size_bytes);
+    if (!entry) return std::nullopt;
+    usage_.free_frame_bytes -= size_bytes;
+    return registered_in_use_.insert(std::move(entry))->second;
+}
+
 /// Registered frames first: the others are of use to ranges as well.
 std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes) {
-    std::optional<Frame> free = take_free_frame(registered_free_frames_, size_bytes);
-    if (!free) free = take_free_frame(free_frames_, size_bytes);
+    std::optional<Frame> free = take_registered_frame(size_bytes);
+    if (!free) free = take_free_frame(size_bytes);
     if (!free && !has_space(size_bytes, usage_.reserve_bytes) && take_apart(size_bytes)) {
-        free = take_free_frame(free_frames_, size_bytes);
+        free = take_free_frame(size_bytes);
     }
     if (free) {
         charge(usage_.frame_bytes, size_bytes);
@@ -127,15 +135,41 @@ Frame Arena::make_frame(std::size_t size_bytes) {
     return frame;
 }
 
-void Arena::give_frame(const Frame& frame) {
+void Arena::give_frame(const Frame& frame) noexcept {
+    usage_.frame_bytes -= frame.slot.size();
+    keep_free_frame(frame);
+}
+
+void Arena::keep_free_frame(const Frame& frame) noexcept {
     const std::size_t size_bytes = frame.slot.size();
-    usage_.frame_bytes -= size_bytes;
-    usage_.free_frame_bytes += size_bytes;
-    const bool is_registered = frame.fixed_index != kUnregistered;
-    (is_registered ? registered_free_frames_ : free_frames_).emplace(size_bytes, frame);
+    if (frame.fixed_index != kUnregistered) {
+        auto entry = registered_in_use_.extract(registered_in_use_.find(size_bytes));
+        entry.mapped() = frame;
+        registered_free_frames_.insert(std::move(entry));
+        usage_.free_frame_bytes += size_bytes;
+        return;
+    }
+    try {
+        free_frames_.emplace(size_bytes, frame);
+        usage_.free_frame_bytes += size_bytes;
+    } catch (const std::bad_alloc&) {
+        memory_.release(frame.slot);
+    }
+}
+
+bool Arena::expect_registered(std::size_t size_bytes) noexcept try {
+    registered_in_use_.emplace(size_bytes, Frame{});
+    return true;
+} catch (const std::bad_alloc&) {
+    return false;
+}
+
+void Arena::forget_registered(std::size_t size_bytes) noexcept {
+    registered_in_use_.erase(registered_in_use_.find(size_bytes));
 }
 
 void Arena::give_up_frame(const Frame& frame) noexcept {
+    if (frame.fixed_index != kUnregistered) forget_registered(frame.slot.size());
     usage_.frame_bytes -= frame.slot.size();
     memory_.release(frame.slot);
 }
@@ -155,10 +189,7 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
     }
     const std::vector<Frame> pieces = take_pieces(piece_count);
     if (!make_space(size_bytes, usage_.reserve_bytes)) {
-        for (const Frame& piece : pieces) {
-            usage_.free_frame_bytes += piece_bytes_;
-            free_frames_.emplace(piece_bytes_, piece);
-        }
+        for (const Frame& piece : pieces) keep_free_frame(piece);
         return std::nullopt;
     }
     const std::span<std::byte> range = put_together(pieces, size_bytes);
@@ -168,8 +199,9 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
 
 std::vector<Frame> Arena::take_pieces(std::size_t at_most) {
     std::vector<Frame> pieces;
+    pieces.reserve(std::min(at_most, free_frames_.count(piece_bytes_)));
     while (pieces.size() < at_most) {
-        const std::optional<Frame> piece = take_free_frame(free_frames_, piece_bytes_);
+        const std::optional<Frame> piece = take_free_frame(piece_bytes_);
         if (!piece) break;
         pieces.push_back(*piece);
     }
@@ -178,9 +210,11 @@ std::vector<Frame> Arena::take_pieces(std::size_t at_most) {
 
 /// A range that begins with the memory of `pieces`; the rest is new.
 std::span<std::byte> Arena::put_together(const std::vector<Frame>& pieces, std::size_t size_bytes) {
-    const std::span<std::byte> range = memory_.reserve(size_bytes, nullptr);
-    std::size_t count = 0;
+    std::span<std::byte> range;
     try {
+        range = memory_.reserve(size_bytes, nullptr);
+        if (!pieces.empty()) mapping_bytes_[range.data()] = piece_bytes_;
+        std::size_t count = 0;
         for (; count < pieces.size(); ++count) {
             memory_.move(pieces[count].slot, range.data() + count * piece_bytes_, Protection::read_write);
         }
@@ -188,12 +222,11 @@ std::span<std::byte> Arena::put_together(const std::vector<Frame>& pieces, std::
         if (filled_bytes > 0) memory_.hide_from_fork(range.first(filled_bytes), false);
         if (filled_bytes < range.size()) memory_.commit(range.subspan(filled_bytes), huge_pages_);
     } catch (...) {  // no more mappings: the memory is given up
-        memory_.release(range);
+        if (!range.empty()) release_range(range);
         for (const Frame& piece : pieces) memory_.release(piece.slot);
         throw;
     }
     for (const Frame& piece : pieces) memory_.release(piece.slot);
-    if (!pieces.empty()) mapping_bytes_[range.data()] = piece_bytes_;
     return range;
 }
 
@@ -202,32 +235,38 @@ bool Arena::can_become_pages(std::span<std::byte> range, std::size_t page_bytes)
     return found == mapping_bytes_.end() || found->second % page_bytes == 0;
 }
 
-void Arena::hand_over(std::span<std::byte> range) { mapping_bytes_.erase(range.data()); }
+void Arena::hand_over(std::span<std::byte> range) noexcept { mapping_bytes_.erase(range.data()); }
 
-void Arena::take_back(std::span<std::byte> range, std::size_t page_bytes) {
+void Arena::take_back(std::span<std::byte> range, std::size_t page_bytes) noexcept try {
     if (page_bytes < range.size()) mapping_bytes_[range.data()] = page_bytes;
     give_range(range);
-}
-
-void Arena::give_range(std::span<std::byte> range) {
+} catch (const std::bad_alloc&) {
     usage_.range_bytes -= range.size();
-    usage_.idle_range_bytes += range.size();
-    idle_ranges_.emplace(range.size(), range);
+    release_range(range);
 }
 
-void Arena::release_range(std::span<std::byte> range) {
+void Arena::give_range(std::span<std::byte> range) noexcept {
+    usage_.range_bytes -= range.size();
+    try {
+        idle_ranges_.emplace(range.size(), range);
+        usage_.idle_range_bytes += range.size();
+    } catch (const std::bad_alloc&) {
+        release_range(range);
+    }
+}
+
+void Arena::release_range(std::span<std::byte> range) noexcept {
     mapping_bytes_.erase(range.data());
     memory_.release(range);
 }
 
-Frame Arena::adopt_into_frame(std::size_t size_bytes) {
-    const Frame frame{memory_.reserve(size_bytes, nullptr)};
-    usage_.range_bytes -= size_bytes;
-    charge(usage_.frame_bytes, size_bytes);
-    return frame;
+Frame Arena::adopt_into_frame(std::span<std::byte> slot) noexcept {
+    usage_.range_bytes -= slot.size();
+    charge(usage_.frame_bytes, slot.size());
+    return {slot};
 }
 
-void Arena::return_to_range(const Frame& frame) {
+void Arena::return_to_range(const Frame& frame) noexcept {
     usage_.frame_bytes -= frame.slot.size();
     usage_.range_bytes += frame.slot.size();
     memory_.release(frame.slot);
@@ -245,6 +284,7 @@ void Arena::count_small(std::ptrdiff_t delta_bytes) noexcept {
 
 std::vector<Frame> Arena::take_registered_free_frames(std::size_t at_least_bytes) {
     std::vector<Frame> taken;
+    taken.reserve(registered_free_frames_.size());
     std::size_t taken_bytes = 0;
     while (!registered_free_frames_.empty() && taken_bytes < at_least_bytes) {
         const auto first = registered_free_frames_.begin();

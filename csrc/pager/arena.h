@@ -52,7 +52,7 @@ struct ArenaOptions {
 /// Hands out memory under a hard limit. Memory is reused by exact size first. Where the budget is used up, ranges are
 /// put together from free frames, and idle ranges taken apart into frames, because new memory has to be zeroed by the
 /// system (and, in a virtual machine, found by its host: ten times slower). What fits neither way is given back to the
-/// system to free memory. Nothing here waits or evicts.
+/// system to free memory, as is what there is no memory to remember. Nothing here waits or evicts.
 /// Threads: none; the pager's lock covers it.
 class Arena {
 public:
@@ -63,30 +63,35 @@ public:
 
     /// A frame of `size_bytes` (whole sectors) with unspecified contents, or nothing when the budget is full.
     std::optional<Frame> try_take_frame(std::size_t size_bytes);
-    void give_frame(const Frame& frame);
+    void give_frame(const Frame& frame) noexcept;
     /// The frame's memory is not in its slot and will not come back.
     void give_up_frame(const Frame& frame) noexcept;
 
     /// A committed range of `size_bytes` with unspecified contents that a fork shares, or nothing.
     std::optional<std::span<std::byte>> try_take_range(std::size_t size_bytes);
-    void give_range(std::span<std::byte> range);
+    void give_range(std::span<std::byte> range) noexcept;
     /// Whether the pages of `page_bytes` that a live range holds can be moved one by one: the system moves one mapping
     /// at a time, and a range that was put together consists of several.
     bool can_become_pages(std::span<std::byte> range, std::size_t page_bytes) const;
     /// The addresses of a live range are a segment's from now on; adopt_into_frame() follows for each of its pages.
-    void hand_over(std::span<std::byte> range);
+    void hand_over(std::span<std::byte> range) noexcept;
     /// The reverse: return_to_range() has been called for each of its pages of `page_bytes`.
-    void take_back(std::span<std::byte> range, std::size_t page_bytes);
-    /// Turns `size_bytes` of a live range into a frame of that size whose memory stays where it is.
-    Frame adopt_into_frame(std::size_t size_bytes);
+    void take_back(std::span<std::byte> range, std::size_t page_bytes) noexcept;
+    /// Turns a slot's size of a live range into a frame whose memory stays where it is. `slot`: reserved addresses.
+    Frame adopt_into_frame(std::span<std::byte> slot) noexcept;
     /// The reverse: the frame's memory lies in a range, which is live again; its slot is given up.
-    void return_to_range(const Frame& frame);
+    void return_to_range(const Frame& frame) noexcept;
 
     /// Counts bytes allocated elsewhere if they fit the limit, giving free memory back where they need it.
     bool try_count_small(std::size_t size_bytes);
     /// Counts bytes allocated (or, below zero, freed) elsewhere, whether they fit or not.
     void count_small(std::ptrdiff_t delta_bytes) noexcept;
 
+    /// A frame of that size, in use, is about to be registered with the I/O engine; each that is given as registered
+    /// was expected. False: it cannot be.
+    bool expect_registered(std::size_t size_bytes) noexcept;
+    /// It was not.
+    void forget_registered(std::size_t size_bytes) noexcept;
     /// Free frames that the I/O engine has registered: only its owner may take them, to unregister them and give them.
     std::vector<Frame> take_registered_free_frames(std::size_t at_least_bytes);
 
@@ -103,10 +108,12 @@ private:
     bool take_apart(std::size_t frame_bytes);
     Frame move_into_frame(std::span<std::byte> range);
     Frame make_frame(std::size_t size_bytes);
-    std::optional<Frame> take_free_frame(std::multimap<std::size_t, Frame>& frames, std::size_t size_bytes);
+    std::optional<Frame> take_free_frame(std::size_t size_bytes);
+    std::optional<Frame> take_registered_frame(std::size_t size_bytes);
     std::vector<Frame> take_pieces(std::size_t at_most);
     std::span<std::byte> put_together(const std::vector<Frame>& pieces, std::size_t size_bytes);
-    void release_range(std::span<std::byte> range);
+    void keep_free_frame(const Frame& frame) noexcept;
+    void release_range(std::span<std::byte> range) noexcept;
     void charge(std::size_t& account, std::size_t size_bytes) noexcept;
 
     ArenaUsage usage_;
@@ -116,6 +123,7 @@ private:
     Memory& memory_;
     std::multimap<std::size_t, Frame> free_frames_;
     std::multimap<std::size_t, Frame> registered_free_frames_;
+    std::multimap<std::size_t, Frame> registered_in_use_;  // an entry each, which gets its frame when that is given
     std::multimap<std::size_t, std::span<std::byte>> idle_ranges_;
     std::unordered_map<const std::byte*, std::size_t> mapping_bytes_;  // by start, of ranges that are not one mapping
 };

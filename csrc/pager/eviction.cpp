@@ -1,6 +1,7 @@
 #include "pager/eviction.h"
 
 #include <tuple>
+#include <utility>
 
 namespace torch_offload {
 
@@ -10,8 +11,13 @@ bool EvictionQueue::Entry::operator<(const Entry& other) const noexcept {
 }
 
 void EvictionQueue::put(Segment& segment, const EvictionRank& rank) {
-    remove(segment);
-    entries_.insert({rank, &segment});
+    if (segment.eviction_rank) {
+        auto entry = entries_.extract({*segment.eviction_rank, &segment});
+        entry.value().rank = rank;
+        entries_.insert(std::move(entry));
+    } else {
+        entries_.insert({rank, &segment});
+    }
     segment.eviction_rank = rank;
 }
 

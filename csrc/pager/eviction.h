@@ -23,7 +23,7 @@ public:
     };
     using Iterator = std::set<Entry>::const_iterator;
 
-    /// Adds the segment, or moves it to where its new rank belongs.
+    /// Adds the segment, or moves it to where its new rank belongs, which allocates nothing.
     void put(Segment& segment, const EvictionRank& rank);
     void remove(Segment& segment) noexcept;
     void clear() noexcept;

@@ -1,8 +1,10 @@
 #include "pager/in_flight_uses.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
+#include "base/log.h"
 #include "pager/pager_guards.h"
 
 namespace torch_offload {
@@ -11,6 +13,14 @@ void InFlightUses::add(InFlightUse use) {
     const std::lock_guard lock(mutex_);
     uses_.push_back(std::move(use));
     count_.fetch_add(1, std::memory_order_release);
+}
+
+void wait_until_passed(const Event& event) noexcept {
+    try {
+        event.wait();
+    } catch (const std::exception& error) {
+        OFFLOAD_LOG(error, "the device failed while it was being waited for: ", error.what());
+    }
 }
 
 std::optional<InFlightUse> InFlightUses::take_passed() {
@@ -46,10 +56,14 @@ std::shared_ptr<const Event> Pager::Impl::fence_use() noexcept {
 
 void Pager::Impl::end_use(InFlightUse use) noexcept {
     if (use.event) {
-        uses.add(std::move(use));
-    } else {
-        close_use(use);
+        try {
+            uses.add(use);
+            return;
+        } catch (const std::bad_alloc&) {
+            wait_until_passed(*use.event);
+        }
     }
+    close_use(use);
 }
 
 void Pager::Impl::close_use(const InFlightUse& use) noexcept {

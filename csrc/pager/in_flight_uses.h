@@ -15,6 +15,9 @@
 
 namespace torch_offload {
 
+/// Where nobody can be told to come back later. A device that is lost uses nothing any more.
+void wait_until_passed(const Event& event) noexcept;
+
 /// Pins of consecutive pages of one segment.
 struct HeldPages {
     std::shared_ptr<Segment> segment;

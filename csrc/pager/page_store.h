@@ -48,21 +48,23 @@ struct TransferLimits {
     }
 };
 
-/// What a store tells its pager. All calls come from threads of the store, without any lock held.
+/// What a store tells its pager. All calls come from threads of the store, without any lock held. How a transfer ended
+/// is taken note of even where there is no memory left.
 class StoreClient {
 public:
     virtual ~StoreClient() = default;
-    virtual void end_read(const std::shared_ptr<Segment>& segment, Page& page, const TransferEnd& end) = 0;
-    virtual void end_write(Page& page, const TransferEnd& end) = 0;
+    virtual void end_read(const std::shared_ptr<Segment>& segment, Page& page, const TransferEnd& end) noexcept = 0;
+    virtual void end_write(Page& page, const TransferEnd& end) noexcept = 0;
     /// The page's transfer has taken longer than it may; it still ends by one of the two above, some day.
-    virtual void note_late(Page& page, IoDirection direction, std::exception_ptr error) = 0;
+    virtual void note_late(Page& page, IoDirection direction, std::exception_ptr error) noexcept = 0;
     /// Registered free frames that are wanted for something else than transfers; take_unregistered() follows for each.
     virtual std::vector<Frame> frames_to_unregister() = 0;
-    virtual void take_unregistered(const Frame& frame) = 0;
-    virtual bool may_register(std::size_t size_bytes) = 0;
-    virtual void note_registered(std::size_t size_bytes) = 0;
-    /// Evicts ahead of need and starts reads ahead of use.
-    virtual void look_ahead() = 0;
+    virtual void take_unregistered(const Frame& frame) noexcept = 0;
+    /// Whether a frame may be registered; end_registration() follows if so.
+    virtual bool begin_registration(std::size_t size_bytes) noexcept = 0;
+    virtual void end_registration(std::size_t size_bytes, bool is_registered) noexcept = 0;
+    /// Evicts ahead of need and starts reads ahead of use. What fails there fails again for who needs it.
+    virtual void look_ahead() noexcept = 0;
     /// What the program waited for, this tier's share.
     virtual std::shared_ptr<const StallTotals> stall_totals() const = 0;
     /// The segments that deferred work on this one updates, itself included; empty: there is none.

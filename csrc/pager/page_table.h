@@ -82,6 +82,7 @@ struct Page {
     Frame frame;
     Segment* segment = nullptr;
     std::atomic<Page*> next_fault{nullptr};
+    std::exception_ptr error;  // why its last transfer failed or is late, or it is lost; the pager's lock covers it
 
     PageWord load() const noexcept { return {word.load(std::memory_order_acquire)}; }
     /// Replaces `expected` by `desired` and wakes waiters; on failure `expected` becomes the current word.

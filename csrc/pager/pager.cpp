@@ -109,6 +109,7 @@ void Pager::Impl::check_page_size(std::size_t element_bytes) const {
                   granule_bytes, " bytes; page_elements of ", round_up(options.page_elements, works), " works");
 }
 
+/// The range stays the caller's if this throws.
 std::shared_ptr<Segment> Pager::Impl::make_segment(std::span<std::byte> range, std::size_t element_bytes,
                                                    SegmentKind kind) {
     std::uint64_t id = 0;
@@ -127,8 +128,45 @@ std::shared_ptr<Segment> Pager::create_segment(std::size_t size_bytes, std::size
     OFFLOAD_CHECK(size_bytes > 0 && element_bytes > 0, InvalidArgument, "a segment needs at least one byte");
     impl_->check_page_size(element_bytes);
     const std::span<std::byte> range = impl_->memory.reserve(impl_->whole_granules(size_bytes), nullptr);
-    impl_->memory.hide_from_fork(range, true);
-    return impl_->make_segment(range.first(size_bytes), element_bytes, kind);
+    try {
+        impl_->memory.hide_from_fork(range, true);
+        return impl_->make_segment(range.first(size_bytes), element_bytes, kind);
+    } catch (...) {
+        impl_->memory.release(range);
+        throw;
+    }
+}
+
+/// The memory at the segment's addresses becomes that of its pages. If this throws, nothing is the segment's.
+void Pager::Impl::adopt_pages(Segment& segment, std::span<const std::span<std::byte>> slots) {
+    const std::lock_guard lock(mutex);
+    try {
+        rank(segment);
+    } catch (...) {
+        segments.erase(&segment);
+        throw;
+    }
+    arena.hand_over(whole_granules(segment.range()));
+    for (std::size_t i = 0; i < segment.page_count(); ++i) {
+        Page& page = segment.page(i);
+        page.frame = arena.adopt_into_frame(slots[i]);
+        page.enter(PageState::mapped, PageWord::kDirty | PageWord::kWritable);
+    }
+}
+
+/// Addresses for the pages of a range, all or none.
+std::vector<std::span<std::byte>> Pager::Impl::reserve_slots(std::span<std::byte> range, std::size_t page_bytes) {
+    std::vector<std::span<std::byte>> slots;
+    slots.reserve(divide_up(range.size(), page_bytes));
+    try {
+        for (std::size_t begin = 0; begin < range.size(); begin += page_bytes) {
+            slots.push_back(memory.reserve(std::min(page_bytes, range.size() - begin), nullptr));
+        }
+    } catch (...) {
+        for (const std::span<std::byte> slot : slots) memory.release(slot);
+        throw;
+    }
+    return slots;
 }
 
 bool Pager::can_adopt(std::span<std::byte> range, std::size_t element_bytes) const {
@@ -144,17 +182,15 @@ std::shared_ptr<Segment> Pager::adopt_range(std::span<std::byte> range, std::siz
                   " bytes is not made of pages of ", options_.page_elements * element_bytes);
     impl_->check_page_size(element_bytes);
     impl_->memory.hide_from_fork(range, true);
-    auto segment = impl_->make_segment(range.first(size_bytes), element_bytes, role.kind);
-    segment->assume(std::move(role));  // before its pages may be evicted
-    {
-        const std::lock_guard lock(impl_->mutex);
-        impl_->arena.hand_over(range);
-        for (std::size_t i = 0; i < segment->page_count(); ++i) {
-            Page& page = segment->page(i);
-            page.frame = impl_->arena.adopt_into_frame(segment->frame_bytes(i));
-            page.enter(PageState::mapped, PageWord::kDirty | PageWord::kWritable);
-        }
-        impl_->rank(*segment);
+    std::vector<std::span<std::byte>> slots = impl_->reserve_slots(range, options_.page_elements * element_bytes);
+    std::shared_ptr<Segment> segment;
+    try {
+        segment = impl_->make_segment(range.first(size_bytes), element_bytes, role.kind);
+        segment->assume(std::move(role));  // before its pages may be evicted
+        impl_->adopt_pages(*segment, slots);
+    } catch (...) {
+        for (const std::span<std::byte> slot : slots) impl_->memory.release(slot);
+        throw;
     }
     impl_->log_use(*segment, 0, segment->page_count(), UseKind::create);
     return segment;
@@ -184,11 +220,16 @@ void Pager::Impl::take_out_of_segment(Page& page) noexcept {
     }
 }
 
-/// The last owner of the segment is gone, so nothing of it is in flight or pinned.
-void Pager::Impl::forget(Segment& segment) {
+/// The last owner of the segment is gone, so nothing of it is in flight or pinned. One that was not wholly made has
+/// nothing to give back.
+void Pager::Impl::forget(Segment& segment) noexcept {
     const std::span<std::byte> range = whole_granules(segment.range());
-    log_use(segment, 0, segment.page_count(), UseKind::drop);
     memory.set_target(range, nullptr);
+    {
+        const std::lock_guard lock(mutex);
+        if (!segments.contains(&segment)) return;
+    }
+    log_use(segment, 0, segment.page_count(), UseKind::drop);
     release_faulted(segment);
     store->forget(segment);
     const bool is_kept = is_whole_in_place(segment) && can_show_to_forks(memory, range);
@@ -202,7 +243,6 @@ void Pager::Impl::forget(Segment& segment) {
         const std::lock_guard lock(mutex);
         for (std::size_t i = 0; i < segment.page_count(); ++i) {
             const Page& page = segment.page(i);
-            page_errors.erase(&page);
             unwritable.remove(page);
             if (is_kept) {
                 arena.return_to_range(page.frame);
@@ -373,7 +413,7 @@ void Pager::start_use_log() { impl_->use_log.switch_on(); }
 
 std::vector<UseEvent> Pager::take_use_log() { return impl_->use_log.take(); }
 
-void Pager::Impl::log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind) {
+void Pager::Impl::log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind) noexcept {
     if (!use_log.is_on()) return;
     ArenaUsage usage;
     {

@@ -128,7 +128,6 @@ private:
     enum class Location : std::uint8_t { slot, address, below };
 
     void release_page(std::size_t k) noexcept;
-    void reserve_one();
     std::vector<Page*> pages_;
     std::vector<std::shared_ptr<Segment>> segments_;
     std::vector<std::span<std::byte>> bytes_;

@@ -84,6 +84,7 @@ void Pager::Impl::wait_for_others(const Page& page, PageWord seen) {
 /// waited for; one that failed before is made again.
 Pager::Impl::Reached Pager::Impl::advance(Page& page, PageGoal goal, Patience patience, Overwriting* own) {
     bool was_read = false;
+    bool was_written = false;
     bool is_miss = false;
     while (true) {
         PageWord seen = page.load();
@@ -97,6 +98,9 @@ Pager::Impl::Reached Pager::Impl::advance(Page& page, PageGoal goal, Patience pa
                 if (page.change(seen, marked(goal, seen))) return Reached::place;
                 break;
             case PageStep::take:
+                if (goal == PageGoal::handover && seen.has(PageWord::kDirty) && std::exchange(was_written, true)) {
+                    raise_write_error(page.segment);  // else this would try for as long as it fails
+                }
                 if (page.change(seen, seen.with(PageState::busy)) && move_on(page, seen, goal)) return Reached::end;
                 break;
             case PageStep::load:
@@ -297,6 +301,7 @@ UpdateLatch Pager::Impl::latch_here(std::span<const std::shared_ptr<Segment>> la
         for (const auto& segment : latched) start_load(segment->page(index), PageGoal::update);
     }
     UpdateLatch latch;
+    PageAccess::reserve(latch, latched.size());
     for (const std::shared_ptr<Segment>& segment : latched) {
         const Reached reached = advance(segment->page(index), PageGoal::update, patience);
         if (reached == Reached::nothing) return {};

@@ -17,8 +17,7 @@ bool Pager::salvage(Segment& segment, std::size_t index, std::span<std::byte> ta
     return is_latest_below && impl_->store->copy_out(segment, index, target);
 }
 
-void PageAccess::add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page) {
-    latch.reserve_one();
+void PageAccess::add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page) noexcept {
     latch.segments_.push_back(std::move(segment));
     latch.pages_.push_back(&page);
     latch.locations_.push_back(UpdateLatch::Location::below);
@@ -38,6 +37,7 @@ std::optional<UpdateLatch> Pager::Impl::latch_below(std::span<const std::shared_
         if (segment->page(index).load().state() == PageState::mapped) return std::nullopt;
     }
     UpdateLatch latch;
+    PageAccess::reserve(latch, latched.size());
     for (const std::shared_ptr<Segment>& segment : latched) {
         Page& page = segment->page(index);
         if (advance(page, PageGoal::handover, patience) == Reached::nothing) {

@@ -3,14 +3,6 @@
 #include "pager/pager_guards.h"
 
 namespace torch_offload {
-namespace {
-
-bool drop_pins(const std::vector<Page*>& pages) noexcept {
-    for (Page* page : pages) page->drop_pin();
-    return !pages.empty();
-}
-
-}  // namespace
 
 /// Runs in the SIGSEGV handler: atomics, a semaphore and futex waits only.
 void Pager::Impl::answer_fault(Page& page, bool is_write) noexcept {
@@ -61,48 +53,35 @@ void Pager::Impl::serve_fault(Page& page) {
             if (attempt == 0 && segment && page.load().state() != PageState::failed) continue;
             OFFLOAD_LOG(error, "an access behind the dispatcher could not be served: ", error.what());
             note_fault_error(std::current_exception());
-            poison_page(segment, page);
+            poison_page(page, error.what());
             return;
         }
     }
 }
 
-void Pager::Impl::hold_faulted(Page& page) {
-    page.add_pin();
-    std::vector<Page*> given_back;
-    {
-        const std::lock_guard lock(mutex);
-        given_back = fault_holds.add(page);
-    }
-    drop_pins(given_back);
+void Pager::Impl::hold_faulted(Page& page) noexcept {
+    const std::lock_guard lock(mutex);
+    fault_holds.add(page);
 }
 
 /// For who would run out of memory otherwise. False if there are none.
-bool Pager::Impl::release_faulted() {
-    std::vector<Page*> given_back;
-    {
-        const std::lock_guard lock(mutex);
-        given_back = fault_holds.take_older_half();
-    }
-    return drop_pins(given_back);
+bool Pager::Impl::release_faulted() noexcept {
+    const std::lock_guard lock(mutex);
+    return fault_holds.drop_older_half();
 }
 
-bool Pager::Impl::release_faulted(const Segment& segment) {
-    std::vector<Page*> given_back;
-    {
-        const std::lock_guard lock(mutex);
-        if (fault_holds.empty()) return false;
-        given_back = fault_holds.take(segment);
-    }
-    return drop_pins(given_back);
+bool Pager::Impl::release_faulted(const Segment& segment) noexcept {
+    const std::lock_guard lock(mutex);
+    return fault_holds.drop(segment);
 }
 
 /// Lets accesses to the page end on 0xFF bytes, unless somebody has mapped it meanwhile. Keeps it from being mapped
 /// first: what lies at its address then is nobody's. Its state may change all the same: a transfer may have no end.
-void Pager::Impl::poison_page(const std::shared_ptr<Segment>& segment, Page& page) {
+/// Called while the error `why` is handled.
+void Pager::Impl::poison_page(Page& page, const char* why) noexcept {
     constexpr std::uint32_t kServed = PageWord::kFaulted | PageWord::kFaultedWrite;
     PageWord seen = page.load();
-    while (segment) {
+    while (true) {
         const PageState state = seen.state();
         if (state == PageState::mapped && (seen.has(PageWord::kWritable) || !seen.has(PageWord::kFaultedWrite))) {
             page.clear_flag(kServed);
@@ -113,17 +92,13 @@ void Pager::Impl::poison_page(const std::shared_ptr<Segment>& segment, Page& pag
             seen = page.load();
         } else if (state == PageState::mapped) {  // it could not be made writable; its memory goes with its address
             if (!page.change(seen, seen.with(PageState::busy).with_flag(PageWord::kPoisoning))) continue;
-            lose_page(page);
+            lose_page(page, why);
             break;
         } else if (page.change(seen, seen.with_flag(PageWord::kPoisoning))) {
             break;
         }
     }
     memory.poison(mapped_range(page));
-    if (segment) {
-        const std::lock_guard lock(mutex);
-        poisoned.emplace_back(segment, segment->index_of(page));
-    }
     page.set_flag(PageWord::kPoisoned);
     page.clear_flag(kServed | PageWord::kPoisoning);
 }
@@ -131,32 +106,32 @@ void Pager::Impl::poison_page(const std::shared_ptr<Segment>& segment, Page& pag
 /// Takes the 0xFF bytes away that accesses ended on, once their error is raised: later accesses are served again. Those
 /// of a page that somebody has go when the next error is raised, or when it is mapped.
 void Pager::Impl::clear_poison() {
-    std::vector<std::pair<std::weak_ptr<Segment>, std::size_t>> taken;
+    std::vector<std::shared_ptr<Segment>> all;  // outlives the lock: their end takes it
     {
         const std::lock_guard lock(mutex);
-        taken.swap(poisoned);
+        all.reserve(segments.size());
+        for (const auto& [address, segment] : segments) all.push_back(segment.lock());
     }
-    const auto is_done = [&](const auto& entry) {
-        const std::shared_ptr<Segment> segment = entry.first.lock();
-        return !segment || clear_poison(segment->page(entry.second));
-    };
-    std::erase_if(taken, is_done);
-    const std::lock_guard lock(mutex);
-    poisoned.insert(poisoned.end(), taken.begin(), taken.end());
+    for (const std::shared_ptr<Segment>& segment : all) {
+        for (std::size_t i = 0; segment && i < segment->page_count(); ++i) clear_poison(segment->page(i));
+    }
 }
 
-/// False if somebody has the page.
-bool Pager::Impl::clear_poison(Page& page) {
+/// Unless somebody has the page.
+void Pager::Impl::clear_poison(Page& page) {
     PageWord seen = page.load();
     while (seen.has(PageWord::kPoisoned)) {
         const bool is_free = seen.is_absent() || seen.state() == PageState::loaded || seen.state() == PageState::failed;
-        if (!is_free) return false;
+        if (!is_free) return;
         if (!page.change(seen, seen.with(PageState::busy))) continue;
-        memory.decommit(mapped_range(page));
+        try {
+            memory.decommit(mapped_range(page));
+        } catch (...) {
+            page.enter(seen.state());
+            throw;
+        }
         page.enter(seen.state(), 0, PageWord::kPoisoned);
-        return true;
     }
-    return true;
 }
 
 }  // namespace torch_offload

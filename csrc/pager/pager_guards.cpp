@@ -1,6 +1,7 @@
 #include "pager/pager_guards.h"
 
 #include <mutex>
+#include <new>
 
 namespace torch_offload {
 
@@ -12,12 +13,18 @@ void Pager::Impl::Overwriting::confirm() noexcept {
     if (pages_.empty()) return;
     {
         const std::lock_guard lock(pager_.mutex);
-        for (Page* page : pages_) pager_.page_errors.erase(page);
+        for (Page* page : pages_) page->error = nullptr;
     }
     for (Page* page : pages_) {
         page->enter(PageState::mapped, PageWord::kDirty, PageWord::kUndefined);
     }
     pages_.clear();
+}
+
+Pager::Impl::FrameHold::~FrameHold() {
+    if (!frame_) return;
+    const std::lock_guard lock(pager_.mutex);
+    pager_.arena.give_frame(frame_);
 }
 
 void PageAccess::hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count) {
@@ -31,9 +38,17 @@ PinGuard::~PinGuard() {
     pager.end_use({pager.fence_use(), std::move(held_), {}, {}});
 }
 
-void PageAccess::add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page, bool is_at_address) {
+void PageAccess::reserve(UpdateLatch& latch, std::size_t count) {
+    latch.segments_.reserve(count);
+    latch.pages_.reserve(count);
+    latch.bytes_.reserve(count);
+    latch.locations_.reserve(count);
+    latch.is_worthless_.reserve(count);
+}
+
+void PageAccess::add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page,
+                          bool is_at_address) noexcept {
     const std::span<std::byte> range = segment->page_range(segment->index_of(page));
-    latch.reserve_one();
     page.add_pin();
     latch.segments_.push_back(std::move(segment));
     latch.pages_.push_back(&page);
@@ -46,16 +61,6 @@ void PageAccess::confirm(UpdateLatch& latch, std::optional<Pager::Impl::Transien
     latch.confirmed_ = true;
     latch.is_transient_ = transient.has_value();
     if (transient) transient->hand_over();
-}
-
-/// So that a page is added wholly or not at all.
-void UpdateLatch::reserve_one() {
-    const std::size_t count = pages_.size() + 1;
-    segments_.reserve(count);
-    pages_.reserve(count);
-    bytes_.reserve(count);
-    locations_.reserve(count);
-    is_worthless_.reserve(count);
 }
 
 void UpdateLatch::swap(UpdateLatch& other) noexcept {
@@ -104,17 +109,33 @@ UpdateLatch::~UpdateLatch() {
     below_.reset();  // first: who finds the pages free here looks for them there
     if (segments_.empty()) return;
     Pager::Impl& pager = *segments_.front()->pager().impl_;
-    InFlightUse use{pager.fence_use(), {}, {}, {}};
+    const bool is_kept = PageAccess::keep_for_device(*this, pager);  // first: from `loaded` on the page may be mapped
     for (std::size_t k = 0; k < pages_.size(); ++k) {
-        if (locations_[k] == Location::below) continue;
-        use.pages.push_back({segments_[k], segments_[k]->index_of(*pages_[k]), 1});
-        if (locations_[k] == Location::slot) use.in_slot.push_back(pages_[k]);
+        release_page(k);
+        if (!is_kept && locations_[k] != Location::below) pages_[k]->drop_pin();
     }
-    if (use.event) pager.uses.add(use);  // first: from `loaded` on the page may be mapped
-    for (std::size_t k = 0; k < pages_.size(); ++k) release_page(k);
+    if (!is_kept) pager.announce_progress();
     if (finished_) pager.rank_updated(segments_);
-    if (!use.event) pager.close_use(use);
     if (is_transient_) pager.end_transient();
+}
+
+bool PageAccess::keep_for_device(const UpdateLatch& latch, Pager::Impl& pager) noexcept {
+    InFlightUse use{pager.fence_use(), {}, {}, {}};
+    if (!use.event) return false;
+    const std::shared_ptr<const Event> event = use.event;
+    try {
+        for (std::size_t k = 0; k < latch.pages_.size(); ++k) {
+            if (latch.locations_[k] == UpdateLatch::Location::below) continue;
+            const std::shared_ptr<Segment>& segment = latch.segments_[k];
+            use.pages.push_back({segment, segment->index_of(*latch.pages_[k]), 1});
+            if (latch.locations_[k] == UpdateLatch::Location::slot) use.in_slot.push_back(latch.pages_[k]);
+        }
+        pager.uses.add(std::move(use));
+        return true;
+    } catch (const std::bad_alloc&) {
+        wait_until_passed(*event);
+        return false;
+    }
 }
 
 }  // namespace torch_offload

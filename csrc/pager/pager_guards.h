@@ -31,6 +31,23 @@ private:
     std::unordered_set<Page*> pages_;
 };
 
+/// A frame that is nobody's yet: given back unless a page takes it.
+class Pager::Impl::FrameHold {
+public:
+    FrameHold(Impl& pager, const Frame& frame) noexcept : pager_(pager), frame_(frame) {}
+    ~FrameHold();
+    FrameHold(const FrameHold&) = delete;
+    FrameHold& operator=(const FrameHold&) = delete;
+
+    const Frame& frame() const noexcept { return frame_; }
+    /// It is a page's from now on.
+    void hand_over() noexcept { frame_ = Frame{}; }
+
+private:
+    Impl& pager_;
+    Frame frame_;
+};
+
 /// A thread that waits for the pager: timed, and while it is one of the program's, its cores are offered to updates.
 class ProgramWait {
 public:
@@ -49,10 +66,14 @@ private:
 struct PageAccess {
     static void hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count);
     static void confirm(UpdateLatch& latch, std::optional<Pager::Impl::Transient> transient) noexcept;
+    /// Makes room for `count` pages, so that each is added whatever happens.
+    static void reserve(UpdateLatch& latch, std::size_t count);
     /// The page is the latch's own in its frame's slot, or writable at its address.
-    static void add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page, bool is_at_address);
+    static void add_here(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page, bool is_at_address) noexcept;
     /// The page is busy and has no frame.
-    static void add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page);
+    static void add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page) noexcept;
+    /// Leaves the pins to what the device still does with the pages. False if it does nothing with them.
+    static bool keep_for_device(const UpdateLatch& latch, Pager::Impl& pager) noexcept;
     static void confirm_below(UpdateLatch& latch, UpdateLatch below);
 };
 

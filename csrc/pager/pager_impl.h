@@ -58,19 +58,21 @@ struct Pager::Impl final : StoreClient {
     std::shared_ptr<Segment> make_segment(std::span<std::byte> range, std::size_t element_bytes, SegmentKind kind);
     static bool is_whole_in_place(const Segment& segment);
     void take_out_of_segment(Page& page) noexcept;
-    void forget(Segment& segment);
-    void log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind);
+    std::vector<std::span<std::byte>> reserve_slots(std::span<std::byte> range, std::size_t page_bytes);
+    void adopt_pages(Segment& segment, std::span<const std::span<std::byte>> slots);
+    void forget(Segment& segment) noexcept;
+    void log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind) noexcept;
     void raise_page_error(const Page& page);
 
     // Errors (pager_transfer.cpp)
-    void forget_error(const Page& page);
-    void note_fault_error(std::exception_ptr error);
+    void forget_error(Page& page) noexcept;
+    void note_fault_error(std::exception_ptr error) noexcept;
     void raise_fault_error();
     void raise_unsaid_write_error();
     void raise_write_error(const Segment* segment = nullptr);
     void raise_if_late(const Page& page, PageWord seen);
     void raise_late_error();
-    bool end_lateness(const Page& page);
+    bool end_lateness(Page& page) noexcept;
 
     // Uses that outlive their guards (in_flight_uses.cpp)
     std::shared_ptr<const Event> fence_use() noexcept;
@@ -108,13 +110,14 @@ struct Pager::Impl final : StoreClient {
     // Moves (pager_moves.cpp)
     class Overwriting;
     void start_load(Page& page, PageGoal goal, Overwriting* own = nullptr);
-    bool load_into(Page& page, PageGoal goal, const Frame& frame);
-    void zero_frame(Page& page);
+    class FrameHold;
+    void begin_read(Page& page);
+    bool load_into(Page& page, PageGoal goal, FrameHold& frame);
     void map_page(Page& page, PageWord before, bool is_write);
     void make_writable(Page& page);
     void unmap_page(Page& page);
     void drop_or_write(Page& page);
-    void lose_page(Page& page);
+    void lose_page(Page& page, const char* why) noexcept;
     void undo_overwrite(Page& page) noexcept;
     std::span<std::byte> mapped_range(const Page& page) const noexcept;
 
@@ -141,12 +144,12 @@ struct Pager::Impl final : StoreClient {
     bool is_above(const Segment& segment, std::size_t index);
     void answer_fault(Page& page, bool is_write) noexcept;
     void serve_fault(Page& page);
-    void poison_page(const std::shared_ptr<Segment>& segment, Page& page);
+    void poison_page(Page& page, const char* why) noexcept;
     void clear_poison();
-    bool clear_poison(Page& page);
-    void hold_faulted(Page& page);
-    bool release_faulted();
-    bool release_faulted(const Segment& segment);
+    void clear_poison(Page& page);
+    void hold_faulted(Page& page) noexcept;
+    bool release_faulted() noexcept;
+    bool release_faulted(const Segment& segment) noexcept;
 
     // Prediction (pager_plan.cpp)
     UsePosition next_use(const Segment& segment) const;
@@ -186,15 +189,15 @@ struct Pager::Impl final : StoreClient {
     void kick_if_due() noexcept;
 
     // StoreClient (pager_transfer.cpp)
-    void note_transfer(const Page& page, IoDirection direction, std::int64_t begin_ns);
-    void end_read(const std::shared_ptr<Segment>& segment, Page& page, const TransferEnd& end) override;
-    void end_write(Page& page, const TransferEnd& end) override;
-    void note_late(Page& page, IoDirection direction, std::exception_ptr error) override;
+    void note_transfer(const Page& page, IoDirection direction, std::int64_t begin_ns) noexcept;
+    void end_read(const std::shared_ptr<Segment>& segment, Page& page, const TransferEnd& end) noexcept override;
+    void end_write(Page& page, const TransferEnd& end) noexcept override;
+    void note_late(Page& page, IoDirection direction, std::exception_ptr error) noexcept override;
     std::vector<Frame> frames_to_unregister() override;
-    void take_unregistered(const Frame& frame) override;
-    bool may_register(std::size_t size_bytes) override;
-    void note_registered(std::size_t size_bytes) override;
-    void look_ahead() override;
+    void take_unregistered(const Frame& frame) noexcept override;
+    bool begin_registration(std::size_t size_bytes) noexcept override;
+    void end_registration(std::size_t size_bytes, bool is_registered) noexcept override;
+    void look_ahead() noexcept override;
     std::shared_ptr<const StallTotals> stall_totals() const override { return stalls; }
 
     Pager& owner;
@@ -209,12 +212,10 @@ struct Pager::Impl final : StoreClient {
     std::unordered_map<Segment*, std::weak_ptr<Segment>> segments;
     std::vector<std::weak_ptr<Segment>> roles;  // by TraceId
     PrefetchQueue prefetch_queue;               // of callers of prefetch()
-    std::unordered_map<const Page*, std::exception_ptr> page_errors;
     UnwritablePages unwritable;
     FaultHolds fault_holds;
     std::exception_ptr late_error;   // of the transfer that became late last
     std::exception_ptr fault_error;  // of an access behind the dispatcher, raised by the next pin
-    std::vector<std::pair<std::weak_ptr<Segment>, std::size_t>> poisoned;  // pages, until that error is raised
     std::size_t unregister_wanted_bytes = 0;
     std::size_t registered_bytes = 0;
     std::uint64_t next_segment_id = 1;

@@ -67,8 +67,10 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
             progress.load(std::memory_order_acquire) == seen) {
             if (wait_for_oldest_use() || release_faulted()) continue;
             if (!std::exchange(are_resting_tried, true) && evict_for(size_bytes, 0, Resting::too) > 0) continue;
-            raise_write_error();
-            raise_late_error();
+            if (size_bytes <= options.budget_bytes) {  // a working disk would make room
+                raise_write_error();
+                raise_late_error();
+            }
             raise_out_of_memory(size_bytes);
         }
         if (!wait) wait.emplace(*this);
@@ -160,7 +162,7 @@ void Pager::Impl::check_idle(std::span<const std::byte> memory) noexcept {
     if (!options.device) return;
     try {
         options.device->check_idle(memory);
-    } catch (const LogicError&) {
+    } catch (const std::exception&) {
         note_fault_error(std::current_exception());
     }
 }

@@ -30,44 +30,56 @@ std::span<std::byte> Pager::Impl::mapped_range(const Page& page) const noexcept 
 /// undefined from now on.
 void Pager::Impl::start_load(Page& page, PageGoal goal, Overwriting* own) {
     if (!is_to_be_loaded(page.load(), goal)) return;
-    const Frame frame = acquire_frame(page.segment->frame_bytes(page.segment->index_of(page)));
+    FrameHold frame(*this, acquire_frame(page.segment->frame_bytes(page.segment->index_of(page))));
     const bool is_overwritten = goal == PageGoal::overwrite && own != nullptr;
     if (is_overwritten) own->add(page);
-    if (load_into(page, goal, frame)) return;
-    if (is_overwritten) own->drop(page);
-    const std::lock_guard lock(mutex);
-    arena.give_frame(frame);
+    bool is_taken = false;
+    try {
+        is_taken = load_into(page, goal, frame);
+    } catch (...) {
+        if (is_overwritten) own->drop(page);
+        throw;
+    }
+    if (is_overwritten && !is_taken) own->drop(page);
 }
 
-/// Zeros for a page that is loading; if that fails, it owns nothing again.
-void Pager::Impl::zero_frame(Page& page) {
+/// Pre: the page is loading. Who waits for memory counts on it before the store does.
+void Pager::Impl::begin_read(Page& page) {
+    moving_pages.fetch_add(1, std::memory_order_acq_rel);
     try {
-        memory.fill_zero(page.frame.slot);
+        store->read(page.segment->shared_from_this(), page);
     } catch (...) {
-        retire_frame(page);
-        page.enter(PageState::zero);
+        end_move(0);
         throw;
     }
 }
 
-/// False if somebody else was first; the frame then stays the caller's.
-bool Pager::Impl::load_into(Page& page, PageGoal goal, const Frame& frame) {
+/// False if somebody else was first; the frame then stays the caller's, as it does if this throws: the page is then as
+/// it was.
+bool Pager::Impl::load_into(Page& page, PageGoal goal, FrameHold& frame) {
     PageWord seen = page.load();
     do {
         if (!is_to_be_loaded(seen, goal)) return false;
     } while (!page.change(seen, seen.with(PageState::loading).without_flag(PageWord::kTransferFailed)));
     if (seen.has(PageWord::kTransferFailed)) forget_error(page);
-    page.frame = frame;
-    if (const std::lock_guard lock(mutex); !page.segment->eviction_rank) rank(*page.segment);
-    if (goal == PageGoal::overwrite) {
-        page.enter(PageState::loaded, PageWord::kUndefined);
-    } else if (seen.state() == PageState::zero) {
-        zero_frame(page);
-        page.enter(PageState::loaded);
-    } else {
-        moving_pages.fetch_add(1, std::memory_order_acq_rel);
-        store->read(page.segment->shared_from_this(), page);
+    page.frame = frame.frame();
+    try {
+        if (const std::lock_guard lock(mutex); !page.segment->eviction_rank) rank(*page.segment);
+        if (goal == PageGoal::overwrite) {
+            page.enter(PageState::loaded, PageWord::kUndefined);
+        } else if (seen.state() == PageState::zero) {
+            memory.fill_zero(page.frame.slot);
+            page.enter(PageState::loaded);
+        } else {
+            begin_read(page);
+        }
+    } catch (...) {
+        page.frame = Frame{};
+        page.enter(seen.state());
+        announce_progress();
+        throw;
     }
+    frame.hand_over();
     return true;
 }
 
@@ -79,11 +91,11 @@ void Pager::Impl::map_page(Page& page, PageWord before, bool is_write) {
         check_idle(page.frame.slot);
         memory.move(page.frame.slot, mapped_range(page).data(),
                     is_writable ? Protection::read_write : Protection::read);
-    } catch (...) {
+    } catch (const std::exception& error) {
         if (can_protect(memory, page.frame.slot, Protection::read_write)) {
             page.enter(PageState::loaded);
         } else {
-            lose_page(page);
+            lose_page(page, error.what());
         }
         throw;
     }
@@ -109,27 +121,33 @@ void Pager::Impl::unmap_page(Page& page) {
     check_idle(mapped_range(page));
     try {
         memory.move(mapped_range(page), page.frame.slot.data(), Protection::read_write);
-    } catch (...) {
+    } catch (const std::exception& error) {
         const bool is_writable = page.load().has(PageWord::kWritable);
         if (can_protect(memory, mapped_range(page), is_writable ? Protection::read_write : Protection::read)) {
             page.enter(PageState::mapped);
         } else if (can_protect(memory, mapped_range(page), Protection::read_write)) {
             page.enter(PageState::mapped, PageWord::kWritable | PageWord::kDirty);
         } else {
-            lose_page(page);
+            lose_page(page, error.what());
         }
         throw;
     }
 }
 
-/// Pre: the page is busy and its bytes lie in its frame's slot. It ends evicting, or absent.
+/// Pre: the page is busy and its bytes lie in its frame's slot. It ends evicting, or absent; if this throws, loaded.
 void Pager::Impl::drop_or_write(Page& page) {
     evictions.increment();
     if (page.load().has(PageWord::kDirty)) {
         moving_pages.fetch_add(1, std::memory_order_acq_rel);
         evicting_bytes.fetch_add(page.frame.slot.size(), std::memory_order_acq_rel);
         page.enter(PageState::evicting, 0, PageWord::kWritable | PageWord::kTransferFailed);
-        store->write(page.segment->shared_from_this(), page);
+        try {
+            store->write(page.segment->shared_from_this(), page);
+        } catch (...) {
+            page.enter(PageState::loaded);
+            end_move(page.frame.slot.size());
+            throw;
+        }
         return;
     }
     clean_drops.increment();
@@ -138,14 +156,19 @@ void Pager::Impl::drop_or_write(Page& page) {
     announce_progress();
 }
 
-/// Pre: the page is busy. Its memory could not be moved, and cannot be used where it is. Called while that error is
-/// handled.
-void Pager::Impl::lose_page(Page& page) {
+/// Pre: the page is busy. Its memory could not be moved, and cannot be used where it is. Called while that error,
+/// `why`, is handled.
+void Pager::Impl::lose_page(Page& page, const char* why) noexcept {
     const PageWord word = page.load();
     const bool is_stored = word.has(PageWord::kStored) && !word.has(PageWord::kDirty);
+    const std::exception_ptr error = exception_from([&] {
+        return CorruptPage(concat("page ", page.segment->index_of(page), " of ", page.segment->label,
+                                  " is lost, the system gave no access to its memory (", why,
+                                  "): overwrite the tensor, or restart from the last checkpoint"));
+    });
     {
         const std::lock_guard lock(mutex);
-        if (!is_stored) page_errors[&page] = std::current_exception();
+        if (!is_stored) page.error = error;
         arena.give_up_frame(std::exchange(page.frame, Frame{}));
     }
     if (is_stored) {
@@ -165,7 +188,7 @@ void Pager::Impl::undo_overwrite(Page& page) noexcept {
     PageState before = PageState::zero;
     if (page.load().has(PageWord::kStored)) {
         before = PageState::stored;
-    } else if (const std::lock_guard lock(mutex); page_errors.contains(&page)) {
+    } else if (const std::lock_guard lock(mutex); page.error) {
         before = PageState::failed;
     }
     page.enter(before, 0, PageWord::kUndefined | PageWord::kWritable);

@@ -6,7 +6,7 @@
 #include "base/log.h"
 #include "base/units.h"
 #include "pager/deadlines.h"
-#include "pager/pager_impl.h"
+#include "pager/pager_guards.h"
 
 namespace torch_offload {
 namespace {
@@ -165,7 +165,7 @@ void Pager::Impl::keep_free(std::size_t free_bytes, UsePosition keep_before) {
 
 /// Reads what cannot wait any longer. What is read before it has to be takes the place of pages that could have been
 /// used meanwhile, so each byte read early is likely to move twice.
-void Pager::Impl::look_ahead() {
+void Pager::Impl::look_ahead() noexcept {
     try {
         read_what_is_due();
     } catch (const std::exception& error) {  // not lost: the pin that needs it meets the same
@@ -273,14 +273,10 @@ bool Pager::Impl::read_ahead_page(const std::shared_ptr<Segment>& segment, std::
 /// False if memory is short.
 bool Pager::Impl::start_reading(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use) {
     Page& page = segment->page(index);
-    const std::optional<Frame> frame = try_acquire_frame(segment->frame_bytes(index), use + 1);
-    if (!frame) return false;
-    if (load_into(page, PageGoal::read, *frame)) {
-        prefetches.increment();
-        return true;
-    }
-    const std::lock_guard lock(mutex);
-    arena.give_frame(*frame);
+    const std::optional<Frame> free = try_acquire_frame(segment->frame_bytes(index), use + 1);
+    if (!free) return false;
+    FrameHold frame(*this, *free);
+    if (load_into(page, PageGoal::read, frame)) prefetches.increment();
     return true;
 }
 
@@ -303,7 +299,13 @@ void Pager::Impl::queue_update(const std::shared_ptr<Segment>& segment, std::siz
     PageWord seen = page.load();
     if (!seen.has(PageWord::kPending)) return;
     if (seen.has(PageWord::kUpdateQueued) && time != UpdateTime::at_once) return;
-    if (page.change(seen, seen.with_flag(PageWord::kUpdateQueued))) service->push_update(segment, index, time);
+    if (!page.change(seen, seen.with_flag(PageWord::kUpdateQueued))) return;
+    try {
+        service->push_update(segment, index, time);
+    } catch (...) {
+        page.clear_flag(PageWord::kUpdateQueued);
+        throw;
+    }
 }
 
 void Pager::Impl::kick_if_due() noexcept {

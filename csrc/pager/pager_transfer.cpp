@@ -6,7 +6,7 @@
 namespace torch_offload {
 
 /// On the lane of whatever this pager's memory is filled from.
-void Pager::Impl::note_transfer(const Page& page, IoDirection direction, std::int64_t begin_ns) {
+void Pager::Impl::note_transfer(const Page& page, IoDirection direction, std::int64_t begin_ns) noexcept {
     ActivityLog* const log = options.activity_log;
     if (!log || !log->is_on()) return;
     const bool is_read = direction == IoDirection::read;
@@ -15,7 +15,7 @@ void Pager::Impl::note_transfer(const Page& page, IoDirection direction, std::in
     log->add({lane, begin_ns, activity_now_ns(), page.frame.slot.size(), page.segment->label});
 }
 
-void Pager::Impl::end_read(const std::shared_ptr<Segment>& segment, Page& page, const TransferEnd& end) {
+void Pager::Impl::end_read(const std::shared_ptr<Segment>& segment, Page& page, const TransferEnd& end) noexcept {
     end_lateness(page);
     if (end.status == TransferStatus::ok) {
         note_transfer(page, IoDirection::read, end.begin_ns);
@@ -24,7 +24,7 @@ void Pager::Impl::end_read(const std::shared_ptr<Segment>& segment, Page& page, 
     } else {
         {
             const std::lock_guard lock(mutex);
-            page_errors[&page] = end.error;
+            page.error = end.error;
         }
         retire_frame(page);
         if (end.status == TransferStatus::lost) {
@@ -46,7 +46,7 @@ void Pager::Impl::end_move(std::size_t left_bytes) noexcept {
 }
 
 /// After a failed write the bytes are still in memory: the page stays usable, and is tried again after others.
-void Pager::Impl::end_write(Page& page, const TransferEnd& end) {
+void Pager::Impl::end_write(Page& page, const TransferEnd& end) noexcept {
     const std::size_t size_bytes = page.frame.slot.size();
     const std::size_t expected_bytes = end_lateness(page) ? 0 : size_bytes;
     if (end.status != TransferStatus::ok) {
@@ -84,7 +84,7 @@ std::vector<Frame> Pager::Impl::frames_to_unregister() {
     return frames;
 }
 
-void Pager::Impl::take_unregistered(const Frame& frame) {
+void Pager::Impl::take_unregistered(const Frame& frame) noexcept {
     {
         const std::lock_guard lock(mutex);
         registered_bytes -= frame.slot.size();
@@ -94,21 +94,25 @@ void Pager::Impl::take_unregistered(const Frame& frame) {
 }
 
 /// Registered memory is slower to give back, so at most half of the budget is.
-bool Pager::Impl::may_register(std::size_t size_bytes) {
+bool Pager::Impl::begin_registration(std::size_t size_bytes) noexcept {
     const std::lock_guard lock(mutex);
-    return registered_bytes + size_bytes <= options.budget_bytes / 2;
+    if (registered_bytes + size_bytes > options.budget_bytes / 2 || !arena.expect_registered(size_bytes)) return false;
+    registered_bytes += size_bytes;
+    return true;
 }
 
-void Pager::Impl::note_registered(std::size_t size_bytes) {
+void Pager::Impl::end_registration(std::size_t size_bytes, bool is_registered) noexcept {
+    if (is_registered) return;
     const std::lock_guard lock(mutex);
-    registered_bytes += size_bytes;
+    registered_bytes -= size_bytes;
+    arena.forget_registered(size_bytes);
 }
 
 /// The page stays the store's; nobody waits for it any longer.
-void Pager::Impl::note_late(Page& page, IoDirection direction, std::exception_ptr error) {
+void Pager::Impl::note_late(Page& page, IoDirection direction, std::exception_ptr error) noexcept {
     {
         const std::lock_guard lock(mutex);
-        page_errors[&page] = error;
+        page.error = error;
         late_error = error;
         if (direction == IoDirection::write) unwritable.add(page, error, steady_ns());
     }
@@ -120,7 +124,7 @@ void Pager::Impl::note_late(Page& page, IoDirection direction, std::exception_pt
 }
 
 /// Of a transfer that has ended. False if it was not late.
-bool Pager::Impl::end_lateness(const Page& page) {
+bool Pager::Impl::end_lateness(Page& page) noexcept {
     if (!page.load().has(PageWord::kTransferFailed)) return false;
     forget_error(page);
     late_pages.fetch_sub(1, std::memory_order_acq_rel);
@@ -148,7 +152,7 @@ void Pager::Impl::raise_if_late(const Page& page, PageWord seen) {
 }
 
 /// Raised by the next pin: an access whose result may already have been used.
-void Pager::Impl::note_fault_error(std::exception_ptr error) {
+void Pager::Impl::note_fault_error(std::exception_ptr error) noexcept {
     {
         const std::lock_guard lock(mutex);
         fault_error = std::move(error);
@@ -162,10 +166,16 @@ void Pager::Impl::raise_fault_error() {
     std::exception_ptr error;
     {
         const std::lock_guard lock(mutex);
-        error = std::exchange(fault_error, nullptr);
-        has_fault_error.store(false, std::memory_order_release);
+        error = fault_error;
     }
-    clear_poison();
+    clear_poison();  // if it throws, the error is raised by the next pin
+    {
+        const std::lock_guard lock(mutex);
+        if (fault_error == error) {
+            fault_error = nullptr;
+            has_fault_error.store(false, std::memory_order_release);
+        }
+    }
     if (error) std::rethrow_exception(error);
 }
 
@@ -190,9 +200,9 @@ void Pager::Impl::raise_write_error(const Segment* segment) {
     if (error) std::rethrow_exception(error);
 }
 
-void Pager::Impl::forget_error(const Page& page) {
+void Pager::Impl::forget_error(Page& page) noexcept {
     const std::lock_guard lock(mutex);
-    page_errors.erase(&page);
+    page.error = nullptr;
 }
 
 /// Returns where the error has gone since the page was looked at: its word is to be looked at again.
@@ -200,7 +210,7 @@ void Pager::Impl::raise_page_error(const Page& page) {
     std::exception_ptr error;
     {
         const std::lock_guard lock(mutex);
-        if (const auto found = page_errors.find(&page); found != page_errors.end()) error = found->second;
+        error = page.error;
         unwritable.unsaid_error();  // one error of a disk is enough to tell of it
     }
     if (error) std::rethrow_exception(error);

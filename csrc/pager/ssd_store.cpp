@@ -60,7 +60,6 @@ bool SsdStore::stop() {
 }
 
 void SsdStore::read(std::shared_ptr<Segment> segment, Page& page) {
-    reads_in_flight_.fetch_add(1, std::memory_order_relaxed);
     enqueue(IoDirection::read, std::move(segment), page);
 }
 
@@ -88,14 +87,17 @@ UpdateLatch SsdStore::latch_for_update(std::span<const std::shared_ptr<Segment>>
 }
 
 void SsdStore::enqueue(IoDirection direction, std::shared_ptr<Segment> segment, Page& page) {
-    auto transfer = std::make_unique<Transfer>();
-    transfer->request.direction = direction;
-    transfer->segment = std::move(segment);
-    transfer->page = &page;
+    Transfers one;
+    Transfer& transfer = one.emplace_back();  // nothing has changed if this fails
+    transfer.self = one.begin();
+    transfer.request.direction = direction;
+    transfer.segment = std::move(segment);
+    transfer.page = &page;
     in_flight_.fetch_add(1, std::memory_order_relaxed);
+    if (direction == IoDirection::read) reads_in_flight_.fetch_add(1, std::memory_order_relaxed);
     {
         const std::lock_guard lock(queue_mutex_);
-        queue_.push_back(std::move(transfer));
+        queue_.splice(queue_.end(), one);
     }
     engine_->wake();
 }
@@ -132,8 +134,7 @@ void SsdStore::serve_broken(const TierIoError& error) {
         OFFLOAD_LOG(error, "ssd tier: transfers are still under way, waiting for them");
         if (stopping_.load(std::memory_order_acquire)) return;
     }
-    for (Transfer* transfer : submitted_) ready_reads_.emplace_back(transfer);
-    submitted_.clear();
+    ready_reads_.splice(ready_reads_.end(), submitted_);
     while (true) {
         take_queue();
         end_all(error);
@@ -174,57 +175,58 @@ void SsdStore::serve() {
     }
 }
 
-SsdStore::ArrivedBytes SsdStore::take_finished(std::span<IoRequest* const> finished) {
+SsdStore::ArrivedBytes SsdStore::take_finished(std::span<IoRequest* const> finished) noexcept {
     ArrivedBytes bytes;
     for (IoRequest* request : finished) {
         (request->direction == IoDirection::read ? bytes.read : bytes.written) += request->buffer.size();
-        const auto found = submitted_.find(static_cast<Transfer*>(request->context));
-        arrived_.emplace_back(*found);
-        submitted_.erase(found);
+        arrived_.splice(arrived_.end(), submitted_, static_cast<Transfer*>(request->context)->self);
     }
     return bytes;
 }
 
-void SsdStore::settle_arrived() {
+void SsdStore::settle_arrived() noexcept {
     while (!arrived_.empty()) {
-        std::unique_ptr<Transfer> transfer = std::move(arrived_.front());
-        arrived_.pop_front();
-        settle_finished(std::move(transfer));
+        Transfers one;
+        one.splice(one.begin(), arrived_, arrived_.begin());
+        if (one.front().request.direction == IoDirection::read) {
+            settle_read(one);
+        } else {
+            settle_write(one);
+        }
     }
 }
 
-void SsdStore::take_queue() {
-    std::vector<std::unique_ptr<Transfer>> taken;
+void SsdStore::take_queue() noexcept {
+    Transfers taken;
     {
         const std::lock_guard lock(queue_mutex_);
         taken.swap(queue_);
     }
-    for (std::unique_ptr<Transfer>& transfer : taken) {
-        const bool is_read = transfer->request.direction == IoDirection::read;
-        (is_read ? ready_reads_ : ready_writes_).push_back(std::move(transfer));
+    while (!taken.empty()) {
+        Transfers& waiting = ready(taken.front().request.direction);
+        waiting.splice(waiting.end(), taken, taken.begin());
     }
     take_due();
 }
 
 /// Of a store that stops, all are due: they get their last attempt.
-void SsdStore::take_due() {
+void SsdStore::take_due() noexcept {
     const bool are_all_due = stopping_.load(std::memory_order_acquire);
     const auto now = Clock::now();
-    const auto due = std::stable_partition(delayed_.begin(), delayed_.end(),
-                                           [&](const auto& transfer) { return !are_all_due && transfer->due > now; });
-    for (auto transfer = due; transfer != delayed_.end(); ++transfer) {
-        const bool is_read = (*transfer)->request.direction == IoDirection::read;
-        (is_read ? ready_reads_ : ready_writes_).push_front(std::move(*transfer));
+    for (auto next = delayed_.begin(); next != delayed_.end();) {
+        const auto transfer = next++;
+        if (!are_all_due && transfer->due > now) continue;
+        Transfers& waiting = ready(transfer->request.direction);
+        waiting.splice(waiting.begin(), delayed_, transfer);
     }
-    delayed_.erase(due, delayed_.end());
 }
 
 /// Until the next delayed transfer is due, if that is soon, or until one is offered again that the engine did not take.
 std::chrono::milliseconds SsdStore::longest_wait() const {
     const bool is_refused = submitted_.empty() && !(ready_reads_.empty() && ready_writes_.empty());
     auto wait = is_refused ? kBrokenPause : kIdleWait;
-    for (const auto& transfer : delayed_) {
-        const auto left = std::chrono::ceil<std::chrono::milliseconds>(transfer->due - Clock::now());
+    for (const Transfer& transfer : delayed_) {
+        const auto left = std::chrono::ceil<std::chrono::milliseconds>(transfer.due - Clock::now());
         wait = std::clamp(left, std::chrono::milliseconds(0), wait);
     }
     return wait;
@@ -232,33 +234,24 @@ std::chrono::milliseconds SsdStore::longest_wait() const {
 
 void SsdStore::submit_ready() {
     while (const std::optional<IoDirection> direction = arbiter_.next(load())) {
-        auto& ready = *direction == IoDirection::read ? ready_reads_ : ready_writes_;
-        Transfer& transfer = *ready.front();
+        Transfers& waiting = ready(*direction);
+        Transfer& transfer = waiting.front();
         if (transfer.request.context == nullptr && !prepare(transfer)) {
-            ready.pop_front();
+            waiting.pop_front();
             continue;
         }
         if (transfer.begin_ns == 0) transfer.begin_ns = activity_now_ns();
         if (transfer.submitted == Clock::time_point{}) transfer.submitted = Clock::now();
         IoRequest* request = &transfer.request;
-        submitted_.insert(&transfer);  // before: it may fail
         std::size_t taken = 0;
         try {
             taken = engine_->submit({&request, 1});
         } catch (const TierIoError&) {  // the engine is broken, and may have taken it
-            static_cast<void>(ready.front().release());
-            ready.pop_front();
-            throw;
-        } catch (...) {
-            submitted_.erase(&transfer);
+            submitted_.splice(submitted_.end(), waiting, waiting.begin());
             throw;
         }
-        if (taken == 0) {  // full: the rest waits for completions
-            submitted_.erase(&transfer);
-            return;
-        }
-        static_cast<void>(ready.front().release());  // the engine's until reaped; context leads back to it
-        ready.pop_front();
+        if (taken == 0) return;  // full: the rest waits for completions
+        submitted_.splice(submitted_.end(), waiting, waiting.begin());  // until reaped; context leads back to it
     }
 }
 
@@ -269,9 +262,9 @@ const Transfer* SsdStore::oldest_begun() const {
         const bool has_begun = transfer.submitted != Clock::time_point{};
         if (has_begun && (!oldest || transfer.submitted < oldest->submitted)) oldest = &transfer;
     };
-    for (const Transfer* transfer : submitted_) look_at(*transfer);
-    for (const auto* ready : {&ready_reads_, &ready_writes_}) {
-        if (!ready->empty()) look_at(*ready->front());
+    std::ranges::for_each(submitted_, look_at);
+    for (const Transfers* waiting : {&ready_reads_, &ready_writes_}) {
+        if (!waiting->empty()) look_at(waiting->front());
     }
     return oldest;
 }
@@ -279,9 +272,9 @@ const Transfer* SsdStore::oldest_begun() const {
 /// Whether the disk does not answer. Nobody needs what is in flight when a store stops.
 bool SsdStore::is_stuck() const {
     const auto now = Clock::now();
-    const auto is_old = [&](const Transfer* transfer) { return now - transfer->submitted >= limits_.warn_after; };
+    const auto is_old = [&](const Transfer& transfer) { return now - transfer.submitted >= limits_.warn_after; };
     const Transfer* const oldest = oldest_begun();
-    if (!oldest || !is_old(oldest) || !std::ranges::all_of(submitted_, is_old)) return false;
+    if (!oldest || !is_old(*oldest) || !std::ranges::all_of(submitted_, is_old)) return false;
     OFFLOAD_LOG(error, "ssd tier: ", in_flight(),
                 " transfers do not end: the engine ends without them, and what memory "
                 "they use stays until the process ends");
@@ -302,17 +295,16 @@ void SsdStore::check_ages() {
         OFFLOAD_LOG(warning, describe(*oldest, now), "; the disk may hang: see the kernel's log (dmesg)");
     }
     if (now - oldest->submitted < limits_.timeout) return;
-    const auto error = std::make_exception_ptr(TierIoError(
-        concat(describe(*oldest, now), "; nothing is lost if the disk comes back: see the kernel's log (dmesg)"),
-        ETIMEDOUT));
+    const auto error = exception_from([&] {
+        return TierIoError(
+            concat(describe(*oldest, now), "; nothing is lost if the disk comes back: see the kernel's log (dmesg)"),
+            ETIMEDOUT);
+    });
     const auto note_late = [&](Transfer& transfer) {
         if (std::exchange(transfer.is_late, true)) return;
         client_->note_late(*transfer.page, transfer.request.direction, error);
     };
-    std::ranges::for_each(submitted_, [&](Transfer* transfer) { note_late(*transfer); });
-    for (const auto* behind : {&ready_reads_, &ready_writes_}) {
-        std::ranges::for_each(*behind, [&](const auto& transfer) { note_late(*transfer); });
-    }
+    for (Transfers* late : {&submitted_, &ready_reads_, &ready_writes_}) std::ranges::for_each(*late, note_late);
 }
 
 std::string SsdStore::describe(const Transfer& transfer, Clock::time_point now) const {
@@ -329,17 +321,11 @@ std::string SsdStore::describe(const Transfer& transfer, Clock::time_point now) 
 IoLoad SsdStore::load() const noexcept { return {ready_reads_.size(), ready_writes_.size(), submitted_.size()}; }
 
 /// Ends every transfer that the engine does not have.
-void SsdStore::end_all(const std::exception& error) {
-    std::vector<std::unique_ptr<Transfer>> left = std::move(delayed_);
-    delayed_.clear();
-    for (auto* ready : {&ready_reads_, &ready_writes_}) {
-        std::ranges::move(*ready, std::back_inserter(left));
-        ready->clear();
-    }
-    for (const std::unique_ptr<Transfer>& transfer : left) {
-        const auto why = std::make_exception_ptr(TierIoError(concat("ssd tier: ", error.what()), EIO));
-        end(*transfer, {TransferStatus::not_now, why});
-    }
+void SsdStore::end_all(const std::exception& error) noexcept {
+    Transfers left;
+    for (Transfers* waiting : {&delayed_, &ready_reads_, &ready_writes_}) left.splice(left.end(), *waiting);
+    const auto why = exception_from([&] { return TierIoError(concat("ssd tier: ", error.what()), EIO); });
+    for (Transfer& transfer : left) end(transfer, {TransferStatus::not_now, why});
 }
 
 // --- Before and after a transfer ----------------------------------------------------------------------------------
@@ -377,24 +363,34 @@ void SsdStore::prepare_write(Transfer& transfer) {
     transfer.checksum = page_checksum(transfer.page->frame.slot, identity_of(*transfer.page, transfer.version));
 }
 
-/// Fills the request; false if the transfer ended in an error that was already reported.
-bool SsdStore::prepare(Transfer& transfer) {
+void SsdStore::register_frame(Frame& frame) noexcept {
+    const std::size_t size_bytes = frame.slot.size();
+    if (frame.fixed_index != kUnregistered || !client_->begin_registration(size_bytes)) return;
+    try {
+        frame.fixed_index = engine_->register_buffer(frame.slot);
+    } catch (const std::exception& error) {
+        OFFLOAD_LOG(warning, "a buffer is not registered with the I/O engine: ", error.what());
+    }
+    client_->end_registration(size_bytes, frame.fixed_index != kUnregistered);
+}
+
+/// Fills the request; false if that failed: the transfer has ended.
+bool SsdStore::prepare(Transfer& transfer) noexcept {
     Page& page = *transfer.page;
     IoRequest& request = transfer.request;
-    transfer.stored = &stored_page(page);
-    if (page.frame.fixed_index == kUnregistered && client_->may_register(page.frame.slot.size())) {
-        page.frame.fixed_index = engine_->register_buffer(page.frame.slot);
-        if (page.frame.fixed_index != kUnregistered) client_->note_registered(page.frame.slot.size());
+    const bool is_write = request.direction == IoDirection::write;
+    try {
+        transfer.stored = &stored_page(page);
+        register_frame(page.frame);
+        if (is_write) prepare_write(transfer);
+    } catch (const std::exception& error) {
+        const auto* const of_disk = dynamic_cast<const TierIoError*>(&error);
+        const int number = of_disk ? of_disk->error_number() : ENOMEM;
+        end(transfer, {TransferStatus::not_now,
+                       is_write ? write_error(transfer, error.what(), number) : read_error(transfer, number)});
+        return false;
     }
-    if (request.direction == IoDirection::write) {
-        try {
-            prepare_write(transfer);
-        } catch (const TierIoError& error) {
-            end_failed_write(transfer, error.what(), error.error_number());
-            return false;
-        }
-    }
-    const Extent& extent = request.direction == IoDirection::write ? *transfer.target : *transfer.stored->extent;
+    const Extent& extent = is_write ? *transfer.target : *transfer.stored->extent;
     request.file_descriptor = file_.file_descriptor(extent);
     request.offset_bytes = extent.offset_bytes;
     request.buffer = page.frame.slot;
@@ -404,40 +400,43 @@ bool SsdStore::prepare(Transfer& transfer) {
     return true;
 }
 
-void SsdStore::settle_finished(std::unique_ptr<Transfer> transfer) {
-    if (transfer->request.direction == IoDirection::read) {
-        settle_read(std::move(transfer));
-    } else {
-        settle_write(std::move(transfer));
-    }
-}
-
 /// Puts a transfer off that failed for a reason that may pass. False, and still the caller's, once it was tried as
 /// often as is worth it, or the store stops.
-bool SsdStore::try_again_later(std::unique_ptr<Transfer>& transfer) {
-    const IoRequest& request = transfer->request;
-    const bool is_worth_it = may_pass(request.error) && transfer->failed_attempts < limits_.retry_delays.size();
+bool SsdStore::try_again_later(Transfers& one) noexcept {
+    Transfer& transfer = one.front();
+    const IoRequest& request = transfer.request;
+    const bool is_worth_it = may_pass(request.error) && transfer.failed_attempts < limits_.retry_delays.size();
     if (!is_worth_it || stopping_.load(std::memory_order_acquire)) return false;
     const IoDirection direction = request.direction;
     const bool is_read = direction == IoDirection::read;
     (is_read ? retried_reads_ : retried_writes_).increment();
-    const auto delay = limits_.retry_delays[transfer->failed_attempts++];
+    const auto delay = limits_.retry_delays[transfer.failed_attempts++];
     OFFLOAD_LOG(warning, "ssd tier: ", is_read ? "reading" : "writing", " page ",
-                transfer->segment->index_of(*transfer->page), " of ", transfer->segment->label, " failed (",
+                transfer.segment->index_of(*transfer.page), " of ", transfer.segment->label, " failed (",
                 std::strerror(request.error), "), trying again in ", delay.count(), " ms");
     std::uniform_real_distribution<double> factor(1 - kJitter, 1 + kJitter);
-    transfer->due = Clock::now() + std::chrono::duration_cast<Clock::duration>(delay * factor(jitter_));
-    if (transfer->target && transfer->target != transfer->stored->extent)
-        transfer->refused.push_back(*transfer->target);
-    transfer->target.reset();  // a write is tried again elsewhere
-    transfer->submitted = {};
-    transfer->request = IoRequest{};
-    transfer->request.direction = direction;
-    delayed_.push_back(std::move(transfer));
+    transfer.due = Clock::now() + std::chrono::duration_cast<Clock::duration>(delay * factor(jitter_));
+    give_up_target(transfer);  // a write is tried again elsewhere
+    transfer.submitted = {};
+    transfer.request = IoRequest{};
+    transfer.request.direction = direction;
+    delayed_.splice(delayed_.end(), one);
     return true;
 }
 
-void SsdStore::end(Transfer& transfer, const TransferEnd& end) {
+/// Where the write failed is not used again, unless there is no memory to remember it.
+void SsdStore::give_up_target(Transfer& transfer) noexcept {
+    if (transfer.target && transfer.target != transfer.stored->extent) {
+        try {
+            transfer.refused.push_back(*transfer.target);
+        } catch (const std::bad_alloc&) {
+            file_.free(*transfer.target);
+        }
+    }
+    transfer.target.reset();
+}
+
+void SsdStore::end(Transfer& transfer, const TransferEnd& end) noexcept {
     in_flight_.fetch_sub(1, std::memory_order_relaxed);
     if (transfer.request.direction == IoDirection::read) {
         reads_in_flight_.fetch_sub(1, std::memory_order_relaxed);
@@ -452,71 +451,89 @@ void SsdStore::end(Transfer& transfer, const TransferEnd& end) {
 }
 
 /// Where it failed is not used again if it succeeded elsewhere.
-void SsdStore::settle_write(std::unique_ptr<Transfer> transfer) {
-    StoredPage& stored = *transfer->stored;
-    if (const int error = transfer->request.error; error != 0) {
-        if (!try_again_later(transfer)) end_failed_write(*transfer, std::strerror(error), error);
+void SsdStore::settle_write(Transfers& one) noexcept {
+    Transfer& transfer = one.front();
+    StoredPage& stored = *transfer.stored;
+    if (const int error = transfer.request.error; error != 0) {
+        if (try_again_later(one)) return;
+        end(transfer, {TransferStatus::not_now, write_error(transfer, std::strerror(error), error)});
         return;
     }
-    if (stored.extent && stored.extent != transfer->target) file_.free(*stored.extent);
-    stored.extent = transfer->target;
-    stored.version = transfer->version;
-    stored.checksum = transfer->checksum;
-    for (const Extent& extent : transfer->refused) quarantined_bytes_.add(extent.size_bytes);
-    end(*transfer, {TransferStatus::ok, nullptr, transfer->begin_ns});
+    if (stored.extent && stored.extent != transfer.target) file_.free(*stored.extent);
+    stored.extent = transfer.target;
+    stored.version = transfer.version;
+    stored.checksum = transfer.checksum;
+    for (const Extent& extent : transfer.refused) quarantined_bytes_.add(extent.size_bytes);
+    end(transfer, {TransferStatus::ok, nullptr, transfer.begin_ns});
 }
 
-void SsdStore::end_failed_write(Transfer& transfer, const std::string& why, int error_number) {
-    const std::string message =
-        concat("ssd tier: writing page ", transfer.segment->index_of(*transfer.page), " of ", transfer.segment->label,
-               transfer.target ? concat(" to the scratch file in ", file_.directory(*transfer.target)) : std::string(),
-               " failed: ", why, "; nothing is lost, the page stays in memory");
-    end(transfer, {TransferStatus::not_now, std::make_exception_ptr(TierIoError(message, error_number))});
+std::exception_ptr SsdStore::write_error(const Transfer& transfer, const char* why, int error_number) const noexcept {
+    return exception_from([&] {
+        const std::string place =
+            transfer.target ? concat(" to the scratch file in ", file_.directory(*transfer.target)) : std::string();
+        return TierIoError(
+            concat("ssd tier: writing page ", transfer.segment->index_of(*transfer.page), " of ",
+                   transfer.segment->label, place, " failed: ", why, "; nothing is lost, the page stays in memory"),
+            error_number);
+    });
 }
 
-void SsdStore::settle_read(std::unique_ptr<Transfer> transfer) {
-    StoredPage& stored = *transfer->stored;
-    const int error = transfer->request.error;
+void SsdStore::settle_read(Transfers& one) noexcept {
+    Transfer& transfer = one.front();
+    StoredPage& stored = *transfer.stored;
+    const int error = transfer.request.error;
     if (error != 0) {
-        if (try_again_later(transfer)) return;
-        end(*transfer, {TransferStatus::not_now, read_error(*transfer, error)});
-    } else if (frame_matches(*transfer)) {
-        if (transfer->is_second_read) healed_mismatches_.increment();
-        end(*transfer, {TransferStatus::ok, nullptr, transfer->begin_ns});
-    } else if (!transfer->is_second_read) {
-        OFFLOAD_LOG(warning, "checksum mismatch at offset ", transfer->request.offset_bytes, ", reading again");
-        transfer->is_second_read = true;
-        transfer->submitted = {};
-        transfer->request = IoRequest{};
-        ready_reads_.push_front(std::move(transfer));
+        if (try_again_later(one)) return;
+        end(transfer, {TransferStatus::not_now, read_error(transfer, error)});
+    } else if (frame_matches(transfer)) {
+        if (transfer.is_second_read) healed_mismatches_.increment();
+        end(transfer, {TransferStatus::ok, nullptr, transfer.begin_ns});
+    } else if (!transfer.is_second_read) {
+        OFFLOAD_LOG(warning, "checksum mismatch at offset ", transfer.request.offset_bytes, ", reading again");
+        transfer.is_second_read = true;
+        transfer.submitted = {};
+        transfer.request = IoRequest{};
+        ready_reads_.splice(ready_reads_.begin(), one);
     } else {
-        const std::exception_ptr why = read_error(*transfer, 0);
+        const std::exception_ptr why = corruption_error(transfer);
         quarantined_bytes_.add(stored.extent->size_bytes);
         stored.extent.reset();
-        end(*transfer, {TransferStatus::lost, why});
+        end(transfer, {TransferStatus::lost, why});
     }
 }
 
-/// `error_number` 0: the bytes came, and are not the ones that were written.
-std::exception_ptr SsdStore::read_error(const Transfer& transfer, int error_number) const {
+std::string SsdStore::failed_read(const Transfer& transfer) const {
     const Extent& extent = *transfer.stored->extent;
-    const std::string where =
-        concat("ssd tier: reading page ", transfer.segment->index_of(*transfer.page), " of ", transfer.segment->label,
-               " at offset ", extent.offset_bytes, " of the scratch file in ", file_.directory(extent), " failed: ");
-    if (error_number == 0) {
-        return std::make_exception_ptr(
-            CorruptPage(concat(where,
-                               "checksum mismatch, also when read again; the page is lost: overwrite the "
-                               "tensor, or restart from the last checkpoint on a sound disk")));
-    }
-    return std::make_exception_ptr(TierIoError(concat(where, std::strerror(error_number),
-                                                      "; nothing is lost if the disk comes back: the next "
-                                                      "access reads it again"),
-                                               error_number));
+    return concat("ssd tier: reading page ", transfer.segment->index_of(*transfer.page), " of ",
+                  transfer.segment->label, " at offset ", extent.offset_bytes, " of the scratch file in ",
+                  file_.directory(extent), " failed: ");
 }
 
-void SsdStore::give_back_registered() {
-    for (const Frame& frame : client_->frames_to_unregister()) {
+std::exception_ptr SsdStore::read_error(const Transfer& transfer, int error_number) const noexcept {
+    return exception_from([&] {
+        return TierIoError(concat(failed_read(transfer), std::strerror(error_number),
+                                  "; nothing is lost if the disk comes back: the next access reads it again"),
+                           error_number);
+    });
+}
+
+/// The bytes came, and are not the ones that were written.
+std::exception_ptr SsdStore::corruption_error(const Transfer& transfer) const noexcept {
+    return exception_from([&] {
+        return CorruptPage(concat(failed_read(transfer),
+                                  "checksum mismatch, also when read again; the page is lost: overwrite the tensor, or "
+                                  "restart from the last checkpoint on a sound disk"));
+    });
+}
+
+void SsdStore::give_back_registered() noexcept {
+    std::vector<Frame> frames;
+    try {
+        frames = client_->frames_to_unregister();
+    } catch (const std::bad_alloc&) {
+        kicked_.store(true, std::memory_order_release);  // who waits for them waits on
+    }
+    for (const Frame& frame : frames) {
         try {
             engine_->unregister_buffer(frame.fixed_index);
         } catch (const std::exception& error) {

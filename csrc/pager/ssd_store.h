@@ -3,7 +3,7 @@
 
 #include <atomic>
 #include <chrono>
-#include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,7 +12,6 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "base/check.h"
@@ -34,14 +33,19 @@ struct StoredPage {
     std::uint64_t last_version = 0;  // that any write had
 };
 
+struct Transfer;
+/// Transfers move from one list to another without allocating, so none is lost where memory is.
+using Transfers = std::list<Transfer>;
+
 /// One page on its way. Keeps its segment alive.
 struct Transfer {
     IoRequest request;
+    Transfers::iterator self{};  // in whichever list it is
     std::shared_ptr<Segment> segment;
     Page* page = nullptr;
     StoredPage* stored = nullptr;                 // of the page
     std::optional<Extent> target;                 // of a write: where it goes, to be the page's when it has succeeded
-    std::vector<Extent> refused;                  // of a write: where it failed before
+    std::vector<Extent> refused;                  // of a write: where it failed before, one for each retry at most
     std::uint64_t checksum = 0;                   // of a write: of what is written
     std::uint64_t version = 0;                    // of a write: the same
     std::int64_t begin_ns = 0;                    // when it was first submitted
@@ -85,8 +89,8 @@ private:
     void run();
     void serve();
     void serve_broken(const TierIoError& error);
-    void take_queue();
-    void take_due();
+    void take_queue() noexcept;
+    void take_due() noexcept;
     std::chrono::milliseconds longest_wait() const;
     void submit_ready();
     const Transfer* oldest_begun() const;
@@ -97,27 +101,33 @@ private:
         std::size_t read = 0;
         std::size_t written = 0;
     };
-    ArrivedBytes take_finished(std::span<IoRequest* const> finished);
-    void settle_arrived();
+    ArrivedBytes take_finished(std::span<IoRequest* const> finished) noexcept;
+    void settle_arrived() noexcept;
     IoLoad load() const noexcept;
     std::size_t in_flight() const noexcept { return in_flight_.load(std::memory_order_relaxed); }
 
-    bool prepare(Transfer& transfer);
+    Transfers& ready(IoDirection direction) noexcept {
+        return direction == IoDirection::read ? ready_reads_ : ready_writes_;
+    }
+    bool prepare(Transfer& transfer) noexcept;
     void prepare_write(Transfer& transfer);
     Extent place_for(const Transfer& transfer);
-    void settle_finished(std::unique_ptr<Transfer> transfer);
-    void settle_read(std::unique_ptr<Transfer> transfer);
-    void settle_write(std::unique_ptr<Transfer> transfer);
-    bool try_again_later(std::unique_ptr<Transfer>& transfer);
-    void end(Transfer& transfer, const TransferEnd& end);
-    void end_failed_write(Transfer& transfer, const std::string& why, int error_number);
-    void end_all(const std::exception& error);
-    void give_back_registered();
+    void settle_read(Transfers& one) noexcept;
+    void settle_write(Transfers& one) noexcept;
+    bool try_again_later(Transfers& one) noexcept;
+    void end(Transfer& transfer, const TransferEnd& end) noexcept;
+    void give_up_target(Transfer& transfer) noexcept;
+    void end_all(const std::exception& error) noexcept;
+    void register_frame(Frame& frame) noexcept;
+    void give_back_registered() noexcept;
 
     StoredPage& stored_page(const Page& page);
     PageIdentity identity_of(const Page& page, std::uint64_t version) const;
     bool frame_matches(const Transfer& transfer) const;
-    std::exception_ptr read_error(const Transfer& transfer, int error_number) const;
+    std::string failed_read(const Transfer& transfer) const;
+    std::exception_ptr read_error(const Transfer& transfer, int error_number) const noexcept;
+    std::exception_ptr corruption_error(const Transfer& transfer) const noexcept;
+    std::exception_ptr write_error(const Transfer& transfer, const char* why, int error_number) const noexcept;
 
     StripedFile file_;
     std::uint64_t store_id_;
@@ -125,17 +135,17 @@ private:
     StoreClient* client_ = nullptr;  // from start() on
     std::unique_ptr<IoEngine> engine_;
     std::mutex queue_mutex_;
-    std::vector<std::unique_ptr<Transfer>> queue_;
+    Transfers queue_;
     std::mutex stored_mutex_;  // guards which entries there are; one belongs to the page's transfer while there is one
     std::unordered_map<const Page*, StoredPage> stored_;
 
     // Of its thread only.
-    std::deque<std::unique_ptr<Transfer>> ready_reads_;
-    std::deque<std::unique_ptr<Transfer>> ready_writes_;
-    std::vector<std::unique_ptr<Transfer>> delayed_;  // failed for a reason that may pass, not yet due
+    Transfers ready_reads_;
+    Transfers ready_writes_;
+    Transfers delayed_;    // failed for a reason that may pass, not yet due
+    Transfers submitted_;  // the engine's
+    Transfers arrived_;    // the engine has done with them, and they are not settled
     IoArbiter arbiter_;
-    std::unordered_set<Transfer*> submitted_;        // the engine's; owned here
-    std::deque<std::unique_ptr<Transfer>> arrived_;  // the engine has done with them, and they are not settled
     std::optional<Clock::time_point> last_warning_;  // of a disk that does not answer
     std::minstd_rand jitter_;
 

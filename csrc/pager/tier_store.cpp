@@ -1,9 +1,7 @@
 #include "pager/tier_store.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
-#include <optional>
 #include <utility>
 
 #include "base/activity_log.h"
@@ -87,10 +85,12 @@ void TierStore::read(std::shared_ptr<Segment> segment, Page& page) {
 void TierStore::write(std::shared_ptr<Segment> segment, Page& page) { enqueue(to_host_, std::move(segment), page); }
 
 void TierStore::enqueue(Lane& lane, std::shared_ptr<Segment> segment, Page& page) {
+    Transfers one;
+    one.push_back({std::move(segment), &page, PinGuard(), nullptr, 0});  // nothing has changed if this fails
     lane.in_flight.fetch_add(1);
     {
         const std::lock_guard lock(lane.mutex);
-        lane.waiting.push_back({std::move(segment), &page, PinGuard(), nullptr, 0});
+        lane.waiting.splice(lane.waiting.end(), one);
     }
     lane.changed.notify_one();
 }
@@ -155,63 +155,43 @@ void TierStore::look_ahead_when_kicked() {
 
 void TierStore::run(Lane& lane) {
     StallClock::ignore_this_thread();
-    std::unique_ptr<Stream> stream;
-    try {
-        stream = device_.make_stream(lane.direction);
-    } catch (const std::exception& error) {  // every transfer meets the same
-        OFFLOAD_LOG(error, "no stream of the device ", device_.name(), ": ", error.what());
+    Transfers under_way;
+    while (serve(lane, under_way)) {
     }
-    std::deque<Transfer> under_way;
-    while (true) {
-        try {
-            if (!serve(lane, stream.get(), under_way)) return;
-        } catch (const std::exception& error) {  // such as a lack of memory for a transfer's own needs
-            OFFLOAD_LOG(error, "a turn of the copying thread failed: ", error.what());
-        }
-    }
+    lane.stream.reset();
 }
 
 /// Begins a copy, or ends the oldest. False when the lane has ended and nothing is under way.
-bool TierStore::serve(Lane& lane, Stream* stream, std::deque<Transfer>& under_way) {
-    std::optional<Transfer> transfer = next(lane, under_way.empty());
-    if (transfer && begin(lane, stream, *transfer)) under_way.push_back(std::move(*transfer));
-    if (!under_way.empty() && (!transfer || under_way.size() == kCopiesUnderWay)) {
-        Transfer oldest = std::move(under_way.front());
+bool TierStore::serve(Lane& lane, Transfers& under_way) noexcept {
+    Transfers one = next(lane, under_way.empty());
+    const bool is_idle = one.empty();
+    if (!is_idle && begin(lane, one.front())) under_way.splice(under_way.end(), one);
+    if (!under_way.empty() && (is_idle || under_way.size() == kCopiesUnderWay)) {
+        finish(lane, under_way.front());
         under_way.pop_front();
-        finish(lane, std::move(oldest));
         return true;
     }
-    return transfer.has_value() || !under_way.empty();
+    return !is_idle || !under_way.empty();
 }
 
 /// Nothing when the lane is empty; with `may_wait`, when it has ended.
-std::optional<TierStore::Transfer> TierStore::next(Lane& lane, bool may_wait) {
+TierStore::Transfers TierStore::next(Lane& lane, bool may_wait) noexcept {
+    Transfers one;
     std::unique_lock lock(lane.mutex);
     if (may_wait) lane.changed.wait(lock, [&] { return lane.is_ending || !lane.waiting.empty(); });
-    if (lane.waiting.empty()) return std::nullopt;
-    std::optional<Transfer> transfer = std::move(lane.waiting.front());
-    lane.waiting.pop_front();
-    return transfer;
+    if (!lane.waiting.empty()) one.splice(one.begin(), lane.waiting, lane.waiting.begin());
+    return one;
 }
 
 /// The backing segment's page is pinned and the copy queued; false if that failed, and was said so.
-bool TierStore::begin(Lane& lane, Stream* stream, Transfer& transfer) {
+bool TierStore::begin(Lane& lane, Transfer& transfer) noexcept {
     Page& page = *transfer.page;
     const bool is_read = lane.direction == LinkDirection::to_device;
     try {
-        if (!stream) throw TierIoError(concat("device ", device_.name(), ": no stream for copies"), EIO);
+        if (!lane.stream) lane.stream = device_.make_stream(lane.direction);
         const std::shared_ptr<Segment> backing = backing_of(transfer.segment);
-        const std::size_t index = transfer.segment->index_of(page);
-        transfer.below = pin_below(backing, index, is_read ? Access::read : Access::overwrite);
-        const std::span<std::byte> there = backing->page_range(index);
-        const std::span<std::byte> here = page.frame.slot.first(there.size());
-        transfer.begin_ns = activity_now_ns();
-        if (is_read) {
-            stream->copy(here, there);
-        } else {
-            stream->copy(there, here);
-        }
-        transfer.copied = stream->record();
+        transfer.below = pin_below(backing, transfer.segment->index_of(page), is_read ? Access::read : Access::overwrite);
+        begin_copy(lane, transfer, backing->page_range(transfer.segment->index_of(page)));
         return true;
     } catch (...) {
         end(lane, transfer, failed_end());
@@ -219,7 +199,24 @@ bool TierStore::begin(Lane& lane, Stream* stream, Transfer& transfer) {
     }
 }
 
-void TierStore::end(Lane& lane, const Transfer& transfer, const TransferEnd& end) {
+/// If this throws, no copy is under way that nobody can wait for.
+void TierStore::begin_copy(Lane& lane, Transfer& transfer, std::span<std::byte> there) {
+    const std::span<std::byte> here = transfer.page->frame.slot.first(there.size());
+    transfer.begin_ns = activity_now_ns();
+    try {
+        if (lane.direction == LinkDirection::to_device) {
+            lane.stream->copy(here, there);
+        } else {
+            lane.stream->copy(there, here);
+        }
+        transfer.copied = lane.stream->record();
+    } catch (...) {
+        lane.stream.reset();  // waits for what is queued
+        throw;
+    }
+}
+
+void TierStore::end(Lane& lane, const Transfer& transfer, const TransferEnd& end) noexcept {
     lane.in_flight.fetch_sub(1);
     if (lane.direction == LinkDirection::to_device) {
         client_->end_read(transfer.segment, *transfer.page, end);
@@ -228,7 +225,7 @@ void TierStore::end(Lane& lane, const Transfer& transfer, const TransferEnd& end
     }
 }
 
-void TierStore::finish(Lane& lane, Transfer transfer) {
+void TierStore::finish(Lane& lane, Transfer& transfer) noexcept {
     try {
         transfer.copied->wait();
     } catch (...) {
@@ -263,8 +260,14 @@ std::shared_ptr<Segment> TierStore::backing_of(const std::shared_ptr<Segment>& s
     below_.set_role(made, segment->trace_id, segment->has_pending());  // before others can find it
     const std::lock_guard lock(mutex_);
     const auto [entry, is_new] = backing_.try_emplace(segment.get(), made);
-    if (is_new) above_[made.get()] = segment;
-    return entry->second;
+    if (!is_new) return entry->second;
+    try {
+        above_[made.get()] = segment;
+    } catch (...) {
+        backing_.erase(entry);
+        throw;
+    }
+    return made;
 }
 
 std::shared_ptr<Segment> TierStore::above_of(const Segment& backing) const {

@@ -7,10 +7,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
-#include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -64,24 +63,28 @@ private:
         std::shared_ptr<const Event> copied;
         std::int64_t begin_ns = 0;  // when the copy was queued
     };
+    /// They move from one list to another without allocating, so none is lost where memory is.
+    using Transfers = std::list<Transfer>;
     /// Transfers of one direction, and the thread that carries them out in order.
     struct Lane {
         LinkDirection direction;
         std::mutex mutex{};  // guards the next two
-        std::deque<Transfer> waiting{};
+        Transfers waiting{};
         bool is_ending = false;
         std::condition_variable changed{};
         std::atomic<std::size_t> in_flight{0};
+        std::unique_ptr<Stream> stream{};  // of its thread, made when it is needed
         std::thread thread{};
     };
 
     void enqueue(Lane& lane, std::shared_ptr<Segment> segment, Page& page);
     void run(Lane& lane);
-    bool serve(Lane& lane, Stream* stream, std::deque<Transfer>& under_way);
-    std::optional<Transfer> next(Lane& lane, bool may_wait);
-    bool begin(Lane& lane, Stream* stream, Transfer& transfer);
-    void end(Lane& lane, const Transfer& transfer, const TransferEnd& end);
-    void finish(Lane& lane, Transfer transfer);
+    bool serve(Lane& lane, Transfers& under_way) noexcept;
+    Transfers next(Lane& lane, bool may_wait) noexcept;
+    bool begin(Lane& lane, Transfer& transfer) noexcept;
+    void begin_copy(Lane& lane, Transfer& transfer, std::span<std::byte> there);
+    void end(Lane& lane, const Transfer& transfer, const TransferEnd& end) noexcept;
+    void finish(Lane& lane, Transfer& transfer) noexcept;
     void look_ahead_when_kicked();
     PinGuard pin_below(const std::shared_ptr<Segment>& backing, std::size_t index, Access access);
     std::shared_ptr<Segment> find_backing(const Segment& segment) const;

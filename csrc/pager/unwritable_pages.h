@@ -15,8 +15,8 @@ struct Page;
 /// Threads: none; the owner locks.
 class UnwritablePages {
 public:
-    /// A write of the page has failed.
-    void add(const Page& page, std::exception_ptr error, std::int64_t now_ns);
+    /// A write of the page has failed. Without memory for an entry it is tried again at once, and its error kept.
+    void add(const Page& page, std::exception_ptr error, std::int64_t now_ns) noexcept;
     /// The page was written, or is gone.
     void remove(const Page& page) noexcept;
     /// Whether writing the page is not worth trying yet.
@@ -36,6 +36,7 @@ private:
         bool is_said = false;
     };
     std::unordered_map<const Page*, Failure> pages_;
+    std::exception_ptr unlisted_error_;  // until it is said
 };
 
 }  // namespace torch_offload

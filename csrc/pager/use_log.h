@@ -32,7 +32,7 @@ class UseLog {
 public:
     bool is_on() const noexcept { return is_on_.load(std::memory_order_relaxed); }
     void switch_on();
-    void add(const UseEvent& event);
+    void add(const UseEvent& event) noexcept;
     /// Switches recording off and returns what there is.
     std::vector<UseEvent> take();
 

@@ -61,6 +61,7 @@ TEST(Arena, ReusesExactSizes) {
 TEST(Arena, RegisteredFramesAreLeftToTheirOwner) {
     Arena arena({.limit_bytes = 2 * kUnit});
     auto frame = arena.try_take_frame(2 * kUnit);
+    ASSERT_TRUE(arena.expect_registered(2 * kUnit));
     frame->fixed_index = 3;
     arena.give_frame(*frame);
     EXPECT_FALSE(arena.try_take_range(kUnit));
@@ -153,7 +154,9 @@ TEST(Arena, RangeThatWasPagesKeepsTheirMappings) {
     const auto range = arena.try_take_range(2 * kUnit);
     EXPECT_TRUE(arena.can_become_pages(*range, 2 * kUnit));
     arena.hand_over(*range);
-    for (int page = 0; page < 2; ++page) arena.return_to_range(arena.adopt_into_frame(kUnit));
+    for (int page = 0; page < 2; ++page) {
+        arena.return_to_range(arena.adopt_into_frame(AddressSpace::process().reserve(kUnit, nullptr)));
+    }
     arena.take_back(*range, kUnit);
     const auto again = arena.try_take_range(2 * kUnit);
     ASSERT_EQ(again->data(), range->data());

@@ -196,11 +196,11 @@ TEST(PagerMemory, PagesThatCannotBeOpenedAreSaidToBeLost) {
         EXPECT_THROW(pager.evict(lost), OutOfTierMemory);
     });
     if (!is_refused) GTEST_SKIP() << "no seccomp here";
-    EXPECT_THROW(static_cast<void>(pin(pager, lost, Access::read)), OutOfTierMemory);
+    EXPECT_THROW(static_cast<void>(pin(pager, lost, Access::read)), CorruptPage);
     EXPECT_EQ(lost->range()[0], std::byte{0xFF});
     EXPECT_EQ(pager.statistics().memory.frame_bytes, 0u);
     const auto other = pager.create_segment(6 * kPageBytes, 4, SegmentKind::parameter);
-    EXPECT_THROW(static_cast<void>(pin(pager, other, Access::overwrite)), OutOfTierMemory) << "for the access";
+    EXPECT_THROW(static_cast<void>(pin(pager, other, Access::overwrite)), CorruptPage) << "for the access";
     const PinGuard guard = pin(pager, other, Access::overwrite);
     fill(*other, 2);
     EXPECT_TRUE(holds(*other, 2));
