@@ -41,7 +41,7 @@ void run_body(const std::function<void(Report&)>& body, Report& report) {
     if (report.has_failed()) return;
     if (report.injected == 0) {
         report.verdict = Verdict::unreached;
-    } else if (report.raised > 0) {
+    } else if (report.verdict != Verdict::lost && report.raised > 0) {
         report.verdict = Verdict::typed;
     }
 }
@@ -51,8 +51,8 @@ const char* wanted_case() { return std::getenv("OFFLOAD_FAULT_CASE"); }
 }  // namespace
 
 const char* name_of(Verdict verdict) noexcept {
-    constexpr std::array<const char*, kVerdictCount> kNames = {"exact", "typed",  "unreached", "wrong", "untyped",
-                                                               "stuck", "leaked", "crashed",   "hung"};
+    constexpr std::array<const char*, kVerdictCount> kNames = {"exact",   "typed", "lost",   "unreached", "wrong",
+                                                               "untyped", "stuck", "leaked", "crashed",   "hung"};
     return kNames[static_cast<std::size_t>(verdict)];
 }
 

@@ -16,6 +16,7 @@ namespace torch_offload::test {
 enum class Verdict : std::uint8_t {
     exact,      // the program saw no error, and every byte is right
     typed,      // it saw typed errors, lost nothing, and went on exactly once the fault was over
+    lost,       // the same, but bytes were lost: it was told so whenever it asked for them
     unreached,  // the fault did not come to pass
     wrong,      // bytes that are not what was written, and no error
     untyped,    // an error of another type, or a LogicError
@@ -24,7 +25,7 @@ enum class Verdict : std::uint8_t {
     crashed,
     hung,
 };
-inline constexpr std::size_t kVerdictCount = 9;
+inline constexpr std::size_t kVerdictCount = 10;
 const char* name_of(Verdict verdict) noexcept;
 
 /// What a case says of itself. Lies in memory that its process shares with the runner.
@@ -32,6 +33,7 @@ struct Report {
     Verdict verdict = Verdict::exact;
     std::uint64_t injected = 0;    // faults that came to pass
     std::uint64_t raised = 0;      // typed errors that the program saw
+    bool has_lost = false;         // the last of them said that bytes are lost
     std::int64_t left_blocks = 0;  // of memory, when all is gone: statics and what leaks
     std::array<char, 600> text{};
     FaultSite site;

@@ -41,8 +41,6 @@ void count_blocks(Report& report, const TrainingCase& trained) {
 // are those of a training without a fault.
 TEST(Fault, NthAllocation) {
     CaseRunner runner(2);
-    runner.know("allocation", "where an allocation fails, threads of the engine end and pages are stuck",
-                CaseRunner::Known::always);
     runner.know_transitions();
     for (const Tiers tiers : {Tiers::two, Tiers::three}) {
         const char* const which = tiers == Tiers::two ? "two" : "three";

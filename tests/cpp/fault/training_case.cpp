@@ -90,7 +90,7 @@ public:
         trained_.end_fault();
         if (!tiers_) make_again("the pager", [&] { make_tiers(); });
         if (tiers_ && !training_) make_again("the training", [&] { make_training(); });
-        if (training_ && !report_.has_failed()) check_training();
+        if (training_ && !report_.has_failed()) goes_on() ? check_training() : check_another();
         end_training();
     }
 
@@ -123,19 +123,35 @@ private:
         }
     }
 
-    void check_training() {
+    bool goes_on() {
         Pager& top = tiers_->top();
-        bool goes_on = false;
-        for (int i = 0; i < kTriesToRecover && !goes_on && !report_.has_failed(); ++i) {
+        for (int i = 0; i < kTriesToRecover && !report_.has_failed(); ++i) {
             if (i > 0) std::this_thread::sleep_for(kBetweenTries);
-            goes_on = returns(report_, [&] {
+            const bool has_gone_on = returns(report_, [&] {
                 expect_exact(step(*training_, top), "in the step after the fault", report_);
                 top.flush();
                 tiers_->host->flush();
             });
+            if (has_gone_on) return true;
         }
-        if (!goes_on) report_.fail(Verdict::stuck, concat("does not go on after the fault: ", report_.text.data()));
+        return false;
+    }
+
+    /// One that has lost bytes is told so for ever; all else that is in the pager goes on.
+    void check_another() {
         if (report_.has_failed()) return;
+        if (!trained_.may_lose || !report_.has_lost)
+            return report_.fail(Verdict::stuck, concat("does not go on after the fault: ", report_.text.data()));
+        training_.reset();
+        make_again("another training", [&] { make_training(); });
+        if (!training_ || !goes_on())
+            report_.fail(Verdict::stuck, concat("another training does not go on: ", report_.text.data()));
+        if (!report_.has_failed()) check_training();
+        if (!report_.has_failed()) report_.verdict = Verdict::lost;
+    }
+
+    void check_training() {
+        Pager& top = tiers_->top();
         expect_exact(step(*training_, top), "in a later step", report_);
         expect_exact(training_->differences(), "at the end", report_);
         top.flush();
@@ -202,6 +218,7 @@ bool returns(Report& report, const std::function<void()>& body) {
     } catch (const OffloadError& error) {
         const Spared own;
         ++report.raised;
+        report.has_lost = dynamic_cast<const CorruptPage*>(&error) != nullptr;
         report.note(error.what());
     } catch (const std::bad_alloc&) {
         const Spared own;
