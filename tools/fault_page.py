@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 RESULT, PAGE = "benchmarks/results/faults.json", "docs/reliability.md"
 STATES = ("zero", "stored", "loading", "loaded", "busy", "mapped", "evicting", "failed")
+GOOD = ("exact", "typed", "lost")
 DEFECTS = ("wrong", "untyped", "stuck", "leaked", "crashed", "hung")
 
 Json = dict[str, Any]
@@ -95,7 +96,7 @@ def outcome_rows(content: Json) -> list[list[str]]:
         shown = [f"{run[name]:,}" for name in DEFECTS]
         tried = f"{number_of(run, harness):,} (at least {harness.least:,})"
         fault = f"{harness.fault} ({run['disk']})" if "disk" in run else harness.fault
-        rows.append([fault, tried, f"{run['exact']:,}", f"{run['typed']:,}", *shown, f"{run['time']:.0f} s"])
+        rows.append([fault, tried, *(f"{run[name]:,}" for name in GOOD), *shown, f"{run['time']:.0f} s"])
     return rows
 
 
@@ -133,9 +134,11 @@ def page(content: Json) -> str:
         "## Faults, and what came of them\n",
         "A case is a training in small in a process of its own, every byte of which is known, with one kind of fault. "
         "*exact*: the program saw no error, and every byte was right. *typed*: it saw typed errors, lost nothing, and "
-        "went on exactly once the fault was over. The others are defects: *wrong* bytes without an error, an error of "
-        "another type, a training that did not go on, something *leaked*, a crash, a hang.\n",
-        table(["fault", "came to pass", "exact", "typed", *DEFECTS, "took"], outcome_rows(content)),
+        "went on exactly once the fault was over. *lost*: bytes were lost, since the system gave no access to their "
+        "memory any more; whoever asked for them was told so, and another training in the same engine was exact. The "
+        "others are defects: *wrong* bytes without an error, an error of another type, a training that did not go on, "
+        "something *leaked*, a crash, a hang.\n",
+        table(["fault", "came to pass", *GOOD, *DEFECTS, "took"], outcome_rows(content)),
         "## Defects that are known\n",
     ]
     if defects:
