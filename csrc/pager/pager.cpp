@@ -40,6 +40,18 @@ bool can_show_to_forks(Memory& memory, std::span<std::byte> range) noexcept try 
     return false;
 }
 
+/// Whether all of the segment's memory lies at its address as it came from allocate_range(): the next allocation of
+/// that size, a gradient of the next step, can have it without the system zeroing new memory.
+bool is_whole_in_place(const Segment& segment) {
+    for (std::size_t i = 0; i < segment.page_count(); ++i) {
+        const Page& page = segment.page(i);
+        const PageWord word = page.load();
+        const bool is_in_place = word.state() == PageState::mapped && word.has(PageWord::kWritable);
+        if (!is_in_place || page.frame.fixed_index != kUnregistered) return false;
+    }
+    return true;
+}
+
 /// A store whose transfers do not end: its files and buffers stay as they are until the process ends.
 void keep_for_good(std::unique_ptr<PageStore> store) {
     static std::mutex mutex;
@@ -194,18 +206,6 @@ std::shared_ptr<Segment> Pager::adopt_range(std::span<std::byte> range, std::siz
     }
     impl_->log_use(*segment, 0, segment->page_count(), UseKind::create);
     return segment;
-}
-
-/// Whether all of the segment's memory lies at its address as it came from allocate_range(): the next allocation of
-/// that size, a gradient of the next step, can have it without the system zeroing new memory.
-bool Pager::Impl::is_whole_in_place(const Segment& segment) {
-    for (std::size_t i = 0; i < segment.page_count(); ++i) {
-        const Page& page = segment.page(i);
-        const PageWord word = page.load();
-        const bool is_in_place = word.state() == PageState::mapped && word.has(PageWord::kWritable);
-        if (!is_in_place || page.frame.fixed_index != kUnregistered) return false;
-    }
-    return true;
 }
 
 /// If the memory cannot be moved, it goes with the segment's addresses.

@@ -56,7 +56,6 @@ struct Pager::Impl final : StoreClient {
     // Segments (pager.cpp)
     void check_page_size(std::size_t element_bytes) const;
     std::shared_ptr<Segment> make_segment(std::span<std::byte> range, std::size_t element_bytes, SegmentKind kind);
-    static bool is_whole_in_place(const Segment& segment);
     void take_out_of_segment(Page& page) noexcept;
     std::vector<std::span<std::byte>> reserve_slots(std::span<std::byte> range, std::size_t page_bytes);
     void adopt_pages(Segment& segment, std::span<const std::span<std::byte>> slots);

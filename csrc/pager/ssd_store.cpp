@@ -250,7 +250,7 @@ void SsdStore::submit_ready() {
             submitted_.splice(submitted_.end(), waiting, waiting.begin());
             throw;
         }
-        if (taken == 0) return;  // full: the rest waits for completions
+        if (taken == 0) return;                                         // full: the rest waits for completions
         submitted_.splice(submitted_.end(), waiting, waiting.begin());  // until reaped; context leads back to it
     }
 }

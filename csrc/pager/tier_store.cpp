@@ -190,7 +190,8 @@ bool TierStore::begin(Lane& lane, Transfer& transfer) noexcept {
     try {
         if (!lane.stream) lane.stream = device_.make_stream(lane.direction);
         const std::shared_ptr<Segment> backing = backing_of(transfer.segment);
-        transfer.below = pin_below(backing, transfer.segment->index_of(page), is_read ? Access::read : Access::overwrite);
+        transfer.below =
+            pin_below(backing, transfer.segment->index_of(page), is_read ? Access::read : Access::overwrite);
         begin_copy(lane, transfer, backing->page_range(transfer.segment->index_of(page)));
         return true;
     } catch (...) {

@@ -44,7 +44,7 @@ private:
     WakeEvent event_;            // raised by wake() and when finished_ stops being empty
     std::atomic<bool> woken_{false};
 
-    std::mutex mutex_;  // guards the three below
+    std::mutex mutex_;                // guards the three below
     std::vector<IoRequest*> queued_;  // has room for all that may be in flight, as the next
     std::vector<IoRequest*> finished_;
     bool stopping_ = false;

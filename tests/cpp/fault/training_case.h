@@ -33,7 +33,7 @@ struct TrainingCase {
     std::function<void()> begin_fault;
     std::function<void()> end_fault;
     bool begins_with_the_pager = false;  // the fault: else once the training is made
-    bool may_lose = false;  // bytes: a program that is told so overwrites them
+    bool may_lose = false;               // bytes: a program that is told so overwrites them
     std::size_t layers = 4;
     int steps = 3;  // while it lasts
 };
