@@ -44,6 +44,8 @@ SANITIZE_asan := address,undefined
 SANITIZE_tsan := thread
 # One test of the fault programme each.
 FAULTS := NthIo NthSystemCall NthAllocation FullDisk ChangedBytes Kill HungDisk
+# Where it is built; in build/cpp-plain it is linked with what the extension is.
+FAULT_TREE ?= build/cpp-fault
 FUZZERS := header decode product
 # Per fuzzer; inputs that were worth keeping stay in build/fuzz/inputs.
 FUZZ_SECONDS ?= 600
@@ -117,7 +119,8 @@ format: $(VENV)/.ready ## Format C++ and Python
 	$(VENV)/bin/ruff format $(wildcard $(LINTED))
 
 .PHONY: cpp-test
-cpp-test: $(RUNS:%=cpp-test-%) ## C++ tests, plain and under the sanitizers; the fuzzers for some seconds
+cpp-test: $(RUNS:%=cpp-test-%) ## C++ tests, plain and under the sanitizers; the fault programme; the fuzzers for some seconds
+	@$(MAKE) fault FAULT_TREE=build/cpp-plain
 	@$(MAKE) .fuzz-build $(VENV)/.fuzz
 	@$(PHASE) "fuzz" $(MAKE) -j $(JOBS) fuzz FUZZ_SECONDS=5
 
@@ -144,14 +147,14 @@ fault-long: ## The same with every N and many more seeds: hours
 
 .PHONY: $(FAULTS:%=.fault-%)
 $(FAULTS:%=.fault-%): .fault-%:
-	@build/cpp-fault/tests/cpp/fault/torch_offload_fault_tests --gtest_filter=Fault.$* \
+	@$(FAULT_TREE)/tests/cpp/fault/torch_offload_fault_tests --gtest_filter=Fault.$* \
 		--gtest_output=json:build/fault/$*.json > build/fault/$*.log 2>&1 || { tail -n 60 build/fault/$*.log; exit 1; }
 	@grep -h "ms total)" build/fault/$*.log | tail -n 1 | sed "s/.*ran\./$*:/"
 
 .PHONY: .fault-build
 .fault-build: .system
-	@cmake -S . -B build/cpp-fault -G Ninja > build/cpp-fault.log || { cat build/cpp-fault.log; exit 1; }
-	$(PHASE) "build the fault programme" cmake --build build/cpp-fault -j $(JOBS) --target torch_offload_fault_tests
+	@cmake -S . -B $(FAULT_TREE) -G Ninja > $(FAULT_TREE).log || { cat $(FAULT_TREE).log; exit 1; }
+	$(PHASE) "build the fault programme" cmake --build $(FAULT_TREE) -j $(JOBS) --target torch_offload_fault_tests
 
 .PHONY: fuzz
 fuzz: $(FUZZERS:%=fuzz-%) fuzz-folder ## Fuzz what reads coded extents and folders of them, each fuzzer for FUZZ_SECONDS (600)

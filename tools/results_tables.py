@@ -79,6 +79,7 @@ BENCHMARKS = (
     Benchmark("train_step", "A training step", IO, PLAIN),
     Benchmark("adapters", "LoRA over a base of twice the memory", IO, PLAIN),
     Benchmark("builds", "The step before and after failures lose nothing", f"--before TREE {IO}", BUILDS),
+    Benchmark("lock_waits", "Waiting for locks", IO),
     Benchmark("peers_fp32", "DeepSpeed and swap, fp32", f"{IO} --dtype fp32"),
     Benchmark("peers_bf16", "DeepSpeed, bf16", f"{IO} --dtype bf16"),
     Benchmark("size_fp32", "Size of the model", f"{IO} --dtype fp32", SLOW_STEPS),

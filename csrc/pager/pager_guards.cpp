@@ -23,8 +23,11 @@ void Pager::Impl::Overwriting::confirm() noexcept {
 
 Pager::Impl::FrameHold::~FrameHold() {
     if (!frame_) return;
-    const std::lock_guard lock(pager_.mutex);
-    pager_.arena.give_frame(frame_);
+    {
+        const std::lock_guard lock(pager_.mutex);
+        pager_.arena.give_frame(frame_);
+    }
+    pager_.announce_progress();
 }
 
 void PageAccess::hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count) {

@@ -108,6 +108,17 @@ def test_builds_run_the_package_of_each_tree(scratch):
     assert len(result["bars"]) == 1
 
 
+def test_lock_waits_counts_the_locks_of_the_engine(scratch):
+    """Locks of a step were counted, and their places named."""
+    result = smoke("lock_waits", scratch)
+    (case,) = result["cases"]
+    places = {place for mutex in case["mutexes"] for place in mutex["waited_seconds_by_place"]}
+    assert case["locks_per_step"] > 1000
+    assert any(place.startswith("Pager::Impl::") for place in places)
+    assert case["program_share"]["count"] == 2
+    assert len(result["bars"]) == 1
+
+
 def test_adapters_read_the_base_and_do_not_write_it(scratch):
     """Paged adapters over a base of twice the budget came out as in memory; of the base, everything was only read."""
     result = smoke("adapters", scratch)
