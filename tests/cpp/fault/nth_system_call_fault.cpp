@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -60,6 +61,13 @@ TrainingCase training(Tiers tiers, const Refused& refused, int error, const Faul
         const Spared own;
         return failing_engine({}, seed);
     };
+    if (refused.disk == Disk::real) {
+        trained.options = [] {
+            PagerOptions options = small_options();
+            options.transfer_limits.timeout = std::chrono::seconds(1);  // a real disk may be busy with other cases
+            return options;
+        };
+    }
     trained.begin_fault = [fault, error, lacking = refused.lacking] {
         let_filesystem_lack(lacking);
         fail_system_calls_with(error);
