@@ -9,7 +9,7 @@
 
 namespace torch_offload {
 
-void InFlightUses::add(InFlightUse use) {
+void InFlightUses::add(InFlightUse&& use) {
     const std::lock_guard lock(mutex_);
     uses_.push_back(std::move(use));
     count_.fetch_add(1, std::memory_order_release);
@@ -57,7 +57,7 @@ std::shared_ptr<const Event> Pager::Impl::fence_use() noexcept {
 void Pager::Impl::end_use(InFlightUse use) noexcept {
     if (use.event) {
         try {
-            uses.add(use);
+            uses.add(std::move(use));
             return;
         } catch (const std::bad_alloc&) {
             wait_until_passed(*use.event);

@@ -38,7 +38,8 @@ struct InFlightUse {
 /// Threads: any. A use is closed by whoever takes it out, without a lock: it may be the last owner of a segment.
 class InFlightUses {
 public:
-    void add(InFlightUse use);
+    /// It stays the caller's if this throws.
+    void add(InFlightUse&& use);
     /// The oldest, if its event has passed.
     std::optional<InFlightUse> take_passed();
     /// The event of the oldest; nullptr: there is none.

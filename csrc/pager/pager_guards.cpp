@@ -125,7 +125,6 @@ UpdateLatch::~UpdateLatch() {
 bool PageAccess::keep_for_device(const UpdateLatch& latch, Pager::Impl& pager) noexcept {
     InFlightUse use{pager.fence_use(), {}, {}, {}};
     if (!use.event) return false;
-    const std::shared_ptr<const Event> event = use.event;
     try {
         for (std::size_t k = 0; k < latch.pages_.size(); ++k) {
             if (latch.locations_[k] == UpdateLatch::Location::below) continue;
@@ -136,7 +135,7 @@ bool PageAccess::keep_for_device(const UpdateLatch& latch, Pager::Impl& pager) n
         pager.uses.add(std::move(use));
         return true;
     } catch (const std::bad_alloc&) {
-        wait_until_passed(*event);
+        wait_until_passed(*use.event);
         return false;
     }
 }
