@@ -10,13 +10,13 @@ from typing import TypeVar
 
 import pytest
 import torch
+from support.bare_training import PAGE_ELEMENTS, make_engine
 from support.bits import digest
 
 from torch_offload import _C, OutOfTierMemory
 
 Thing = TypeVar("Thing")
 
-PAGE_ELEMENTS = 4096
 BUDGET_BYTES = 4 << 20
 SMALL_BUDGET_BYTES = 512 << 10
 
@@ -24,18 +24,7 @@ SMALL_BUDGET_BYTES = 512 << 10
 @pytest.fixture
 def engine(scratch: Path) -> _C.Engine:
     """Nothing is too small to be paged."""
-    return make_engine(scratch, BUDGET_BYTES)
-
-
-def make_engine(scratch: Path, budget_bytes: int) -> _C.Engine:
-    return _C.Engine(
-        budget_bytes=budget_bytes,
-        directories=[str(scratch)],
-        io_engine="auto",
-        queue_depth=8,
-        page_elements=PAGE_ELEMENTS,
-        min_paged_bytes=0,
-    )
+    return make_engine(scratch, BUDGET_BYTES, min_paged_bytes=0)
 
 
 def paged(engine: _C.Engine, tensor: torch.Tensor, kind: str = "other") -> torch.Tensor:
@@ -131,7 +120,7 @@ def fill(engine: _C.Engine) -> tuple[list[_C.Pin], list[torch.Tensor]]:
 
 def test_what_overwrites_a_page_is_not_refused_its_memory(scratch):
     """A transposed copy takes a buffer after the old bytes are given up: with a full budget they would be lost."""
-    engine = make_engine(scratch, SMALL_BUDGET_BYTES)
+    engine = make_engine(scratch, SMALL_BUDGET_BYTES, min_paged_bytes=0)
     weight, source = paged(engine, torch.zeros(64, 64)), torch.randn(64, 64)
     engine.install_allocator()
     pins, small = fill(engine)
@@ -144,7 +133,7 @@ def test_what_overwrites_a_page_is_not_refused_its_memory(scratch):
 
 def test_recorded_kernels_are_not_refused_their_memory(scratch):
     """With a full budget: what they allocate, a number for the factor, would have to wait for their end."""
-    engine = make_engine(scratch, SMALL_BUDGET_BYTES)
+    engine = make_engine(scratch, SMALL_BUDGET_BYTES, min_paged_bytes=0)
     plain = torch.randn(PAGE_ELEMENTS)
     managed = paged(engine, plain.clone(), kind="parameter")
     torch._foreach_mul_([managed], 3.0)

@@ -19,14 +19,14 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 Program = Callable[["Run"], None]
 
 
-def make_engine(directory: Path, budget_bytes: int = 512 << 10) -> _C.Engine:
+def make_engine(directory: Path, budget_bytes: int = 512 << 10, *, min_paged_bytes: int = 4096) -> _C.Engine:
     return _C.Engine(
         budget_bytes=budget_bytes,
         directories=[str(directory)],
         io_engine="auto",
         queue_depth=8,
         page_elements=PAGE_ELEMENTS,
-        min_paged_bytes=4096,
+        min_paged_bytes=min_paged_bytes,
     )
 
 

@@ -110,15 +110,21 @@ def gradients(result: Any, leaves: list[Any], engine: Engine, paged: list[torch.
     return torch.autograd.grad(outputs, inputs, directions, allow_unused=True)
 
 
-def observe(call: Call, engine: Engine, positions: list[int]) -> list[Any]:
-    """Run the call with the arguments at `positions` paged out; describe result, gradients and arguments after it."""
-    fill_freed_memory()
+def paged_leaves(call: Call, engine: Engine, positions: list[int]) -> tuple[list[Any], list[Any]]:
+    """Return copies of the call's leaves, and those at `positions` of them, which are paged out."""
     leaves = call.copy_leaves()
     paged = [leaves[position] for position in positions]
     for tensor in paged:
         engine.manage(tensor)
         engine.evict(tensor)
     torch.manual_seed(0)
+    return leaves, paged
+
+
+def observe(call: Call, engine: Engine, positions: list[int]) -> list[Any]:
+    """Run the call with the arguments at `positions` paged out; describe result, gradients and arguments after it."""
+    fill_freed_memory()
+    leaves, paged = paged_leaves(call, engine, positions)
     result = call.run(leaves)
     derived = gradients(result, leaves, engine, paged) if call.with_grad else []
     seen = []
@@ -131,12 +137,7 @@ def observe(call: Call, engine: Engine, positions: list[int]) -> list[Any]:
 
 def operators_below(call: Call, engine: Engine, positions: list[int]) -> Counter[str]:
     """Run the call as `observe` does and count the operators that were dispatched until it and its backward ended."""
-    leaves = call.copy_leaves()
-    paged = [leaves[position] for position in positions]
-    for tensor in paged:
-        engine.manage(tensor)
-        engine.evict(tensor)
-    torch.manual_seed(0)
+    leaves, paged = paged_leaves(call, engine, positions)
     with torch.autograd.profiler.profile() as profile:
         result = call.run(leaves)
         if call.with_grad:
