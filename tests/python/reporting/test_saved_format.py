@@ -1,5 +1,6 @@
 """A report that somebody else wrote: read as what it is, or refused with a sentence; its page runs nothing of it."""
 
+import copy
 import dataclasses
 import io
 import json
@@ -152,7 +153,7 @@ def test_a_changed_report_is_shown_or_refused(tmp_path_factory, data):
         owner, key = places[data.draw(st.integers(0, len(places) - 1))]
         change = data.draw(st.sampled_from(["put", "put", "put", "drop", "double", "move"]))
         if change == "put":
-            owner[key] = data.draw(STRANGE)
+            owner[key] = copy.deepcopy(data.draw(STRANGE))  # a drawn list or dict is the same object every time
         elif change == "drop":
             del owner[key]
         elif change == "double" and isinstance(owner, list):
