@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command and adds what it took to build/phases.txt, which .ci/run prints, unless it took no time.
+# Runs a command and adds to build/phases.txt, which .ci/run prints, what it took: seconds, of them on how many cores
+# (less than there are: something waited). Nothing where it took no time.
 # phase.sh NAME COMMAND ARGUMENT...
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -7,11 +8,14 @@ phases="$PWD/build/phases.txt"
 cd "$OLDPWD" || exit
 name="$1"
 shift
-started=$SECONDS
-"$@"
+TIMEFORMAT="%R %U %S"
+spent=$(mktemp)
+{ time "$@" 2>&3; } 3>&2 2> "$spent"
 status=$?
 mkdir -p "$(dirname "$phases")"
-took=$((SECONDS - started))
-[ $took -gt 0 ] || [ $status -ne 0 ] || exit 0
-printf '%6d s  %s%s\n' $took "$name" "$([ $status -eq 0 ] || echo " (failed: $status)")" >> "$phases"
+awk -v name="$name" -v status=$status '{
+    if ($1 < 1 && status == 0) exit
+    printf "%6.0f s %5.2f cores  %s%s\n", $1, ($2 + $3) / $1, name, status == 0 ? "" : " (failed: " status ")"
+}' "$spent" >> "$phases"
+rm -f "$spent"
 exit $status
