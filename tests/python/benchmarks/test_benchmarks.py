@@ -119,6 +119,14 @@ def test_lock_waits_counts_the_locks_of_the_engine(scratch):
     assert len(result["bars"]) == 1
 
 
+def test_io_thread_is_seen_to_run(scratch):
+    """The thread of the disk ran for a part of each step, and for a part of that part the disk had no request."""
+    (case,) = smoke("io_thread", scratch)["cases"]
+    assert 0 < case["thread_share"]["min"] < 1
+    assert 0 <= case["idle_disk_share"]["min"] <= case["thread_share"]["max"]
+    assert case["disk_busy_share"]["max"] > 0
+
+
 def test_adapters_read_the_base_and_do_not_write_it(scratch):
     """Paged adapters over a base of twice the budget came out as in memory; of the base, everything was only read."""
     result = smoke("adapters", scratch)
