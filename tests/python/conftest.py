@@ -37,7 +37,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell run
 
 
 ROTATING_PARTS = 3
-PART = int(os.environ.get("OFFLOAD_TEST_SEED") or "0", 16) % ROTATING_PARTS
+MOST_NEWER_PARTS = 6
+SEED_OF_PARTS = int(os.environ.get("OFFLOAD_TEST_SEED") or "0", 16)
 RUNS_ALL_PARTS = os.environ.get("MATRIX") == "full" or not os.environ.get("OFFLOAD_TEST_SEED")
 IS_NEWER_TORCH = os.environ.get("NEWER_TORCH") == "1"
 
@@ -53,7 +54,8 @@ def rotating_set(item: pytest.Item) -> tuple[object, ...]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave two thirds of each rotating test to other commits; MATRIX=full, or no seed, runs all of it.
 
-    On the newer torch every test rotates that has a case for each part: what it shows was shown on the usual one.
+    On the newer torch every test of three cases or more rotates, so that a sixth of them runs, one at least: what it
+    shows was shown on the usual one.
     """
     if RUNS_ALL_PARTS:
         return
@@ -64,7 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cases = rotating_set(item)
         has_mark = item.get_closest_marker("rotating") is not None
         is_rotating = sizes[cases] >= ROTATING_PARTS and (has_mark or IS_NEWER_TORCH)
-        (left if is_rotating and numbers[cases] % ROTATING_PARTS != PART else kept).append(item)
+        parts = min(sizes[cases], MOST_NEWER_PARTS) if IS_NEWER_TORCH else ROTATING_PARTS
+        (left if is_rotating and (numbers[cases] - SEED_OF_PARTS) % parts != 0 else kept).append(item)
         numbers[cases] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=left)
@@ -75,8 +78,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if IS_CI:
         terminalreporter.write_line(f"examples of hypothesis: HYPOTHESIS_SEED={SEED}")
     if not RUNS_ALL_PARTS:
-        part = f"part {PART + 1} of {ROTATING_PARTS} of rotating tests"
-        terminalreporter.write_line(f"{part}, by OFFLOAD_TEST_SEED={os.environ['OFFLOAD_TEST_SEED']}; MATRIX=full: all")
+        parts = "a sixth" if IS_NEWER_TORCH else "a third"
+        seed = f"OFFLOAD_TEST_SEED={os.environ['OFFLOAD_TEST_SEED']}"
+        terminalreporter.write_line(f"{parts} of the cases of rotating tests, by {seed}; MATRIX=full: all")
 
 
 @pytest.hookimpl(wrapper=True)
