@@ -11,9 +11,8 @@
 #include <vector>
 
 #include "base/wait.h"
-#include "support/gated_engine.h"
+#include "support/late_pager.h"
 #include "support/log_capture.h"
-#include "support/pager_fixture.h"
 
 namespace torch_offload::test {
 namespace {
@@ -22,49 +21,6 @@ using std::chrono::milliseconds;
 
 struct Interrupted : std::runtime_error {
     using std::runtime_error::runtime_error;
-};
-
-/// A pager over a disk that finishes nothing while it is shut, and so looks at the ages of its transfers all the time.
-class LatePager {
-public:
-    explicit LatePager(milliseconds timeout = milliseconds(50), std::size_t budget_pages = 8)
-        : disk_(new GatedEngine),
-          pager_(std::make_unique<Pager>(with_short_limits(timeout, budget_pages), std::unique_ptr<IoEngine>(disk_))),
-          pager(*pager_),
-          waker_([this] {
-              while (!is_ending_) {
-                  disk_->wake();
-                  std::this_thread::sleep_for(milliseconds(1));
-              }
-          }) {}
-    ~LatePager() {
-        if (pager_) disk_->open();
-        is_ending_ = true;
-        waker_.join();
-    }
-    /// While the disk is shut.
-    void end_pager() { pager_.reset(); }
-
-    GatedEngine& disk() { return *disk_; }
-
-private:
-    static PagerOptions with_short_limits(milliseconds timeout, std::size_t budget_pages) {
-        PagerOptions options = options_with(budget_pages);
-        options.transfer_limits.warn_after = milliseconds(10);
-        options.transfer_limits.warn_every = milliseconds(20);
-        options.transfer_limits.timeout = timeout;
-        return options;
-    }
-
-    GatedEngine* disk_;  // the pager's
-    std::unique_ptr<Pager> pager_;
-
-public:
-    Pager& pager;
-
-private:
-    std::atomic<bool> is_ending_{false};
-    std::thread waker_;
 };
 
 /// The errno of the TierIoError that `body` throws; 0: it throws none.
