@@ -46,6 +46,7 @@ public:
     std::shared_ptr<const Event> oldest() const;
     /// The event of the last use of the page in its slot; nullptr: there is none.
     std::shared_ptr<const Event> last_in_slot(const Page& page) const;
+    std::size_t count() const noexcept { return count_.load(std::memory_order_acquire); }
 
 private:
     mutable std::mutex mutex_;  // guards the next; a leaf

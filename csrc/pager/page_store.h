@@ -130,6 +130,8 @@ public:
     /// Bytes per second that reads got lately while there were any to make.
     virtual double read_rate() const noexcept = 0;
     virtual StoreStatistics statistics() const = 0;
+    /// Says what is under way, for a person: at most so many transfers, the oldest first. Waits about a second at most.
+    virtual std::vector<std::string> describe_transfers(std::size_t) { return {}; }
 };
 
 }  // namespace torch_offload

@@ -113,6 +113,14 @@ void Pager::clear_pending_work() { set_pending_work(nullptr, nullptr); }
 
 // --- Segments -----------------------------------------------------------------------------------------------------
 
+std::span<std::byte> Pager::Impl::whole_granules(std::span<std::byte> bytes) const noexcept {
+    return {bytes.data(), whole_granules(bytes.size())};
+}
+
+std::size_t Pager::Impl::whole_granules(std::size_t size_bytes) const noexcept {
+    return round_up(size_bytes, memory.granularity_bytes());
+}
+
 /// Each page moves alone.
 void Pager::Impl::check_page_size(std::size_t element_bytes) const {
     const std::size_t granule_bytes = memory.granularity_bytes();
@@ -285,6 +293,12 @@ void Pager::prefetch_page(const std::shared_ptr<Segment>& segment, std::size_t i
 std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
     impl_->release_faulted(*segment);
     const InterruptibleWait wait;
+    const auto wait_for_move = [&](const Page& page, PageWord seen) {
+        impl_->raise_if_late(page, seen);
+        const bool is_read = seen.state() == PageState::loading;
+        const WaitList::Entry listed(impl_->waits, is_read ? StallCause::read : StallCause::memory, &page);
+        impl_->wait_change(page.word, seen.bits, wait);
+    };
     std::size_t pinned_bytes = 0;
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         Page& page = segment->page(i);
@@ -292,8 +306,7 @@ std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
         }
         PageWord seen = page.load();
         while (seen.state() == PageState::loading || seen.state() == PageState::busy) {
-            impl_->raise_if_late(page, seen);
-            impl_->wait_change(page.word, seen.bits, wait);
+            wait_for_move(page, seen);
             seen = page.load();
         }
         if (!impl_->evict_page(page) && page.load().in_memory()) pinned_bytes += segment->frame_bytes(i);
@@ -301,8 +314,7 @@ std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         Page& page = segment->page(i);
         for (PageWord seen = page.load(); seen.state() == PageState::evicting; seen = page.load()) {
-            impl_->raise_if_late(page, seen);
-            impl_->wait_change(page.word, seen.bits, wait);
+            wait_for_move(page, seen);
         }
     }
     impl_->raise_write_error(segment.get());
@@ -315,6 +327,7 @@ void Pager::raise_fault_error() { impl_->raise_fault_error(); }
 void Pager::flush() {
     const InterruptibleWait wait;  // of all of it: some progress may be made while one transfer does not end
     while (impl_->is_anything_moving()) {
+        const WaitList::Entry listed(impl_->waits, StallCause::memory);
         const std::uint32_t seen = impl_->progress.load(std::memory_order_acquire);
         if (!impl_->is_anything_moving()) break;
         impl_->wait_change(impl_->progress, seen, wait);

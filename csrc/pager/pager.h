@@ -47,6 +47,8 @@ struct PagerOptions {
 /// overwrite: every byte will be written, what was there is not read.
 enum class Access : std::uint8_t { read, write, overwrite };
 
+struct PagerDump;
+
 struct PagerStatistics {
     ArenaUsage memory;
     StoreStatistics store;
@@ -143,10 +145,8 @@ private:
 
 /// Lock order, the only one: Pager's lock, then the store's queue lock. No lock is held across I/O, a copy, mapping,
 /// ResolvePending or a callback; page words are changed without any.
-///
-/// Threads: every public call may come from any thread. The store's threads move pages, evict ahead of need and
-/// prefetch; a service thread of the pager's answers faults and applies deferred work ahead of need. None takes the
-/// GIL.
+/// Threads: every public call may come from any. The store's move pages, evict ahead of need and prefetch; a service
+/// thread of the pager's answers faults and applies deferred work ahead of need. None takes the GIL.
 class Pager {
 public:
     /// Throws: InvalidArgument for a directory or options that cannot serve; TierIoError for a read-only or full one.
@@ -235,6 +235,7 @@ public:
     std::vector<UseEvent> take_use_log();
     bool is_resident(const Segment& segment) const noexcept;
     PagerStatistics statistics() const;
+    PagerDump dump();  // waits some seconds at most, whatever others do
     const PagerOptions& options() const noexcept { return options_; }
 
     struct Impl;  // the pager's parts: pager_impl.h

@@ -48,10 +48,11 @@ StallCause cause_of(PageWord word) noexcept {
 
 // --- Waits --------------------------------------------------------------------------------------------------------
 
-ProgramWait::ProgramWait(Pager::Impl& pager, StallCause cause) noexcept
+ProgramWait::ProgramWait(Pager::Impl& pager, StallCause cause, const Page* page) noexcept
     : pager_(pager),
       is_program_(!StallClock::is_thread_ignored()),
-      stall_(pager.stalls->ns[static_cast<std::size_t>(cause)], pager.options.activity_log, lane_of(cause)) {
+      stall_(pager.stalls->ns[static_cast<std::size_t>(cause)], pager.options.activity_log, lane_of(cause)),
+      listed_(pager.waits, cause, page) {
     if (!is_program_) return;
     pager_.program_waiters.fetch_add(1, std::memory_order_acq_rel);
     pager_.service->wake();
@@ -73,7 +74,7 @@ void Pager::Impl::wait_change(const std::atomic<std::uint32_t>& word, std::uint3
 /// Throws: why, if it is a transfer that is late.
 void Pager::Impl::wait_for_others(const Page& page, PageWord seen) {
     if (seen.state() == PageState::loading || seen.state() == PageState::evicting) raise_if_late(page, seen);
-    const ProgramWait wait(*this, cause_of(seen));
+    const ProgramWait wait(*this, cause_of(seen), &page);
     wait_change(page.word, seen.bits, InterruptibleWait());
 }
 

@@ -7,7 +7,7 @@ namespace torch_offload {
 /// Runs in the SIGSEGV handler: atomics, a semaphore and futex waits only.
 void Pager::Impl::answer_fault(Page& page, bool is_write) noexcept {
     faults.increment();
-    const ProgramWait wait(*this, StallCause::fault);
+    const ProgramWait wait(*this, StallCause::fault, &page);
     while (true) {
         const PageWord seen = page.load();
         const bool is_mapped = seen.state() == PageState::mapped && (!is_write || seen.has(PageWord::kWritable));

@@ -48,10 +48,12 @@ private:
     Frame frame_;
 };
 
-/// A thread that waits for the pager: timed, and while it is one of the program's, its cores are offered to updates.
+/// A thread that waits for the pager: timed, listed, and while it is one of the program's, its cores are offered to
+/// updates.
 class ProgramWait {
 public:
-    ProgramWait(Pager::Impl& pager, StallCause cause) noexcept;
+    /// `page`: what it waits for, if that is one.
+    ProgramWait(Pager::Impl& pager, StallCause cause, const Page* page = nullptr) noexcept;
     ~ProgramWait();
     ProgramWait(const ProgramWait&) = delete;
     ProgramWait& operator=(const ProgramWait&) = delete;
@@ -60,6 +62,7 @@ private:
     Pager::Impl& pager_;
     bool is_program_;
     StallClock stall_;
+    WaitList::Entry listed_;
 };
 
 /// Private doors of the guards, for the pager's own files.

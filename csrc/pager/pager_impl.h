@@ -23,6 +23,7 @@
 #include "pager/service_thread.h"
 #include "pager/stall_clock.h"
 #include "pager/unwritable_pages.h"
+#include "pager/wait_list.h"
 
 namespace torch_offload {
 inline std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time_since_epoch().count(); }
@@ -47,12 +48,8 @@ struct Pager::Impl final : StoreClient {
     };
     void end_transient() noexcept;
     /// The memory behind `bytes`: mapping and direct I/O know whole granules only.
-    std::span<std::byte> whole_granules(std::span<std::byte> bytes) const noexcept {
-        return {bytes.data(), whole_granules(bytes.size())};
-    }
-    std::size_t whole_granules(std::size_t size_bytes) const noexcept {
-        return round_up(size_bytes, memory.granularity_bytes());
-    }
+    std::span<std::byte> whole_granules(std::span<std::byte> bytes) const noexcept;
+    std::size_t whole_granules(std::size_t size_bytes) const noexcept;
 
     // Segments (pager.cpp)
     void check_page_size(std::size_t element_bytes) const;
@@ -239,6 +236,7 @@ struct Pager::Impl final : StoreClient {
     Counter read_bytes[kSegmentKindCount], written_bytes[kSegmentKindCount];
     const std::shared_ptr<StallTotals> stalls = std::make_shared<StallTotals>();
     Counter own_updates;  // nanoseconds in which threads of the program applied deferred work
+    WaitList waits;
 
     std::unique_ptr<PageStore> store;
     std::unique_ptr<ServiceThread> service;

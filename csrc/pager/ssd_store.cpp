@@ -82,6 +82,11 @@ StoreStatistics SsdStore::statistics() const {
             healed_mismatches_.get(), quarantined_bytes_.get(), engine_->name()};
 }
 
+std::vector<std::string> SsdStore::describe_transfers(std::size_t most) {
+    if (auto lines = inquiry_.ask(most, [this] { engine_->wake(); })) return std::move(*lines);
+    return {concat("ssd tier: its I/O thread does not answer; ", under_way())};
+}
+
 UpdateLatch SsdStore::latch_for_update(std::span<const std::shared_ptr<Segment>>, std::size_t, bool) {
     throw LogicError("an update cannot be applied on the SSD");
 }
@@ -138,6 +143,7 @@ void SsdStore::serve_broken(const TierIoError& error) {
     while (true) {
         take_queue();
         end_all(error);
+        answer_inquiry();
         if (stopping_.load(std::memory_order_acquire)) return;
         std::this_thread::sleep_for(kBrokenPause);
     }
@@ -167,6 +173,7 @@ void SsdStore::serve() {
         submit_ready();  // before what has come is verified: the disk goes on meanwhile
         settle_arrived();
         check_ages();
+        answer_inquiry();
         const auto now = Clock::now();
         arbiter_.note(arrived.read + arrived.written, now - turn_start, load_before);
         if (was_reading) read_rate_.note(arrived.read, now - turn_start);  // whatever else the disk did meanwhile
@@ -292,13 +299,14 @@ void SsdStore::check_ages() {
     }
     if (!last_warning_ || now - *last_warning_ >= limits_.warn_every) {
         last_warning_ = now;
-        OFFLOAD_LOG(warning, describe(*oldest, now), "; the disk may hang: see the kernel's log (dmesg)");
+        OFFLOAD_LOG(warning, describe(*oldest, now), "; ", under_way(),
+                    "; the disk may hang: see the kernel's log (dmesg)");
     }
     if (now - oldest->submitted < limits_.timeout) return;
     const auto error = exception_from([&] {
-        return TierIoError(
-            concat(describe(*oldest, now), "; nothing is lost if the disk comes back: see the kernel's log (dmesg)"),
-            ETIMEDOUT);
+        return TierIoError(concat(describe(*oldest, now), "; ", under_way(),
+                                  "; nothing is lost if the disk comes back: see the kernel's log (dmesg)"),
+                           ETIMEDOUT);
     });
     const auto note_late = [&](Transfer& transfer) {
         if (std::exchange(transfer.is_late, true)) return;
@@ -310,12 +318,48 @@ void SsdStore::check_ages() {
 std::string SsdStore::describe(const Transfer& transfer, Clock::time_point now) const {
     const bool is_read = transfer.request.direction == IoDirection::read;
     const Extent& extent = is_read ? *transfer.stored->extent : *transfer.target;
-    const std::size_t reads = reads_in_flight();
     return concat("ssd tier: ", is_read ? "reading" : "writing", " page ", transfer.segment->index_of(*transfer.page),
                   " of ", transfer.segment->label, " (offset ", extent.offset_bytes, " of the scratch file in ",
                   file_.directory(extent), ") has taken ",
-                  std::chrono::duration<double>(now - transfer.submitted).count(), " s; ", reads, " reads and ",
-                  in_flight() - reads, " writes are under way");
+                  std::chrono::duration<double>(now - transfer.submitted).count(), " s");
+}
+
+std::string SsdStore::under_way() const {
+    const std::size_t reads = reads_in_flight();
+    return concat(reads, " reads and ", std::max(in_flight(), reads) - reads, " writes are under way");
+}
+
+/// Of the transfers that have begun, and how many there are of all.
+std::vector<std::string> SsdStore::describe_oldest(std::size_t most) const {
+    std::vector<const Transfer*> begun;
+    const auto collect = [&](const Transfer& transfer) {
+        if (transfer.submitted != Clock::time_point{}) begun.push_back(&transfer);
+    };
+    for (const Transfers* transfers : {&submitted_, &ready_reads_, &ready_writes_}) {
+        std::ranges::for_each(*transfers, collect);
+    }
+    std::ranges::stable_sort(begun, {}, &Transfer::submitted);
+    begun.resize(std::min(begun.size(), most));
+    std::vector<std::string> lines;
+    const auto now = Clock::now();
+    for (const Transfer* transfer : begun) lines.push_back(describe(*transfer, now));
+    if (in_flight() == 0) return lines;
+    lines.push_back(
+        concat("ssd tier: ", under_way(), ", ", delayed_.size(), " of them failed and wait to be tried again"));
+    return lines;
+}
+
+/// If there is no memory for the lines, there are none.
+void SsdStore::answer_inquiry() noexcept {
+    const std::size_t most = inquiry_.wanted();
+    if (most == 0) return;
+    std::vector<std::string> lines;
+    try {
+        lines = describe_oldest(most);
+    } catch (const std::bad_alloc&) {
+        lines.clear();
+    }
+    inquiry_.answer(std::move(lines));
 }
 
 IoLoad SsdStore::load() const noexcept { return {ready_reads_.size(), ready_writes_.size(), submitted_.size()}; }

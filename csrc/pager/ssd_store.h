@@ -16,6 +16,7 @@
 
 #include "base/check.h"
 #include "base/counters.h"
+#include "pager/inquiry.h"
 #include "pager/io_arbiter.h"
 #include "pager/page_store.h"
 #include "pager/rate_meter.h"
@@ -78,6 +79,7 @@ public:
     std::size_t capacity() const noexcept override { return engine_->capacity(); }
     double read_rate() const noexcept override { return read_rate_.rate(); }
     StoreStatistics statistics() const override;
+    std::vector<std::string> describe_transfers(std::size_t most) override;
     UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                  bool may_wait) override;
     bool has_in_memory(std::span<const std::shared_ptr<Segment>>, std::size_t) override { return false; }
@@ -97,6 +99,9 @@ private:
     bool is_stuck() const;
     void check_ages();
     std::string describe(const Transfer& transfer, Clock::time_point now) const;
+    std::string under_way() const;
+    std::vector<std::string> describe_oldest(std::size_t most) const;
+    void answer_inquiry() noexcept;
     struct ArrivedBytes {
         std::size_t read = 0;
         std::size_t written = 0;
@@ -153,6 +158,7 @@ private:
     std::atomic<std::size_t> reads_in_flight_{0};
     RateMeter read_rate_;
     Counter retried_reads_, retried_writes_, healed_mismatches_, quarantined_bytes_;
+    Inquiry inquiry_;  // what is under way?
     std::atomic<bool> kicked_{false};
     std::atomic<bool> stopping_{false};
     std::thread thread_;

@@ -122,6 +122,14 @@ StoreStatistics TierStore::statistics() const {
     return statistics;
 }
 
+/// Which they are is known to their threads; what those wait for below is listed there.
+std::vector<std::string> TierStore::describe_transfers(std::size_t) {
+    const std::size_t up = to_device_.in_flight.load();
+    const std::size_t down = to_host_.in_flight.load();
+    if (up + down == 0) return {};
+    return {concat(device_.name(), ": ", up, " copies to the device and ", down, " to the host are under way")};
+}
+
 // --- Updates ------------------------------------------------------------------------------------------------------
 
 UpdateLatch TierStore::latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,

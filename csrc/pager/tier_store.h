@@ -47,6 +47,7 @@ public:
     std::size_t capacity() const noexcept override;
     double read_rate() const noexcept override { return read_rate_.rate(); }
     StoreStatistics statistics() const override;
+    std::vector<std::string> describe_transfers(std::size_t most) override;
     UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                  bool may_wait) override;
     bool has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) override;
