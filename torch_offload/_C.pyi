@@ -145,7 +145,13 @@ class Engine:
     def has_pending_work(self, tensor: torch.Tensor) -> bool: ...
     def flush(self) -> None:
         """Apply all deferred work and wait for all writes; raises what failed."""
-    def statistics(self) -> dict[str, object]: ...
+    def statistics(self) -> dict[str, object]:
+        """Return the counters, and hand the engine's log lines to Python."""
+    def dump(self) -> dict[str, object]:
+        """Say what the engine does now, for a person: ``host``, and ``device`` where there is one.
+
+        Each has pages by state, who waits for what and since when, and the oldest transfers; some seconds at most.
+        """
     def start_use_log(self) -> None:
         """List every use of a page from now on."""
     def take_use_log(self) -> list[tuple[str, int, int, int, int, int, int]]:

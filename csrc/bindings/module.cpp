@@ -19,6 +19,7 @@
 #include "autograd/saved_tensor.h"
 #include "base/check.h"
 #include "bindings/activities.h"
+#include "bindings/engine_dump.h"
 #include "bindings/interrupts.h"
 #include "bindings/log_queue.h"
 #include "bindings/names.h"
@@ -216,6 +217,11 @@ EngineClass make_engine_class(py::module_& module) {
                  refuse_in_forked_child();
                  deliver_log();
                  return statistics_of(self);
+             })
+        .def("dump",
+             [](Engine& self) {
+                 refuse_in_forked_child();
+                 return dump_of(self);
              })
         .def("start_use_log", [](Engine& self) { self.pager().start_use_log(); })
         .def("take_use_log", [](Engine& self) { return uses_of(self); })

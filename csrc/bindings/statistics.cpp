@@ -27,20 +27,6 @@ py::dict seconds_by_cause(const std::uint64_t (&nanoseconds)[kStallCauseCount]) 
     return result;
 }
 
-py::dict memory_of(const ArenaUsage& usage) {
-    py::dict result;
-    result["limit_bytes"] = usage.limit_bytes;
-    result["frame_bytes"] = usage.frame_bytes;
-    result["free_frame_bytes"] = usage.free_frame_bytes;
-    result["range_bytes"] = usage.range_bytes;
-    result["idle_range_bytes"] = usage.idle_range_bytes;
-    result["small_bytes"] = usage.small_bytes;
-    result["used_bytes"] = usage.used_bytes();
-    result["available_bytes"] = usage.available_bytes();
-    result["peak_bytes"] = usage.peak_bytes;
-    return result;
-}
-
 /// The host's memory, and what goes between it and the SSD.
 void add_host(py::dict& result, const PagerStatistics& pager) {
     result["memory"] = memory_of(pager.memory);
@@ -102,10 +88,31 @@ void add_counters(py::dict& result, const EngineCounters& counters) {
 
 }  // namespace
 
-py::dict statistics_of(Engine& engine) {
+const char* cause_name(StallCause cause) noexcept { return kCauseNames[static_cast<std::size_t>(cause)]; }
+
+py::dict memory_of(const ArenaUsage& usage) {
     py::dict result;
-    PagerStatistics compute = engine.pager().statistics();
-    const PagerStatistics host = engine.has_device() ? engine.host_pager().statistics() : compute;
+    result["limit_bytes"] = usage.limit_bytes;
+    result["frame_bytes"] = usage.frame_bytes;
+    result["free_frame_bytes"] = usage.free_frame_bytes;
+    result["range_bytes"] = usage.range_bytes;
+    result["idle_range_bytes"] = usage.idle_range_bytes;
+    result["small_bytes"] = usage.small_bytes;
+    result["used_bytes"] = usage.used_bytes();
+    result["available_bytes"] = usage.available_bytes();
+    result["peak_bytes"] = usage.peak_bytes;
+    return result;
+}
+
+py::dict statistics_of(Engine& engine) {
+    PagerStatistics compute;
+    PagerStatistics host;
+    {
+        const py::gil_scoped_release no_gil;
+        compute = engine.pager().statistics();
+        host = engine.has_device() ? engine.host_pager().statistics() : compute;
+    }
+    py::dict result;
     if (engine.has_device()) add_stalls(compute, host);
     add_compute(result, compute);
     add_host(result, host);
