@@ -11,8 +11,10 @@
 #include <thread>
 
 #include "device/address_space.h"
+#include "device/emulated_device.h"
 #include "pager/pager_dump.h"
 #include "support/late_pager.h"
+#include "support/three_tiers.h"
 
 namespace torch_offload::test {
 namespace {
@@ -145,6 +147,57 @@ TEST(PagerDump, OtherWaitsAreListed) {
     late.disk().open();
     for (std::thread* thread : {&evicter, &flusher, &reader, &writer}) thread->join();
     EXPECT_TRUE(comes_true([&] { return late.pager.dump().waits.empty(); })) << "the service thread's included";
+}
+
+// Of a device, each tier says its part: the program waits for the device's page, the device's thread for the host's.
+TEST(PagerDump, EachTierSaysItsPart) {
+    EmulatedDevice device;
+    auto owned_disk = std::make_unique<GatedEngine>();
+    GatedEngine& disk = *owned_disk;
+    Pager host(ThreeTiers::with_device(24, device, nullptr), std::move(owned_disk));
+    Pager top(ThreeTiers::of_device(8, device, UpdatesOn::device, nullptr), std::make_unique<TierStore>(host, device));
+    const auto segment = filled_segment(top, 1, 1);
+    ASSERT_EQ(top.evict(segment), 0u);
+    disk.shut();
+    std::thread reader = waiter([&] { static_cast<void>(pin(top, segment, Access::read)); });
+    EXPECT_TRUE(comes_true([&] { return has_wait(top, StallCause::read, "page 0 of segment 1"); }));
+    const std::vector<std::string> copies = {"emulated: 1 copies to the device and 0 to the host are under way"};
+    EXPECT_EQ(top.dump().transfers, copies);
+    const auto waits_below = [&] {
+        const PagerDump dump = host.dump();
+        return dump.waits.size() == 1 && dump.waits[0].thread_name == "to-up" &&
+               dump.waits[0].wait.page == "page 0 of segment 1" && dump.transfers.size() == 2;
+    };
+    EXPECT_TRUE(comes_true(waits_below));
+    EXPECT_EQ(host.dump().program_waiters, 0);
+    disk.open();
+    reader.join();
+    EXPECT_TRUE(top.dump().transfers.empty());
+}
+
+// Pages may move and segments come and go while they are counted. Method: threads that use more pages than fit, and
+// make and drop some, beside one that dumps.
+TEST(PagerDump, PagesMoveMeanwhile) {
+    Pager pager(options_with(6), std::make_unique<GatedEngine>());
+    std::atomic<int> left{3};
+    std::vector<std::thread> threads;
+    for (std::uint32_t thread = 0; thread < 3; ++thread) {
+        threads.emplace_back([&, thread] {
+            const auto kept = filled_segment(pager, 2, thread);
+            for (std::uint32_t round = 0; round < 100; ++round) {
+                static_cast<void>(filled_segment(pager, 1, round));
+                const PinGuard guard = pager.pin_pages(kept, round % 2, 1, Access::read);
+            }
+            --left;
+        });
+    }
+    do {
+        const PagerDump dump = pager.dump();
+        EXPECT_LE(dump.memory.peak_bytes, 6 * kPageBytes);
+        EXPECT_LE(pages_in(dump, PageState::mapped), 6u);
+    } while (left > 0);
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_TRUE(pager.dump().waits.empty());
 }
 
 // Pages are counted by state and by what holds them.
