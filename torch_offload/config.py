@@ -177,6 +177,10 @@ class Config(BaseModel):
     status_line: bool = Field(default=False, strict=True)
     """Show speed, traffic and stalls in one line at the bottom of the terminal while a script runs. Nothing is written
     where stderr is not a terminal."""
+    watchdog: bool = Field(default=False, strict=True)
+    """Say on stderr what every thread does and what the engine waits for when nothing moves: after a minute, or after
+    the time of 20 optimizer steps if that is longer, then every ten minutes. SIGUSR1 and ``torch-offload dump`` ask for
+    the same at any time. Nothing is ended by it. ``torch-offload run`` sets it."""
     min_paged_bytes: Bytes = DEFAULT_MIN_PAGED_BYTES
     """Smaller tensors stay in memory; 0 pages everything. The default of 64 KiB keeps norms and biases resident:
     together they are far below 1 % of a language model, and a read of fewer bytes takes as long."""
@@ -210,6 +214,7 @@ class Config(BaseModel):
             report: str | os.PathLike[str] | None = None,
             trace: bool | str | os.PathLike[str] = False,
             status_line: bool = False,
+            watchdog: bool = False,
             min_paged_bytes: int | str = DEFAULT_MIN_PAGED_BYTES,
             page_elements: int = DEFAULT_PAGE_ELEMENTS,
             queue_depth: int = DEFAULT_QUEUE_DEPTH,

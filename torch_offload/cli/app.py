@@ -100,7 +100,7 @@ def run(
     SCRIPT is the path of a Python file or the name of an installed command that is one, such as trl.
     """
     with _plain_errors():
-        config = config_from(given, file, status_line=True)
+        config = config_from(given, file, status_line=True, watchdog=True)
         command = [module, *(script or [])] if module is not None else list(script or [])
         _check_choice("--optimizer", optimizer, OPTIMIZERS)
         if not command:
@@ -248,6 +248,21 @@ def report(
         echo(f"{html} written")
     else:
         show(saved, *saved_reports.wear_lines(saved, endurance_bytes))
+
+
+@app.command()
+def dump(
+    *, process: Annotated[int, typer.Argument(metavar="PID", help="A process that trains under the watchdog.")]
+) -> None:
+    """Show what a running process does: Python stacks, waits, transfers. Exit status 2 if it does not answer.
+
+    Processes answer that were started by torch-offload run, or with the setting watchdog.
+    """
+    from torch_offload.system import dump_socket
+
+    with _plain_errors():
+        text = dump_socket.request(process)
+    echo(text)
 
 
 @app.command()

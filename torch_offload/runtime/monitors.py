@@ -1,4 +1,4 @@
-"""The monitors of an engine, as far as its configuration asks for them: recorder, status line, files at the exit."""
+"""The monitors of an engine, as far as its configuration asks for them: recorder, status line, watchdog, files."""
 
 import atexit
 import sys
@@ -12,6 +12,7 @@ from torch_offload.config import Config
 from torch_offload.reporting.recorder import Recorder
 from torch_offload.reporting.status_line import StatusLine, Watched, is_terminal
 from torch_offload.reporting.timeline import Timeline
+from torch_offload.runtime.watchdog import Watchdog
 
 
 class Monitored(Protocol):
@@ -21,6 +22,9 @@ class Monitored(Protocol):
 
     def statistics(self) -> Mapping[str, Any]:
         """Return the figures of the engine."""
+
+    def dump(self) -> Mapping[str, Any]:
+        """Return what the engine does at this moment."""
 
     def modules(self) -> Iterable[nn.Module]:
         """Return the wrapped modules."""
@@ -38,12 +42,17 @@ class Monitors:
         self.trace_path: Path | None = None
         self._recorded: Timeline | None = None
         self._status_line: StatusLine | None = None
+        self._watchdog: Watchdog | None = None
 
     def begin(self, session: Monitored) -> None:
         """Start what the configuration of a session that has just opened asks for."""
         self.end()
         self._recorded = None
         config = session.config
+        if config.watchdog:
+            self._watchdog = Watchdog(session)
+            self._watchdog.start()
+            atexit.register(self._watchdog.stop)
         if config.status_line:
             self._show_status_line()
         self.report_path = config.report or self.report_path
@@ -60,7 +69,11 @@ class Monitors:
             )
 
     def end(self) -> None:
-        """Stop recording, before the engine goes. Safe to call twice."""
+        """Stop recording and watching, before the engine goes. Safe to call twice."""
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.stop()
+            atexit.unregister(watchdog.stop)
         if self._status_line is not None:
             self._status_line.watch(None)
         recorder, self.recorder = self.recorder, None

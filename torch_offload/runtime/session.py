@@ -265,6 +265,10 @@ class Session:
         """Return the figures of the engine."""
         return self.engine.statistics()
 
+    def dump(self) -> dict[str, Any]:
+        """Return what the engine does at this moment."""
+        return self.engine.dump()
+
     def report(self, timeline: Timeline | None = None) -> Report:
         """Return the figures of the engine so far, with what was recorded of it."""
         statistics = self.engine.statistics()

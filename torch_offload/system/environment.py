@@ -118,6 +118,12 @@ def cache_directory() -> Path:
     return parent / "torch_offload"
 
 
+def runtime_directory() -> Path | None:
+    """Return where this user's sockets go, after the XDG base directory specification; None where nobody says it."""
+    configured = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(configured) if os.path.isabs(configured) else None
+
+
 def processor_name(*, root: Path = Path("/")) -> str:
     """Return the name of the processor, or of its architecture where the system does not say it."""
     try:

@@ -6,7 +6,7 @@ markup.
 
 import re
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,6 +39,22 @@ def echo(text: str, *, err: bool = False) -> None:
     import typer
 
     typer.echo(printable(text), err=err)
+
+
+def tell(text: str, stream: TextIO | None) -> None:
+    """Write a text and a newline to a stream at once, from any thread; nothing where the stream is gone.
+
+    It imports nothing: another thread may be stuck in an import.
+    """
+    if stream is None:
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    shown = f"{printable(text)}\n".encode(encoding, errors="backslashreplace").decode(encoding)
+    try:
+        stream.write(shown)
+        stream.flush()
+    except (OSError, ValueError):
+        return
 
 
 def plain(text: str, style: str = "") -> "Text":

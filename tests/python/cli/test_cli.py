@@ -100,6 +100,7 @@ def test_run_hands_script_and_settings_to_the_launcher(monkeypatch, launched, tm
     assert run_main(monkeypatch, "run", *arguments, str(script), "--ram", "1", "-m", "--help") == 7
     [(config, command, is_module, optimizer)] = launched
     wanted = Config(ram="2GiB", ssd=tmp_path, queue_depth=4, status_line=False, report=tmp_path / "r.json")
+    wanted = wanted.replace(watchdog=True)
     wanted = wanted.replace(trace=tmp_path / "t.json.gz")
     assert config == wanted
     assert config.model_fields_set == wanted.model_fields_set
@@ -111,14 +112,17 @@ def test_run_hands_script_and_settings_to_the_launcher(monkeypatch, launched, tm
 def test_run_hands_modules_to_the_launcher(monkeypatch, launched):
     assert run_main(monkeypatch, "run", "-m", "trl.scripts.sft", "--ssd", "x", "-m", "--", "--version") == 7
     [(config, command, is_module, _)] = launched
-    assert (config, command) == (Config(status_line=True), ["trl.scripts.sft", "--ssd", "x", "-m", "--", "--version"])
+    assert (config, command) == (
+        Config(status_line=True, watchdog=True),
+        ["trl.scripts.sft", "--ssd", "x", "-m", "--", "--version"],
+    )
     assert is_module is True
 
 
 def test_run_hands_the_optimizer_to_the_launcher(monkeypatch, launched):
     assert run_main(monkeypatch, "run", "--optimizer", "adamw-8bit", "-m", "trl.scripts.sft", "--optimizer", "x") == 7
     [(config, command, _, optimizer)] = launched
-    assert (config, command) == (Config(status_line=True), ["trl.scripts.sft", "--optimizer", "x"])
+    assert (config, command) == (Config(status_line=True, watchdog=True), ["trl.scripts.sft", "--optimizer", "x"])
     assert optimizer == "adamw-8bit"
 
 

@@ -1,0 +1,94 @@
+"""The Python stacks of all threads of this process, and the signal that asks for them."""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+NUMBER = signal.SIGUSR1
+
+
+def python_stacks() -> str:
+    """Return what every thread runs, the most recent call first, and which thread of the system each is."""
+    threads = [f"0x{each.ident or 0:016x} is thread {each.native_id} ({each.name})" for each in threading.enumerate()]
+    # A file without a name: what is written to a pipe or a socket may have to wait for its reader.
+    with os.fdopen(os.memfd_create("torch_offload_stacks"), "rb") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return "\n".join([*threads, file.read().decode(errors="replace")])
+
+
+class StackSignal:
+    """SIGUSR1: the Python stacks of all threads on stderr, at once, and whatever `ask` has others do.
+
+    Stacks come from the handler itself, so also while the interpreter is stuck; `ask` is called once it is not.
+    Threads: the main one.
+    """
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        """Change nothing before :meth:`install`.
+
+        Args:
+            ask: Called on the main thread between any two instructions: it must not wait for a lock.
+        """
+        self._ask = ask
+        self._process = os.getpid()
+        self._is_installed = False
+
+    def install(self) -> None:
+        """Handle the signal, unless somebody else does, this is not the main thread, or stderr is no file."""
+        stderr = _stderr_file()
+        if stderr is None or threading.current_thread() is not threading.main_thread() or _is_handled():
+            return
+        signal.signal(NUMBER, self._handle)
+        faulthandler.register(NUMBER, file=stderr, all_threads=True, chain=True)
+        self._is_installed = True
+
+    def remove(self) -> bool:
+        """Put the default back, unless somebody else has taken the signal. Safe to call twice.
+
+        Returns:
+            False if `ask` may still be called: only the main thread can put it back.
+        """
+        if not self._is_installed:
+            return True
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        self._is_installed = False
+        faulthandler.unregister(NUMBER)
+        if signal.getsignal(NUMBER) == self._handle:
+            signal.signal(NUMBER, signal.SIG_DFL)
+        return True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._process == os.getpid():
+            self._ask()
+
+
+def _is_handled() -> bool:
+    """Whether there is a handler: of Python, or one that Python does not know, such as another ``faulthandler``'s."""
+    if signal.getsignal(NUMBER) is not signal.SIG_DFL:
+        return True
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    masks = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
+    return any(int(mask, 16) >> (NUMBER - 1) & 1 for mask in masks)
+
+
+def _stderr_file() -> TextIO | None:
+    """Return stderr, or the one that the interpreter began with where it was replaced by what is no file."""
+    for stream in (sys.stderr, sys.__stderr__):
+        try:
+            if stream is not None:
+                stream.fileno()
+                return stream
+        except (OSError, ValueError, AttributeError):
+            continue
+    return None
