@@ -48,7 +48,6 @@ struct PagerOptions {
 enum class Access : std::uint8_t { read, write, overwrite };
 
 struct PagerDump;
-
 struct PagerStatistics {
     ArenaUsage memory;
     StoreStatistics store;
