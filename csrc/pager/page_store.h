@@ -16,7 +16,7 @@
 namespace torch_offload {
 
 class UpdateLatch;
-struct StallTotals;
+class UsePredictor;
 
 enum class TransferStatus : std::uint8_t {
     ok,
@@ -65,8 +65,8 @@ public:
     virtual void end_registration(std::size_t size_bytes, bool is_registered) noexcept = 0;
     /// Evicts ahead of need and starts reads ahead of use. What fails there fails again for who needs it.
     virtual void look_ahead() noexcept = 0;
-    /// What the program waited for, this tier's share.
-    virtual std::shared_ptr<const StallTotals> stall_totals() const = 0;
+    /// Of what the program uses in this tier's memory.
+    virtual std::shared_ptr<UsePredictor> use_predictor() const = 0;
     /// The segments that deferred work on this one updates, itself included; empty: there is none.
     virtual std::vector<std::shared_ptr<Segment>> members_of(Segment& segment) = 0;
 };
@@ -107,10 +107,10 @@ public:
     virtual void forget(Segment& segment) noexcept = 0;
     /// Asks for look_ahead() and frames_to_unregister().
     virtual void kick() noexcept = 0;
+    /// Throws, once, TierIoError for a page that the store has in memory and could not write.
+    virtual void end_step() {}
 
-    /// What the pager learns of the order of uses and of deferred work, for a store that predicts by it.
-    virtual void note_use(TraceId) {}
-    virtual void note_step_end() {}
+    /// What the pager learns of deferred work, for a store that predicts by it.
     virtual void note_pending(Segment&) {}
 
     /// Pages of the index, none of them in the memory above, held where the store keeps them; empty: gave up. Like

@@ -74,6 +74,7 @@ Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_p
     OFFLOAD_CHECK(options.budget_bytes > 0, InvalidArgument, "the RAM budget is 0 bytes");
     OFFLOAD_CHECK(options.page_elements > 0 && options.page_elements % kSectorBytes == 0, InvalidArgument,
                   "page_elements must be a positive multiple of ", kSectorBytes, ", got ", options.page_elements);
+    predictor->leave_out(stalls);
     service = std::make_unique<ServiceThread>(*this);
     service->start();
     store->start(*this);
@@ -162,7 +163,7 @@ std::shared_ptr<Segment> Pager::create_segment(std::size_t size_bytes, std::size
 void Pager::Impl::adopt_pages(Segment& segment, std::span<const std::span<std::byte>> slots) {
     const std::lock_guard lock(mutex);
     try {
-        rank(segment);
+        rank(segment, predictor->hold());
     } catch (...) {
         segments.erase(&segment);
         throw;
@@ -372,7 +373,7 @@ TraceId Pager::new_trace_id() {
 void Pager::set_anchor(Segment& segment, TraceId anchor) {
     const std::lock_guard lock(impl_->mutex);
     segment.anchor_id = anchor;
-    if (segment.eviction_rank) impl_->rank(segment);
+    if (segment.eviction_rank) impl_->rank(segment, impl_->predictor->hold());
 }
 
 void Pager::touch(const std::shared_ptr<Segment>& segment) {
@@ -385,14 +386,11 @@ void Pager::touch(const std::shared_ptr<Segment>& segment) {
     if (segment->trace_id == kNoTrace) return;
     {
         const std::lock_guard lock(impl_->mutex);
-        if (!impl_->above.stalls) {  // else the order is that of follow()
-            impl_->last_touch_ns = impl_->busy_ns();
-            impl_->trace.touch(segment->trace_id, {impl_->last_touch_ns, impl_->arena.take_other_peak_bytes()});
-        }
+        UsePredictor::Held uses = impl_->predictor->hold();
+        if (!impl_->follows) uses.note_use(segment->trace_id, impl_->arena.take_other_peak_bytes());
         impl_->roles[segment->trace_id] = segment;
-        if (segment->eviction_rank) impl_->rank(*segment);
+        if (segment->eviction_rank) impl_->rank(*segment, uses);
     }
-    impl_->store->note_use(segment->trace_id);
     impl_->kick_if_due();
 }
 
@@ -403,17 +401,15 @@ void Pager::set_tier_above(TierAbove above) {
     impl_->above = std::move(above);
 }
 
-void Pager::follow(TraceId role) {
-    std::shared_ptr<Segment> segment;  // outlives the lock: its end takes it
-    {
-        const std::lock_guard lock(impl_->mutex);
-        impl_->last_touch_ns = impl_->busy_ns();
-        impl_->trace.touch(role, {impl_->last_touch_ns, impl_->arena.take_other_peak_bytes()});
-        if (role < impl_->roles.size()) segment = impl_->roles[role].lock();
-        if (segment && segment->eviction_rank) impl_->rank(*segment);
-    }
-    impl_->kick_if_due();
+void Pager::follow(std::shared_ptr<UsePredictor> above) {
+    above->leave_out(impl_->stalls);
+    const std::lock_guard lock(impl_->mutex);
+    impl_->predictor = std::move(above);
+    impl_->follows = true;
+    impl_->rank_all(impl_->predictor->hold());
 }
+
+void Pager::kick() { impl_->store->kick(); }
 
 void Pager::set_role(const std::shared_ptr<Segment>& segment, TraceId role, bool has_work_above) {
     segment->has_work_above.store(has_work_above, std::memory_order_relaxed);
@@ -422,7 +418,7 @@ void Pager::set_role(const std::shared_ptr<Segment>& segment, TraceId role, bool
     if (impl_->roles.size() <= role) impl_->roles.resize(role + 1);
     segment->trace_id = role;
     impl_->roles[role] = segment;
-    if (segment->eviction_rank) impl_->rank(*segment);
+    if (segment->eviction_rank) impl_->rank(*segment, impl_->predictor->hold());
 }
 
 void Pager::start_use_log() { impl_->use_log.switch_on(); }
@@ -444,13 +440,13 @@ void Pager::end_step() {
     if (impl_->use_log.is_on()) impl_->use_log.add({.kind = UseKind::step});
     {
         const std::lock_guard lock(impl_->mutex);
-        impl_->last_touch_ns = impl_->busy_ns();
-        impl_->trace.end_step(impl_->last_touch_ns);
-        impl_->rank_all();
+        UsePredictor::Held uses = impl_->predictor->hold();
+        if (!impl_->follows) uses.end_step();
+        impl_->rank_all(uses);
     }
     AddressSpace::process().ensure_handler_installed();
-    impl_->store->note_step_end();
     impl_->store->kick();
+    impl_->store->end_step();
     impl_->raise_unsaid_write_error();
 }
 

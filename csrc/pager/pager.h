@@ -20,8 +20,8 @@
 #include "pager/page_store.h"
 #include "pager/page_table.h"
 #include "pager/stall_clock.h"
-#include "pager/trace.h"
 #include "pager/use_log.h"
+#include "pager/use_predictor.h"
 #include "storage/io_engine.h"
 
 namespace torch_offload {
@@ -97,8 +97,7 @@ using PendingMembers = std::function<std::vector<std::shared_ptr<Segment>>(Segme
 
 /// What the tier above a pager knows about the pager's segments; empty where there is none. Called without locks.
 struct TierAbove {
-    std::shared_ptr<const StallTotals> stalls;  // of the program there: not time in which it computes
-    PendingMembers members;                     // updated together
+    PendingMembers members;                                                   // updated together
     std::function<bool(const Segment& segment, std::size_t index)> has_page;  // it will not be asked for soon
 };
 
@@ -142,8 +141,9 @@ private:
     bool is_transient_ = false;  // counted in the pager as held by a thread that does not wait
 };
 
-/// Lock order, the only one: Pager's lock, then the store's queue lock. No lock is held across I/O, a copy, mapping,
-/// ResolvePending or a callback; page words are changed without any.
+/// Lock order, the only one: Pager's lock, then the predictor's or the store's queue lock, under which nothing is
+/// locked. No thread holds the locks of two pagers, or one across I/O, a copy, mapping, ResolvePending or a callback;
+/// page words are changed without any.
 /// Threads: every public call may come from any. The store's move pages, evict ahead of need and prefetch; a service
 /// thread of the pager's answers faults and applies deferred work ahead of need. None takes the GIL.
 class Pager {
@@ -220,12 +220,13 @@ public:
     /// The segment's deferred work will be triggered by another role: a state that became a parameter's.
     void set_anchor(Segment& segment, TraceId anchor);
     void touch(const std::shared_ptr<Segment>& segment);
+    void kick();      // looks ahead soon
     void end_step();  // throws, once, TierIoError for a page that could not be written and still has to be
 
     // --- The tier above -------------------------------------------------------------------------------------------
-    /// This pager's segments hold what has left that of another tier, whose uses are the prediction here as well.
+    /// Segments here hold what has left another tier's memory: what is used there is the prediction, and is recorded.
+    void follow(std::shared_ptr<UsePredictor> above);
     void set_tier_above(TierAbove above);
-    void follow(TraceId role);  // the program used that role above
     /// Of a new segment. `has_work_above`: deferred work waits on the segment that this one is the backing segment of.
     void set_role(const std::shared_ptr<Segment>& segment, TraceId role, bool has_work_above);
 

@@ -286,7 +286,7 @@ bool Pager::set_pending(Segment& segment, std::size_t index) {
     if (index + 1 != segment.page_count()) return true;
     {
         const std::lock_guard lock(impl_->mutex);
-        if (segment.eviction_rank) impl_->rank(segment);
+        if (segment.eviction_rank) impl_->rank(segment, impl_->predictor->hold());
     }
     impl_->store->note_pending(segment);
     return true;

@@ -17,11 +17,9 @@
 #include "pager/fault_errors.h"
 #include "pager/fault_holds.h"
 #include "pager/page_steps.h"
-#include "pager/page_store.h"
 #include "pager/pager.h"
 #include "pager/prefetch_queue.h"
 #include "pager/service_thread.h"
-#include "pager/stall_clock.h"
 #include "pager/unwritable_pages.h"
 #include "pager/wait_list.h"
 
@@ -148,12 +146,12 @@ struct Pager::Impl final : StoreClient {
     bool release_faulted(const Segment& segment) noexcept;
 
     // Prediction (pager_plan.cpp)
-    UsePosition next_use(const Segment& segment) const;
-    void rank(Segment& segment);
+    UsePosition next_use(const Segment& segment, const UsePredictor::Held& uses) const;
+    void rank(Segment& segment, const UsePredictor::Held& uses);
     void rank_again(std::span<const std::shared_ptr<Segment>> changed);
-    void rank_all();
+    void rank_all(const UsePredictor::Held& uses);
+    void rank_used_above();
     void rank_updated(std::span<const std::shared_ptr<Segment>> updated);
-    std::int64_t busy_ns() const noexcept;
     /// A segment that the recording says comes next.
     struct Ahead {
         std::shared_ptr<Segment> segment;
@@ -194,17 +192,19 @@ struct Pager::Impl final : StoreClient {
     bool begin_registration(std::size_t size_bytes) noexcept override;
     void end_registration(std::size_t size_bytes, bool is_registered) noexcept override;
     void look_ahead() noexcept override;
-    std::shared_ptr<const StallTotals> stall_totals() const override { return stalls; }
+    std::shared_ptr<UsePredictor> use_predictor() const override { return predictor; }
 
     Pager& owner;
     const PagerOptions& options;
     Memory& memory;
     FaultErrors fault_errors;
 
-    mutable std::mutex mutex;  // the pager's lock: arena, trace, queue, segments, roles, errors
+    mutable std::mutex mutex;  // the pager's lock: arena, queue, segments, roles, errors
     Arena arena;
-    Trace trace;
-    std::int64_t last_touch_ns = 0;  // on the clock of busy_ns()
+    std::shared_ptr<UsePredictor> predictor = std::make_shared<UsePredictor>();
+    bool follows = false;            // what the program uses in the tier above
+    std::uint64_t ranked_steps = 0;  // what the queue is in order by: of the predictor's, ended ones
+    std::size_t ranked_uses = 0;     // and uses in the running one
     EvictionQueue evictable;         // every segment that has pages in memory, and some that have none any more
     std::unordered_map<Segment*, std::weak_ptr<Segment>> segments;
     std::vector<std::weak_ptr<Segment>> roles;  // by TraceId

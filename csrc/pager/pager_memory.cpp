@@ -143,6 +143,7 @@ std::vector<Pager::Impl::Victim> Pager::Impl::choose_victims(std::size_t wanted_
 /// Starts pages on their way out, at least `wanted_bytes` if there are as many; returns the bytes of those that went.
 std::size_t Pager::Impl::evict_for(std::size_t wanted_bytes, UsePosition keep_before, Resting resting) {
     close_passed_uses();
+    rank_used_above();
     std::size_t evicted_bytes = 0;
     for (const Victim& victim : choose_victims(wanted_bytes, keep_before, resting)) {
         const std::size_t size_bytes = victim.segment->frame_bytes(victim.segment->index_of(*victim.page));

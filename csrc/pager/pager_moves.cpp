@@ -64,7 +64,7 @@ bool Pager::Impl::load_into(Page& page, PageGoal goal, FrameHold& frame) {
     if (seen.has(PageWord::kTransferFailed)) forget_error(page);
     page.frame = frame.frame();
     try {
-        if (const std::lock_guard lock(mutex); !page.segment->eviction_rank) rank(*page.segment);
+        if (const std::lock_guard lock(mutex); !page.segment->eviction_rank) rank(*page.segment, predictor->hold());
         if (goal == PageGoal::overwrite) {
             page.enter(PageState::loaded, PageWord::kUndefined);
         } else if (seen.state() == PageState::zero) {

@@ -38,47 +38,64 @@ bool may_read_ahead(PageWord word) noexcept { return word.is_absent() && !word.h
 
 }  // namespace
 
-/// When the segment is next used; the lock is held. What a caller said is used soon comes before all else. A segment
-/// without uses of its own in the rest of the step (a moment, a finished gradient) is next used by its deferred work,
-/// which runs when the parameter it belongs to is first pinned: now, if it is pending, else in the following step.
-UsePosition Pager::Impl::next_use(const Segment& segment) const {
+/// When the segment is next used; the lock is held, as for all that takes `uses`. What a caller said is used soon comes
+/// before all else. A segment without uses of its own in the rest of the step (a moment, a finished gradient) is next
+/// used by its deferred work, which runs when the parameter it belongs to is first pinned: now, if it is pending, else
+/// in the following step.
+UsePosition Pager::Impl::next_use(const Segment& segment, const UsePredictor::Held& uses) const {
     if (segment.outstanding_since.load(std::memory_order_relaxed) != 0) return kOutstanding;
-    if (!trace.has_prediction()) {
+    if (!uses->has_prediction()) {
         // What is requested can be read in time, so it goes before what would be missed.
         return segment.requested_uses.load(std::memory_order_relaxed) != 0 ? kNever : kUnrequested;
     }
     const bool is_anchored = segment.anchor_id != kNoTrace;
-    const Distance own = trace.next_in_step(segment.trace_id);
-    const Distance anchor = is_anchored && segment.has_pending() ? trace.next_in_step(segment.anchor_id) : kNever;
+    const Distance own = uses->next_in_step(segment.trace_id);
+    const Distance anchor = is_anchored && segment.has_pending() ? uses->next_in_step(segment.anchor_id) : kNever;
     const Distance soonest = std::min(own, anchor);
-    if (soonest != kNever) return trace.position_of(soonest);
-    return trace.position_of(trace.first_in_following_step(is_anchored ? segment.anchor_id.load() : segment.trace_id));
+    if (soonest != kNever) return uses->position_of(soonest);
+    return uses->position_of(uses->first_in_following_step(is_anchored ? segment.anchor_id.load() : segment.trace_id));
 }
 
-/// Puts the segment where it belongs among those that could go; the lock is held.
-void Pager::Impl::rank(Segment& segment) {
-    evictable.put(segment, {next_use(segment), segment.last_use.load(std::memory_order_relaxed)});
+/// Puts the segment where it belongs among those that could go.
+void Pager::Impl::rank(Segment& segment, const UsePredictor::Held& uses) {
+    evictable.put(segment, {next_use(segment, uses), segment.last_use.load(std::memory_order_relaxed)});
 }
 
 /// The same for those whose next use is another one now.
 void Pager::Impl::rank_again(std::span<const std::shared_ptr<Segment>> changed) {
     const std::lock_guard lock(mutex);
+    const UsePredictor::Held uses = predictor->hold();
     for (const std::shared_ptr<Segment>& segment : changed) {
-        if (segment->eviction_rank) rank(*segment);
+        if (segment->eviction_rank) rank(*segment, uses);
     }
 }
 
 /// The same for all that are there, after the prediction has changed.
-void Pager::Impl::rank_all() {
+void Pager::Impl::rank_all(const UsePredictor::Held& uses) {
     std::vector<Segment*> all;
     for (const EvictionQueue::Entry& entry : evictable) all.push_back(entry.segment);
-    for (Segment* segment : all) rank(*segment);
+    for (Segment* segment : all) rank(*segment, uses);
+    ranked_steps = uses.step_count();
+    ranked_uses = uses->recorded_count();
 }
 
-/// A clock that stands still while the program waits for this tier or the one above; the lock is held.
-std::int64_t Pager::Impl::busy_ns() const noexcept {
-    const std::uint64_t stalled_ns = stalls->sum_ns() + (above.stalls ? above.stalls->sum_ns() : 0);
-    return steady_ns() - static_cast<std::int64_t>(stalled_ns);
+/// The same for what the program has used in the tier above since the last time: only who chooses what goes has to
+/// know, so a use above does not come here.
+void Pager::Impl::rank_used_above() {
+    std::vector<std::shared_ptr<Segment>> used;  // outlives the lock
+    const std::lock_guard lock(mutex);
+    if (!follows) return;
+    const UsePredictor::Held uses = predictor->hold();
+    const std::size_t first = std::max<std::size_t>(ranked_uses, 1) - 1;  // the last one may have come again
+    const std::size_t count = uses->recorded_count();
+    if (uses.step_count() != ranked_steps || count > first + evictable.size()) return rank_all(uses);
+    used.reserve(count - std::min(first, count));
+    for (std::size_t i = first; i < count; ++i) {
+        const TraceId role = uses->recorded(i);
+        used.push_back(role < roles.size() ? roles[role].lock() : nullptr);
+        if (used.back() && used.back()->eviction_rank) rank(*used.back(), uses);
+    }
+    ranked_uses = count;
 }
 
 /// What the recording says comes next, as much as a share of the budget holds.
@@ -88,25 +105,27 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
     const std::size_t window_bytes = options.budget_bytes / 3;
     std::size_t planned_bytes = 0;
     const std::lock_guard lock(mutex);
-    const std::int64_t since_touch_ns = busy_ns() - last_touch_ns;
+    const UsePredictor::Held uses = predictor->hold();
+    const std::int64_t since_use_ns = uses.since_last_ns();
     const ArenaUsage usage = arena.usage();
     const std::size_t other_bytes = usage.range_bytes + usage.small_bytes;
     std::size_t expected_other_bytes = other_bytes;
     for (std::size_t distance = 0; distance < kMaxUsesAhead; ++distance) {
         if (planned_bytes >= window_bytes || seen.size() >= kMaxAhead) break;
-        const std::optional<UpcomingUse> use = trace.upcoming(distance);
+        const std::optional<UpcomingUse> use = uses->upcoming(distance);
         // Before a weight is used in the following step, it is updated below: what came earlier would be worthless.
-        if (!use || (options.updates_below && trace.position_of(distance) >= trace.length())) break;
-        const std::int64_t due_ns = use->after_ns - since_touch_ns;
-        const std::size_t growth_bytes = use->other_bytes - std::min(use->other_bytes, other_bytes);
+        if (!use || (options.updates_below && uses->position_of(distance) >= uses->length())) break;
+        const std::int64_t due_ns = use->after_ns - since_use_ns;
+        const std::size_t recorded_bytes = follows ? 0 : use->other_bytes;  // is in the memory above
+        const std::size_t growth_bytes = recorded_bytes - std::min(recorded_bytes, other_bytes);
         const bool is_soon = due_ns < kRoomAheadNs + transfer_ns(growth_bytes, store->read_rate());
-        if (is_soon) expected_other_bytes = std::max(expected_other_bytes, use->other_bytes);
+        if (is_soon) expected_other_bytes = std::max(expected_other_bytes, recorded_bytes);
         if (!seen.insert(use->id).second) continue;
         std::shared_ptr<Segment> segment = use->id < roles.size() ? roles[use->id].lock() : nullptr;
         if (!segment) continue;
         const bool is_updated_here = segment->has_pending() && !options.updates_below;
         planned_bytes += segment->size_bytes() * (is_updated_here ? 4 : 1);  // weight, gradient, two moments
-        outlook.segments.push_back({std::move(segment), trace.position_of(distance), due_ns, 0});
+        outlook.segments.push_back({std::move(segment), uses->position_of(distance), due_ns, 0});
     }
     outlook.growth_bytes = expected_other_bytes - other_bytes;
     return outlook;
@@ -143,7 +162,7 @@ void Pager::Impl::find_slack(std::vector<Ahead>& ahead) {
 /// a model is being loaded or laid out: nothing is known to be used soon, and much has to be written.
 std::size_t Pager::Impl::spare_bytes() {
     const std::lock_guard lock(mutex);
-    if (!trace.has_prediction()) return std::min(options.budget_bytes / 8, kMaxSpareBytesWhileLoading);
+    if (!predictor->hold()->has_prediction()) return std::min(options.budget_bytes / 8, kMaxSpareBytesWhileLoading);
     return std::min(options.budget_bytes / 32, kMaxSpareBytes);
 }
 

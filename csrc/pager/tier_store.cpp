@@ -49,8 +49,9 @@ TierStore::~TierStore() { stop(); }
 
 void TierStore::start(StoreClient& client) {
     client_ = &client;
+    below_.follow(client.use_predictor());
     below_.set_tier_above(
-        {client.stall_totals(), [this](Segment& backing) { return members_below(backing); },
+        {[this](Segment& backing) { return members_below(backing); },
          [this](const Segment& backing, std::size_t index) { return has_page_above(backing, index); }});
     to_device_.thread = engine_thread("to-up", [this] { run(to_device_); });
     to_host_.thread = engine_thread("to-down", [this] { run(to_host_); });
@@ -61,7 +62,7 @@ bool TierStore::stop() {
     if (!planner_.joinable()) return true;
     below_.set_tier_above({});  // waits for calls under way
     stopping_.store(true, std::memory_order_release);
-    kick();
+    wake_planner();
     planner_.join();  // first: it makes transfers
     for (Lane* lane : {&to_device_, &to_host_}) {
         {
@@ -109,7 +110,13 @@ void TierStore::forget(Segment& segment) noexcept {
     above_.erase(backing.get());
 }
 
+/// The pager below looks ahead as often.
 void TierStore::kick() noexcept {
+    wake_planner();
+    below_.kick();
+}
+
+void TierStore::wake_planner() noexcept {
     kicks_.fetch_add(1, std::memory_order_acq_rel);
     kicks_.notify_one();
 }
@@ -244,7 +251,7 @@ void TierStore::finish(Lane& lane, Transfer& transfer) noexcept {
     transfer.below = PinGuard();
     if (lane.direction == LinkDirection::to_device) note_read(transfer, activity_now_ns());
     end(lane, transfer, {TransferStatus::ok, nullptr, transfer.begin_ns});
-    kick();
+    wake_planner();
 }
 
 PinGuard TierStore::pin_below(const std::shared_ptr<Segment>& backing, std::size_t index, Access access) {

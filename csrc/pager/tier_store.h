@@ -23,8 +23,8 @@ namespace torch_offload {
 
 /// The store of a device's pager: each of its segments has a backing segment in the pager below, made when a page of it
 /// first leaves. A page goes down as a pin for overwriting and a copy, and comes back as a pin for reading and a copy;
-/// whether the pager below has it in memory or on SSD is its own affair, and so is what it reads ahead: it records the
-/// order in which the device asks.
+/// whether the pager below has it in memory or on SSD is its own affair, and so is what it reads ahead, by what is
+/// recorded above.
 /// Threads: as PageStore. One per direction waits for pins below and for copies, one looks ahead. The pager below, the
 /// device and this store are destroyed in the reverse order: the store first.
 class TierStore final : public PageStore {
@@ -42,6 +42,7 @@ public:
     void evict(Segment& segment) override;
     void forget(Segment& segment) noexcept override;
     void kick() noexcept override;
+    void end_step() override { below_.end_step(); }
 
     std::size_t reads_in_flight() const noexcept override { return to_device_.in_flight.load(); }
     std::size_t capacity() const noexcept override;
@@ -51,8 +52,6 @@ public:
     UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                  bool may_wait) override;
     bool has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) override;
-    void note_use(TraceId role) override { below_.follow(role); }
-    void note_step_end() override { below_.end_step(); }
     void note_pending(Segment& segment) override;
     bool copy_out(const Segment& segment, std::size_t index, std::span<std::byte> target) override;
 
@@ -86,6 +85,7 @@ private:
     void begin_copy(Lane& lane, Transfer& transfer, std::span<std::byte> there);
     void end(Lane& lane, const Transfer& transfer, const TransferEnd& end) noexcept;
     void finish(Lane& lane, Transfer& transfer) noexcept;
+    void wake_planner() noexcept;
     void look_ahead_when_kicked();
     PinGuard pin_below(const std::shared_ptr<Segment>& backing, std::size_t index, Access access);
     std::shared_ptr<Segment> find_backing(const Segment& segment) const;

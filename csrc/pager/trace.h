@@ -33,7 +33,7 @@ struct UpcomingUse {
 /// Records the pins of one step while predicting from those of the step before. A step that is written back from the
 /// recording is only predicted worse: repeated uses leave the cursor alone, and after a few roles in a row that are
 /// nowhere near it moves to where they are.
-/// Threads: none; the pager's lock covers it.
+/// Threads: none; the predictor's lock covers it.
 class Trace {
 public:
     /// Pins of a step that are recorded; what is longer is none, such as a program that only generates.
@@ -59,6 +59,10 @@ public:
     bool has_prediction() const noexcept { return !predicted_.empty(); }
     std::size_t length() const noexcept { return predicted_.size(); }
     std::size_t cursor() const noexcept { return cursor_; }
+
+    /// Of the running step: pins that were recorded, and which they were. None in a step that is too long for it.
+    std::size_t recorded_count() const noexcept { return recorded_.size(); }
+    TraceId recorded(std::size_t index) const { return recorded_[index].id; }
 
 private:
     void follow(TraceId id);

@@ -95,6 +95,49 @@ TEST(TierStore, HostKeepsWhatTheProgramUsesSoonest) {
     EXPECT_LT(read, kSteps * 32 * kPageBytes);
 }
 
+// What is used on the device next is read from the SSD ahead of time also while nothing comes up or goes down. Method:
+// a device that has no page left, a segment on the SSD that the program used in the steps before.
+TEST(TierStore, HostReadsAheadWhileTheDeviceHasNoRoom) {
+    EmulatedDevice device;
+    ThreeTiers tiers(device, 8, 24);
+    const auto next = filled_segment(tiers.top, 4, 1);
+    next->trace_id = tiers.top.new_trace_id();
+    ASSERT_EQ(tiers.top.evict(next), 0u);
+    const auto held = filled_segment(tiers.top, 7, 2);
+    const PinGuard guard = pin(tiers.top, held, Access::read);
+    for (int step = 0; step < 2; ++step) {  // of the first it is not known when it began
+        ASSERT_EQ(tiers.host.statistics().prefetches, 0u);
+        tiers.top.touch(next);
+        tiers.top.end_step();
+    }
+    EXPECT_TRUE(comes_true([&] { return tiers.host.statistics().prefetches == 4; }));
+    EXPECT_EQ(tiers.top.statistics().prefetches, 0u);
+}
+
+// What goes from the host to the SSD is what the program uses last from where it is, though nothing has come up or gone
+// down since it was elsewhere. Method: six segments on the host, the first of them touched; memory there for two pages
+// more than there are.
+TEST(TierStore, HostLetsGoWhatTheProgramHasJustUsed) {
+    EmulatedDevice device;
+    ThreeTiers tiers(device, 8, 16);
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (std::uint32_t i = 0; i < 6; ++i) {
+        segments.push_back(filled_segment(tiers.top, 2, i));
+        segments.back()->trace_id = tiers.top.new_trace_id();
+        tiers.top.touch(segments.back());
+    }
+    const auto held = tiers.top.create_segment(7 * kPageBytes, 4, SegmentKind::parameter);
+    PinGuard guard = pin(tiers.top, held, Access::overwrite);
+    tiers.top.end_step();
+    tiers.top.touch(segments[0]);
+    ASSERT_EQ(total(tiers.host.statistics().written_bytes), 0u);
+    const std::span<std::byte> range = tiers.host.allocate_range(5 * kPageBytes);
+    guard = PinGuard();
+    static_cast<void>(pin(tiers.top, segments[0], Access::read));
+    EXPECT_EQ(total(tiers.host.statistics().read_bytes), 2 * kPageBytes);
+    tiers.host.free_range(range);
+}
+
 // What is evicted goes through the host to the SSD, and a segment that ends leaves nothing below. Method: two that were
 // evicted, dropped.
 TEST(TierStore, SegmentThatEndsLeavesNothingBelow) {
@@ -145,6 +188,31 @@ TEST(TierStore, DiskThatIsFullForAMomentIsNotNoticed) {
         }
     }
     EXPECT_EQ(tiers.engine->injected_count(SimFault::no_space), 1u);
+}
+
+// What the host could not write is said at the end of a step above, once, and nothing is lost. Method: writes that are
+// refused from when more comes down than the host leaves free.
+TEST(TierStore, WriteThatFailedBelowIsRaisedAtTheEndOfAStep) {
+    EmulatedDevice device;
+    ThreeTiers tiers(device, 8, 24);
+    tiers.engine->refuse(IoDirection::write, EIO);
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (std::uint32_t i = 0; i < 7; ++i) segments.push_back(filled_segment(tiers.top, 4, i));
+    const auto raises = [&] {
+        try {
+            tiers.top.end_step();
+            return false;
+        } catch (const TierIoError& error) {
+            EXPECT_EQ(error.error_number(), EIO) << error.what();
+            return true;
+        }
+    };
+    EXPECT_TRUE(comes_true(raises));
+    tiers.engine->refuse(IoDirection::write, 0);
+    for (std::uint32_t i = 0; i < 7; ++i) {
+        const PinGuard guard = pin(tiers.top, segments[i], Access::read);
+        ASSERT_TRUE(holds(*segments[i], i));
+    }
 }
 
 // A page that the host has no room for is not lost above. Method: writes are refused for a while, so that the host
