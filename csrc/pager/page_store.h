@@ -110,9 +110,6 @@ public:
     /// Throws, once, TierIoError for a page that the store has in memory and could not write.
     virtual void end_step() {}
 
-    /// What the pager learns of deferred work, for a store that predicts by it.
-    virtual void note_pending(Segment&) {}
-
     /// Pages of the index, none of them in the memory above, held where the store keeps them; empty: gave up. Like
     /// Pager::latch_for_update(). Throws: LogicError from a store without memory.
     virtual UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,

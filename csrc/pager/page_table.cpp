@@ -58,9 +58,10 @@ Segment::Segment(Pager& pager, std::span<std::byte> range, std::size_t page_byte
       page_bytes_(page_bytes),
       kind_(kind),
       id_(id),
-      pages_(divide_up(range.size(), page_bytes)) {
+      page_count_(divide_up(range.size(), page_bytes)),
+      pages_(std::make_unique<Page[]>(page_count_)) {
     OFFLOAD_CHECK(page_bytes % kSectorBytes == 0 && page_bytes > 0, LogicError, "page of ", page_bytes, " bytes");
-    for (Page& page : pages_) page.segment = this;
+    for (std::size_t i = 0; i < page_count_; ++i) pages_[i].segment = this;
 }
 
 Segment::~Segment() { pager_.impl_->forget(*this); }
@@ -74,6 +75,12 @@ std::size_t Segment::frame_bytes(std::size_t index) const noexcept {
     return pager_.impl_->whole_granules(page_range(index)).size();
 }
 
+void Segment::set_backing(std::shared_ptr<Segment> backing) noexcept {
+    backing->above_ = pages_;
+    backing_ = std::move(backing);
+    has_backing_.store(true, std::memory_order_release);
+}
+
 void Segment::assume(SegmentRole role) {
     label = std::move(role.label);
     trace_id = role.trace_id;
@@ -82,7 +89,7 @@ void Segment::assume(SegmentRole role) {
 
 void Segment::resolve_fault(std::byte* address, bool is_write) noexcept {
     const std::size_t index = static_cast<std::size_t>(address - range_.data()) / page_bytes_;
-    if (index < pages_.size()) pager_.impl_->answer_fault(pages_[index], is_write);
+    if (index < page_count_) pager_.impl_->answer_fault(pages_[index], is_write);
 }
 
 }  // namespace torch_offload

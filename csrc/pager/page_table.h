@@ -138,15 +138,15 @@ public:
     SegmentKind kind() const noexcept { return kind_; }
     std::size_t size_bytes() const noexcept { return range_.size(); }
     std::size_t page_bytes() const noexcept { return page_bytes_; }
-    std::size_t page_count() const noexcept { return pages_.size(); }
+    std::size_t page_count() const noexcept { return page_count_; }
     std::span<std::byte> range() const noexcept { return range_; }
     Page& page(std::size_t index) noexcept { return pages_[index]; }
     const Page& page(std::size_t index) const noexcept { return pages_[index]; }
-    std::size_t index_of(const Page& page) const noexcept { return static_cast<std::size_t>(&page - pages_.data()); }
+    std::size_t index_of(const Page& page) const noexcept { return static_cast<std::size_t>(&page - pages_.get()); }
 
     /// Whether deferred work waits on it. Pages are worked off in order, so the last one tells.
     bool has_pending() const noexcept {
-        return has_work_above.load(std::memory_order_relaxed) || pages_.back().load().has(PageWord::kPending);
+        return has_work_above() || pages_[page_count_ - 1].load().has(PageWord::kPending);
     }
 
     /// The page's bytes at the segment's address; the memory behind them spans whole granules.
@@ -154,6 +154,17 @@ public:
     std::size_t frame_bytes(std::size_t index) const noexcept;
 
     Pager& pager() const noexcept { return pager_; }
+
+    /// The segment that holds what has left the tier's memory, in the pager below; nullptr until something has.
+    std::shared_ptr<Segment> backing() const noexcept {
+        return has_backing_.load(std::memory_order_acquire) ? backing_ : nullptr;
+    }
+    /// Once. From then on `backing`, which nobody else knows yet, sees the words of this one's pages.
+    void set_backing(std::shared_ptr<Segment> backing) noexcept;
+    /// Of a backing segment: whether the tier above has the page in memory, and will not ask for it soon.
+    bool is_above(std::size_t index) const noexcept { return above_ && above_[index].load().in_memory(); }
+    /// Of a backing segment: whether deferred work waits on the one above.
+    bool has_work_above() const noexcept { return above_ && above_[page_count_ - 1].load().has(PageWord::kPending); }
 
     /// Before the segment is shared and has pages in memory. `role.kind` aside, which it has from its beginning.
     void assume(SegmentRole role);
@@ -165,8 +176,6 @@ public:
     /// The segment's own role in the trace, and the role whose use triggers its deferred work (a parameter's).
     TraceId trace_id = kNoTrace;
     std::atomic<TraceId> anchor_id{kNoTrace};
-    /// Of a backing segment: deferred work waits on the segment that it is one of.
-    std::atomic<bool> has_work_above{false};
     /// Deferred operations, owned by the layer above; nullptr: none. Guarded by that layer.
     std::shared_ptr<void> deferred;
     /// When it was last pinned, on the pager's clock.
@@ -186,7 +195,11 @@ private:
     std::size_t page_bytes_;
     SegmentKind kind_;
     std::uint64_t id_;
-    std::vector<Page> pages_;
+    std::size_t page_count_;
+    std::shared_ptr<Page[]> pages_;        // shared with the backing segment, which only loads words
+    std::shared_ptr<const Page[]> above_;  // of the segment that this one is the backing segment of
+    std::shared_ptr<Segment> backing_;     // as it is from when has_backing_ is set
+    std::atomic<bool> has_backing_{false};
 };
 
 }  // namespace torch_offload

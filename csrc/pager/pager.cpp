@@ -388,18 +388,14 @@ void Pager::touch(const std::shared_ptr<Segment>& segment) {
         const std::lock_guard lock(impl_->mutex);
         UsePredictor::Held uses = impl_->predictor->hold();
         if (!impl_->follows) uses.note_use(segment->trace_id, impl_->arena.take_other_peak_bytes());
+        if (impl_->roles.size() <= segment->trace_id) impl_->roles.resize(segment->trace_id + 1);
         impl_->roles[segment->trace_id] = segment;
         if (segment->eviction_rank) impl_->rank(*segment, uses);
     }
     impl_->kick_if_due();
 }
 
-void Pager::set_tier_above(TierAbove above) {
-    set_pending_work(nullptr, above.members);
-    const std::unique_lock callbacks(impl_->pending_mutex);
-    const std::lock_guard lock(impl_->mutex);
-    impl_->above = std::move(above);
-}
+void Pager::set_tier_above(TierAbove above) { set_pending_work(nullptr, std::move(above.members)); }
 
 void Pager::follow(std::shared_ptr<UsePredictor> above) {
     above->leave_out(impl_->stalls);
@@ -410,16 +406,6 @@ void Pager::follow(std::shared_ptr<UsePredictor> above) {
 }
 
 void Pager::kick() { impl_->store->kick(); }
-
-void Pager::set_role(const std::shared_ptr<Segment>& segment, TraceId role, bool has_work_above) {
-    segment->has_work_above.store(has_work_above, std::memory_order_relaxed);
-    if (role == kNoTrace) return;
-    const std::lock_guard lock(impl_->mutex);
-    if (impl_->roles.size() <= role) impl_->roles.resize(role + 1);
-    segment->trace_id = role;
-    impl_->roles[role] = segment;
-    if (segment->eviction_rank) impl_->rank(*segment, impl_->predictor->hold());
-}
 
 void Pager::start_use_log() { impl_->use_log.switch_on(); }
 

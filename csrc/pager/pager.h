@@ -97,8 +97,7 @@ using PendingMembers = std::function<std::vector<std::shared_ptr<Segment>>(Segme
 
 /// What the tier above a pager knows about the pager's segments; empty where there is none. Called without locks.
 struct TierAbove {
-    PendingMembers members;                                                   // updated together
-    std::function<bool(const Segment& segment, std::size_t index)> has_page;  // it will not be asked for soon
+    PendingMembers members;  // updated together
 };
 
 /// Pages of equal index of several segments, held for an update wherever their bytes lie: in frames here, or in the
@@ -227,8 +226,6 @@ public:
     /// Segments here hold what has left another tier's memory: what is used there is the prediction, and is recorded.
     void follow(std::shared_ptr<UsePredictor> above);
     void set_tier_above(TierAbove above);
-    /// Of a new segment. `has_work_above`: deferred work waits on the segment that this one is the backing segment of.
-    void set_role(const std::shared_ptr<Segment>& segment, TraceId role, bool has_work_above);
 
     /// Lists every use of a page from now on, until taken: in the order in which they began, a drop where one ended.
     void start_use_log();

@@ -272,10 +272,15 @@ std::vector<std::shared_ptr<Segment>> Pager::Impl::members_of(Segment& segment) 
     return members ? members(segment) : std::vector<std::shared_ptr<Segment>>{};
 }
 
-/// Deferred work on the segment has begun or ended: it will be used at another time now.
+/// Deferred work on the segments has begun or ended: they are used at another time now, here and in the tier below.
 void Pager::Impl::rank_updated(std::span<const std::shared_ptr<Segment>> updated) {
     rank_again(updated);
-    for (const std::shared_ptr<Segment>& segment : updated) store->note_pending(*segment);
+    for (const std::shared_ptr<Segment>& segment : updated) {
+        const std::shared_ptr<Segment> backing = segment->backing();
+        if (!backing) continue;
+        backing->anchor_id = segment->anchor_id.load();
+        backing->pager().impl_->rank_again({&backing, 1});
+    }
 }
 
 bool Pager::set_pending(Segment& segment, std::size_t index) {
@@ -284,11 +289,8 @@ bool Pager::set_pending(Segment& segment, std::size_t index) {
         if (!impl_->release_faulted(segment) && !impl_->wait_for_oldest_use()) return false;
     }
     if (index + 1 != segment.page_count()) return true;
-    {
-        const std::lock_guard lock(impl_->mutex);
-        if (segment.eviction_rank) impl_->rank(segment, impl_->predictor->hold());
-    }
-    impl_->store->note_pending(segment);
+    const std::shared_ptr<Segment> deferred = segment.shared_from_this();
+    impl_->rank_updated({&deferred, 1});
     return true;
 }
 

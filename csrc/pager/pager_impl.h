@@ -135,7 +135,6 @@ struct Pager::Impl final : StoreClient {
     void queue_update(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time);
     bool resolve_pending(Segment& segment, std::size_t index, bool may_wait);
     std::vector<std::shared_ptr<Segment>> members_of(Segment& segment) override;
-    bool is_above(const Segment& segment, std::size_t index);
     void answer_fault(Page& page, bool is_write) noexcept;
     void serve_fault(Page& page);
     void poison_page(Page& page, std::exception_ptr error, const char* why) noexcept;
@@ -220,7 +219,6 @@ struct Pager::Impl final : StoreClient {
     std::shared_mutex pending_mutex;  // held shared while the callbacks run, so that they can be cleared safely
     ResolvePending resolve;
     PendingMembers members;
-    TierAbove above;  // its functions: the same
 
     std::atomic<std::uint32_t> progress{0};  // grows whenever memory or a page may have become available
     std::atomic<int> transients{0};          // latches, wanted or held, of threads that give up rather than wait

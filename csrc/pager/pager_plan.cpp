@@ -139,7 +139,7 @@ std::size_t Pager::Impl::missing_bytes(Segment& segment) {
             const PageWord word = member.page(i).load();
             const bool is_away = word.state() == PageState::stored || word.state() == PageState::loading;
             const bool is_outdated = word.has(PageWord::kPending) && options.updates_below;
-            const bool is_missing = is_outdated || (is_away && !is_above(member, i));
+            const bool is_missing = is_outdated || (is_away && !member.is_above(i));
             missing += is_missing ? member.frame_bytes(i) : 0;
         }
         return missing;
@@ -241,16 +241,11 @@ void Pager::Impl::read_requested() {
 bool Pager::Impl::read_wanted(const std::shared_ptr<Segment>& segment) {
     if (segment->has_pending()) return read_ahead(segment, 0, UpdateTime::at_once);
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
-        if (!may_read_ahead(segment->page(i).load()) || is_above(*segment, i)) continue;
+        if (!may_read_ahead(segment->page(i).load()) || segment->is_above(i)) continue;
         const std::size_t most = most_reads_ahead(segment->frame_bytes(i), kShareOfWanted);
         if (store->reads_in_flight() >= most || !start_reading(segment, i, 0)) return false;
     }
     return true;
-}
-
-bool Pager::Impl::is_above(const Segment& segment, std::size_t index) {
-    const std::shared_lock lock(pending_mutex);
-    return above.has_page && above.has_page(segment, index);
 }
 
 /// Reads the pages of the index that deferred work in the tier above needs. False once memory or the queue is short.
@@ -258,7 +253,7 @@ bool Pager::Impl::read_ahead_for_above(std::span<const std::shared_ptr<Segment>>
                                        UsePosition use) {
     for (const std::shared_ptr<Segment>& member : updated) {
         const PageWord word = member->page(index).load();
-        const bool is_missing = word.state() == PageState::stored && may_read_ahead(word) && !is_above(*member, index);
+        const bool is_missing = word.state() == PageState::stored && may_read_ahead(word) && !member->is_above(index);
         if (is_missing && !read_ahead_page(member, index, use)) return false;
     }
     return true;
@@ -268,8 +263,8 @@ bool Pager::Impl::read_ahead_for_above(std::span<const std::shared_ptr<Segment>>
 bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, UsePosition use, UpdateTime time) {
     // The step that makes the states uses them once; from then on updates do, and they have them below.
     if (options.updates_below && segment->kind() == SegmentKind::state) return true;
-    const bool has_work_above = segment->has_work_above.load(std::memory_order_relaxed);
-    const auto updated_above = has_work_above ? members_of(*segment) : std::vector<std::shared_ptr<Segment>>{};
+    const auto updated_above =
+        segment->has_work_above() ? members_of(*segment) : std::vector<std::shared_ptr<Segment>>{};
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         if (!read_ahead_for_above(updated_above, i, use)) return false;
         const PageWord word = segment->page(i).load();
@@ -277,7 +272,7 @@ bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, UsePositio
             start_update_below(segment, i, time);
         } else if (word.has(PageWord::kPending)) {
             if (!read_ahead_update(segment, i, use, time)) return false;
-        } else if (may_read_ahead(word) && !is_above(*segment, i) && !read_ahead_page(segment, i, use)) {
+        } else if (may_read_ahead(word) && !segment->is_above(i) && !read_ahead_page(segment, i, use)) {
             return false;
         }
     }

@@ -50,9 +50,7 @@ TierStore::~TierStore() { stop(); }
 void TierStore::start(StoreClient& client) {
     client_ = &client;
     below_.follow(client.use_predictor());
-    below_.set_tier_above(
-        {[this](Segment& backing) { return members_below(backing); },
-         [this](const Segment& backing, std::size_t index) { return has_page_above(backing, index); }});
+    below_.set_tier_above({[this](Segment& backing) { return members_below(backing); }});
     to_device_.thread = engine_thread("to-up", [this] { run(to_device_); });
     to_host_.thread = engine_thread("to-down", [this] { run(to_host_); });
     planner_ = engine_thread("to-plan", [this] { look_ahead_when_kicked(); });
@@ -77,7 +75,7 @@ bool TierStore::stop() {
 
 /// The page below begins to come as well: the lane may have others to wait for before it asks.
 void TierStore::read(std::shared_ptr<Segment> segment, Page& page) {
-    if (const std::shared_ptr<Segment> backing = find_backing(*segment)) {
+    if (const std::shared_ptr<Segment> backing = segment->backing()) {
         below_.prefetch_page(backing, segment->index_of(page));
     }
     enqueue(to_device_, std::move(segment), page);
@@ -97,16 +95,13 @@ void TierStore::enqueue(Lane& lane, std::shared_ptr<Segment> segment, Page& page
 }
 
 void TierStore::evict(Segment& segment) {
-    if (const std::shared_ptr<Segment> backing = find_backing(segment)) below_.evict(backing);
+    if (const std::shared_ptr<Segment> backing = segment.backing()) below_.evict(backing);
 }
 
+/// The backing segment ends with the segment.
 void TierStore::forget(Segment& segment) noexcept {
-    std::shared_ptr<Segment> backing;  // outlives the lock: its end is the pager's below
+    const std::shared_ptr<Segment> backing = segment.backing();
     const std::lock_guard lock(mutex_);
-    const auto found = backing_.find(&segment);
-    if (found == backing_.end()) return;
-    backing = std::move(found->second);
-    backing_.erase(found);
     above_.erase(backing.get());
 }
 
@@ -150,7 +145,7 @@ UpdateLatch TierStore::latch_for_update(std::span<const std::shared_ptr<Segment>
 
 bool TierStore::has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) {
     for (const std::shared_ptr<Segment>& segment : segments) {
-        const std::shared_ptr<Segment> backing = find_backing(*segment);
+        const std::shared_ptr<Segment> backing = segment->backing();
         if (backing && backing->page(index).load().state() == PageState::stored) return false;
     }
     return true;
@@ -259,30 +254,20 @@ PinGuard TierStore::pin_below(const std::shared_ptr<Segment>& backing, std::size
     return below_.pin_pages(backing, index, 1, access);
 }
 
-std::shared_ptr<Segment> TierStore::find_backing(const Segment& segment) const {
-    const std::lock_guard lock(mutex_);
-    const auto found = backing_.find(&segment);
-    return found == backing_.end() ? nullptr : found->second;
-}
-
 /// Made by the first page that leaves; in the prediction below it has the role that it has above.
 std::shared_ptr<Segment> TierStore::backing_of(const std::shared_ptr<Segment>& segment) {
-    if (std::shared_ptr<Segment> known = find_backing(*segment)) return known;
+    if (std::shared_ptr<Segment> known = segment->backing()) return known;
     const std::size_t element_bytes = segment->page_bytes() / below_.options().page_elements;
     std::shared_ptr<Segment> made = below_.create_segment(segment->size_bytes(), element_bytes, segment->kind());
-    made->label = segment->label;
     made->stays = activations_stay_ && segment->kind() == SegmentKind::activation;
-    made->anchor_id = segment->anchor_id.load();
-    below_.set_role(made, segment->trace_id, segment->has_pending());  // before others can find it
-    const std::lock_guard lock(mutex_);
-    const auto [entry, is_new] = backing_.try_emplace(segment.get(), made);
-    if (!is_new) return entry->second;
-    try {
+    made->assume({segment->kind(), segment->label, segment->trace_id, segment->anchor_id.load()});
+    {
+        const std::lock_guard lock(mutex_);
+        if (std::shared_ptr<Segment> known = segment->backing()) return known;
         above_[made.get()] = segment;
-    } catch (...) {
-        backing_.erase(entry);
-        throw;
+        segment->set_backing(made);
     }
+    below_.touch(made);
     return made;
 }
 
@@ -297,25 +282,13 @@ std::vector<std::shared_ptr<Segment>> TierStore::members_below(const Segment& ba
     const std::shared_ptr<Segment> above = above_of(backing);
     if (!above) return members;
     for (const std::shared_ptr<Segment>& member : client_->members_of(*above)) {
-        if (std::shared_ptr<Segment> found = find_backing(*member)) members.push_back(std::move(found));
+        if (std::shared_ptr<Segment> found = member->backing()) members.push_back(std::move(found));
     }
     return members;
 }
 
-bool TierStore::has_page_above(const Segment& backing, std::size_t index) const {
-    const std::shared_ptr<Segment> above = above_of(backing);
-    return above && Pager::in_memory(*above, index);
-}
-
-void TierStore::note_pending(Segment& segment) {
-    if (const std::shared_ptr<Segment> backing = find_backing(segment)) {
-        backing->has_work_above.store(segment.has_pending(), std::memory_order_relaxed);
-        below_.set_anchor(*backing, segment.anchor_id);  // it is used at another time now
-    }
-}
-
 bool TierStore::copy_out(const Segment& segment, std::size_t index, std::span<std::byte> target) {
-    const std::shared_ptr<Segment> backing = find_backing(segment);
+    const std::shared_ptr<Segment> backing = segment.backing();
     if (!backing) return false;
     const PinGuard guard = pin_below(backing, index, Access::read);
     std::ranges::copy(backing->page_range(index).first(target.size()), target.begin());

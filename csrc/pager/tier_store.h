@@ -52,7 +52,6 @@ public:
     UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                  bool may_wait) override;
     bool has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) override;
-    void note_pending(Segment& segment) override;
     bool copy_out(const Segment& segment, std::size_t index, std::span<std::byte> target) override;
 
 private:
@@ -88,11 +87,9 @@ private:
     void wake_planner() noexcept;
     void look_ahead_when_kicked();
     PinGuard pin_below(const std::shared_ptr<Segment>& backing, std::size_t index, Access access);
-    std::shared_ptr<Segment> find_backing(const Segment& segment) const;
     std::shared_ptr<Segment> backing_of(const std::shared_ptr<Segment>& segment);
     std::shared_ptr<Segment> above_of(const Segment& backing) const;
     std::vector<std::shared_ptr<Segment>> members_below(const Segment& backing);
-    bool has_page_above(const Segment& backing, std::size_t index) const;
     void note_read(const Transfer& transfer, std::int64_t now_ns);
 
     Pager& below_;
@@ -102,8 +99,7 @@ private:
     Lane to_device_{LinkDirection::to_device};
     Lane to_host_{LinkDirection::to_host};
 
-    mutable std::mutex mutex_;  // guards the next two; never held while a pager is called that may wait
-    std::unordered_map<const Segment*, std::shared_ptr<Segment>> backing_;
+    mutable std::mutex mutex_;  // of who gives a segment its backing segment, and guards the next
     std::unordered_map<const Segment*, std::weak_ptr<Segment>> above_;  // by backing segment
 
     RateMeter read_rate_;

@@ -138,6 +138,97 @@ TEST(TierStore, HostLetsGoWhatTheProgramHasJustUsed) {
     tiers.host.free_range(range);
 }
 
+// What the device has is not read ahead from the SSD for it. Method: of two segments that are only on the SSD below,
+// the one used first is on the device; the other one is read.
+TEST(TierStore, HostDoesNotReadWhatTheDeviceHas) {
+    EmulatedDevice device;
+    ThreeTiers tiers(device, 8, 24);
+    const auto above = filled_segment(tiers.top, 2, 1);
+    const auto next = filled_segment(tiers.top, 2, 2);
+    for (const auto& segment : {above, next}) {
+        segment->trace_id = tiers.top.new_trace_id();
+        ASSERT_EQ(tiers.top.evict(segment), 0u);
+    }
+    const PinGuard used = pin(tiers.top, above, Access::read);
+    ASSERT_EQ(tiers.host.evict(above->backing()), 0u);
+    const auto held = filled_segment(tiers.top, 5, 3);
+    const PinGuard guard = pin(tiers.top, held, Access::read);
+    const std::uint64_t before = tiers.host.statistics().prefetches;
+    for (int step = 0; step < 2; ++step) {
+        for (const auto& segment : {above, next}) tiers.top.touch(segment);
+        tiers.top.end_step();
+    }
+    EXPECT_TRUE(comes_true([&] { return tiers.host.is_resident(*next->backing()); }));
+    EXPECT_EQ(tiers.host.statistics().prefetches - before, 2u);
+    EXPECT_FALSE(tiers.host.is_resident(*above->backing()));
+}
+
+/// A parameter and a moment of it, both on the SSD, with deferred work that nobody applies.
+struct DeferredUpdate {
+    explicit DeferredUpdate(ThreeTiers& three) : tiers(three) {
+        weight->trace_id = tiers.top.new_trace_id();
+        moment->trace_id = tiers.top.new_trace_id();
+        tiers.top.set_anchor(*moment, weight->trace_id);
+        tiers.top.set_pending_work([](Segment&, std::size_t, bool) { return false; },
+                                   [this](Segment&) { return std::vector{weight, moment}; });
+        for (const auto& segment : {weight, moment}) {
+            EXPECT_EQ(tiers.top.evict(segment), 0u);
+            for (std::size_t i = 0; i < 2; ++i) EXPECT_TRUE(tiers.top.set_pending(*segment, i));
+        }
+    }
+    ~DeferredUpdate() { tiers.top.clear_pending_work(); }
+
+    ThreeTiers& tiers;
+    const std::shared_ptr<Segment> weight = filled_segment(tiers.top, 2, 1);
+    const std::shared_ptr<Segment> moment = filled_segment(tiers.top, 2, 2);
+};
+
+// With a parameter that is used next, the host reads what its deferred work needs. Method: a device without room, a
+// parameter and its moment on the SSD.
+TEST(TierStore, HostReadsWhatDeferredWorkNeeds) {
+    EmulatedDevice device;
+    ThreeTiers tiers(device, 8, 24);
+    const DeferredUpdate update(tiers);
+    const auto held = filled_segment(tiers.top, 7, 3);
+    const PinGuard guard = pin(tiers.top, held, Access::read);
+    for (int step = 0; step < 2; ++step) {
+        tiers.top.touch(update.weight);
+        tiers.top.end_step();
+    }
+    EXPECT_TRUE(comes_true([&] { return tiers.host.is_resident(*update.weight->backing()); }));
+    EXPECT_TRUE(comes_true([&] { return tiers.host.is_resident(*update.moment->backing()); }));
+}
+
+// What deferred work has been applied to is used last, and goes first from the host. Method: a parameter that is used
+// twice in a step, others between and after, all on the host; its update is applied after the first use, then room for
+// two pages is made.
+TEST(TierStore, HostLetsGoWhatHasBeenUpdated) {
+    EmulatedDevice device;
+    ThreeTiers tiers(device, 8, 16, UpdatesOn::host);
+    const DeferredUpdate update(tiers);
+    std::vector<std::shared_ptr<Segment>> order{update.weight};
+    for (std::uint32_t i = 3; i < 6; ++i) {
+        order.push_back(filled_segment(tiers.top, 2, i));
+        order.back()->trace_id = tiers.top.new_trace_id();
+    }
+    order.insert(order.end() - 1, update.weight);
+    const auto held = filled_segment(tiers.top, 7, 6);
+    const PinGuard guard = pin(tiers.top, held, Access::read);
+    for (const auto& segment : order) tiers.top.touch(segment);
+    tiers.top.end_step();
+    tiers.top.touch(update.weight);
+    const std::vector<std::shared_ptr<Segment>> updated{update.weight, update.moment};
+    for (std::size_t i = 0; i < 2; ++i) {
+        UpdateLatch latch = tiers.top.latch_for_update(updated, i, true);
+        ASSERT_TRUE(latch);
+        latch.finish();
+    }
+    const std::span<std::byte> range = tiers.host.allocate_range(7 * kPageBytes);
+    EXPECT_FALSE(tiers.host.is_resident(*update.moment->backing()));
+    EXPECT_TRUE(tiers.host.is_resident(*order.back()->backing()));
+    tiers.host.free_range(range);
+}
+
 // What is evicted goes through the host to the SSD, and a segment that ends leaves nothing below. Method: two that were
 // evicted, dropped.
 TEST(TierStore, SegmentThatEndsLeavesNothingBelow) {
