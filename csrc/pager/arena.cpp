@@ -33,46 +33,99 @@ bool Arena::has_space(std::size_t size_bytes, std::size_t reserve_bytes) const n
     return usage_.used_bytes() + reserve_bytes + size_bytes <= usage_.limit_bytes;
 }
 
-/// Gives free memory back to the system, largest first, until `size_bytes` more fit the limit.
-bool Arena::make_space(std::size_t size_bytes, std::size_t reserve_bytes) {
-    const auto fits = [&] { return has_space(size_bytes, reserve_bytes); };
-    while (!fits() && !idle_ranges_.empty()) {
-        const auto largest = std::prev(idle_ranges_.end());
-        release_range(largest->second);
-        usage_.idle_range_bytes -= largest->first;
-        idle_ranges_.erase(largest);
+/// Its lock is given up while this lives.
+class Arena::SystemCalls {
+public:
+    SystemCalls(Arena& arena, ArenaLock& lock) noexcept : arena_(arena), lock_(lock.lock_) {
+        ++arena_.changes_;
+        lock.was_given_up_ = true;
+        lock_.unlock();
     }
-    while (!fits() && !free_frames_.empty()) {
-        const auto largest = std::prev(free_frames_.end());
-        memory_.release(largest->second.slot);
-        usage_.free_frame_bytes -= largest->first;
-        free_frames_.erase(largest);
+    ~SystemCalls() {
+        lock_.lock();
+        --arena_.changes_;
     }
-    return fits();
+    SystemCalls(const SystemCalls&) = delete;
+    SystemCalls& operator=(const SystemCalls&) = delete;
+
+private:
+    Arena& arena_;
+    std::unique_lock<std::mutex>& lock_;
+};
+
+/// To the system. Pre: nobody finds it here any more; `account` counts it until the system has it.
+void Arena::release(std::span<std::byte> memory, std::size_t& account, ArenaLock& lock) noexcept {
+    {
+        const SystemCalls calls(*this, lock);
+        memory_.release(memory);
+    }
+    account -= memory.size();
+}
+
+/// Still counted as idle.
+std::span<std::byte> Arena::take_out(Ranges::iterator idle) noexcept {
+    const std::span<std::byte> range = idle->second;
+    idle_ranges_.erase(idle);
+    mapping_bytes_.erase(range.data());
+    return range;
+}
+
+/// Gives free memory back to the system, largest first, until `size_bytes` more fit the limit. They do until the lock
+/// is given up again.
+bool Arena::make_space(std::size_t size_bytes, std::size_t reserve_bytes, ArenaLock& lock) {
+    while (!has_space(size_bytes, reserve_bytes)) {
+        if (!idle_ranges_.empty()) {
+            release(take_out(std::prev(idle_ranges_.end())), usage_.idle_range_bytes, lock);
+        } else if (!free_frames_.empty()) {
+            const auto largest = std::prev(free_frames_.end());
+            const Frame frame = largest->second;
+            free_frames_.erase(largest);
+            release(frame.slot, usage_.free_frame_bytes, lock);
+        } else {
+            return false;
+        }
+    }
+    return true;
 }
 
 /// Turns the largest idle range that can be into free frames; what is left of it goes back to the system. False if
-/// there is none.
-bool Arena::take_apart(std::size_t frame_bytes) {
+/// there is none. If this throws, there are no more mappings, and the rest of the range was given up.
+bool Arena::take_apart(std::size_t frame_bytes, ArenaLock& lock) {
     auto found = idle_ranges_.end();
     do {
         if (found == idle_ranges_.begin()) return false;
         --found;
         if (found->first < frame_bytes) return false;
     } while (!can_become_pages(found->second, frame_bytes));
-    const std::span<std::byte> range = found->second;
-    idle_ranges_.erase(found);
+    const std::span<std::byte> range = take_out(found);
+    Frames made;
+    std::exception_ptr error;
+    {
+        const SystemCalls calls(*this, lock);
+        made = make_frames_of(range, frame_bytes, error);
+        memory_.release(range);
+    }
     usage_.idle_range_bytes -= range.size();
+    usage_.free_frame_bytes += made.size() * frame_bytes;
+    free_frames_.merge(made);
+    if (error) std::rethrow_exception(error);
+    return true;
+}
+
+/// As many as there can be: `error` says why they are not all.
+Arena::Frames Arena::make_frames_of(std::span<std::byte> range, std::size_t frame_bytes,
+                                    std::exception_ptr& error) noexcept {
+    Frames made;
     try {
         for (std::size_t begin = 0; begin + frame_bytes <= range.size(); begin += frame_bytes) {
-            keep_free_frame(move_into_frame(range.subspan(begin, frame_bytes)));
+            const auto entry = made.emplace(frame_bytes, Frame{});
+            entry->second = move_into_frame(range.subspan(begin, frame_bytes));
         }
-    } catch (...) {  // no more mappings: the rest is given up
-        release_range(range);
-        throw;
+    } catch (...) {
+        error = std::current_exception();
+        std::erase_if(made, [](const auto& entry) { return !entry.second; });
     }
-    release_range(range);
-    return true;
+    return made;
 }
 
 Frame Arena::move_into_frame(std::span<std::byte> range) {
@@ -106,20 +159,27 @@ std::optional<Frame> Arena::take_registered_frame(std::size_t size_bytes) {
 }
 
 /// Registered frames first: the others are of use to ranges as well.
-std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes) {
+std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes, ArenaLock& lock) {
     std::optional<Frame> free = take_registered_frame(size_bytes);
     if (!free) free = take_free_frame(size_bytes);
-    if (!free && !has_space(size_bytes, usage_.reserve_bytes) && take_apart(size_bytes)) {
+    if (!free && !has_space(size_bytes, usage_.reserve_bytes) && take_apart(size_bytes, lock)) {
         free = take_free_frame(size_bytes);
     }
     if (free) {
         charge(usage_.frame_bytes, size_bytes);
         return free;
     }
-    if (usage_.available_bytes() < size_bytes || !make_space(size_bytes, usage_.reserve_bytes)) return std::nullopt;
-    const Frame frame = make_frame(size_bytes);
+    if (usage_.available_bytes() < size_bytes || !make_space(size_bytes, usage_.reserve_bytes, lock)) {
+        return std::nullopt;
+    }
     charge(usage_.frame_bytes, size_bytes);
-    return frame;
+    try {
+        const SystemCalls calls(*this, lock);
+        return make_frame(size_bytes);
+    } catch (...) {
+        usage_.frame_bytes -= size_bytes;
+        throw;
+    }
 }
 
 /// Of new memory.
@@ -135,26 +195,22 @@ Frame Arena::make_frame(std::size_t size_bytes) {
     return frame;
 }
 
-void Arena::give_frame(const Frame& frame) noexcept {
-    usage_.frame_bytes -= frame.slot.size();
-    keep_free_frame(frame);
-}
-
-void Arena::keep_free_frame(const Frame& frame) noexcept {
+void Arena::give_frame(const Frame& frame, ArenaLock& lock) noexcept {
     const std::size_t size_bytes = frame.slot.size();
     if (frame.fixed_index != kUnregistered) {
         auto entry = registered_in_use_.extract(registered_in_use_.find(size_bytes));
         entry.mapped() = frame;
         registered_free_frames_.insert(std::move(entry));
-        usage_.free_frame_bytes += size_bytes;
-        return;
+    } else {
+        try {
+            free_frames_.emplace(size_bytes, frame);
+        } catch (const std::bad_alloc&) {
+            release(frame.slot, usage_.frame_bytes, lock);
+            return;
+        }
     }
-    try {
-        free_frames_.emplace(size_bytes, frame);
-        usage_.free_frame_bytes += size_bytes;
-    } catch (const std::bad_alloc&) {
-        memory_.release(frame.slot);
-    }
+    usage_.frame_bytes -= size_bytes;
+    usage_.free_frame_bytes += size_bytes;
 }
 
 bool Arena::expect_registered(std::size_t size_bytes) noexcept try {
@@ -171,10 +227,9 @@ void Arena::forget_registered(std::size_t size_bytes) noexcept {
 void Arena::give_up_frame(const Frame& frame) noexcept {
     if (frame.fixed_index != kUnregistered) forget_registered(frame.slot.size());
     usage_.frame_bytes -= frame.slot.size();
-    memory_.release(frame.slot);
 }
 
-std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes) {
+std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes, ArenaLock& lock) {
     if (const auto reuse = idle_ranges_.find(size_bytes); reuse != idle_ranges_.end()) {
         const std::span<std::byte> range = reuse->second;
         idle_ranges_.erase(reuse);
@@ -185,48 +240,65 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
     if (usage_.available_bytes() < size_bytes) return std::nullopt;
     const std::size_t piece_count = piece_bytes_ == 0 ? 0 : size_bytes / piece_bytes_;
     while (free_frames_.count(piece_bytes_) < piece_count && !has_space(size_bytes, usage_.reserve_bytes)) {
-        if (!take_apart(piece_bytes_)) break;
+        if (!take_apart(piece_bytes_, lock)) break;
     }
-    const std::vector<Frame> pieces = take_pieces(piece_count);
-    if (!make_space(size_bytes, usage_.reserve_bytes)) {
-        for (const Frame& piece : pieces) keep_free_frame(piece);
+    Frames pieces = take_pieces(piece_count);
+    const std::size_t pieces_bytes = pieces.size() * piece_bytes_;
+    charge(usage_.range_bytes, pieces_bytes);
+    if (!make_space(size_bytes - pieces_bytes, usage_.reserve_bytes, lock)) {
+        usage_.range_bytes -= pieces_bytes;
+        usage_.free_frame_bytes += pieces_bytes;
+        free_frames_.merge(pieces);
         return std::nullopt;
     }
-    const std::span<std::byte> range = put_together(pieces, size_bytes);
-    charge(usage_.range_bytes, size_bytes);
+    charge(usage_.range_bytes, size_bytes - pieces_bytes);
+    Mappings mappings;
+    std::span<std::byte> range;
+    try {
+        const SystemCalls calls(*this, lock);
+        range = put_together(pieces, size_bytes, mappings);
+    } catch (...) {
+        usage_.range_bytes -= size_bytes;
+        throw;
+    }
+    mapping_bytes_.merge(mappings);
     return range;
 }
 
-std::vector<Frame> Arena::take_pieces(std::size_t at_most) {
-    std::vector<Frame> pieces;
-    pieces.reserve(std::min(at_most, free_frames_.count(piece_bytes_)));
+/// Uncounted: the caller says what they are now.
+Arena::Frames Arena::take_pieces(std::size_t at_most) noexcept {
+    Frames pieces;
     while (pieces.size() < at_most) {
-        const std::optional<Frame> piece = take_free_frame(piece_bytes_);
+        auto piece = free_frames_.extract(piece_bytes_);
         if (!piece) break;
-        pieces.push_back(*piece);
+        pieces.insert(std::move(piece));
     }
+    usage_.free_frame_bytes -= pieces.size() * piece_bytes_;
     return pieces;
 }
 
 /// A range that begins with the memory of `pieces`; the rest is new.
-std::span<std::byte> Arena::put_together(const std::vector<Frame>& pieces, std::size_t size_bytes) {
+std::span<std::byte> Arena::put_together(const Frames& pieces, std::size_t size_bytes, Mappings& mappings) {
+    const auto release_slots = [&] {
+        for (const auto& [size, piece] : pieces) memory_.release(piece.slot);
+    };
     std::span<std::byte> range;
     try {
         range = memory_.reserve(size_bytes, nullptr);
-        if (!pieces.empty()) mapping_bytes_[range.data()] = piece_bytes_;
-        std::size_t count = 0;
-        for (; count < pieces.size(); ++count) {
-            memory_.move(pieces[count].slot, range.data() + count * piece_bytes_, Protection::read_write);
+        if (!pieces.empty()) mappings[range.data()] = piece_bytes_;
+        std::size_t filled_bytes = 0;
+        for (const auto& [size, piece] : pieces) {
+            memory_.move(piece.slot, range.data() + filled_bytes, Protection::read_write);
+            filled_bytes += size;
         }
-        const std::size_t filled_bytes = count * piece_bytes_;
         if (filled_bytes > 0) memory_.hide_from_fork(range.first(filled_bytes), false);
         if (filled_bytes < range.size()) memory_.commit(range.subspan(filled_bytes), huge_pages_);
     } catch (...) {  // no more mappings: the memory is given up
-        if (!range.empty()) release_range(range);
-        for (const Frame& piece : pieces) memory_.release(piece.slot);
+        if (!range.empty()) memory_.release(range);
+        release_slots();
         throw;
     }
-    for (const Frame& piece : pieces) memory_.release(piece.slot);
+    release_slots();
     return range;
 }
 
@@ -237,27 +309,26 @@ bool Arena::can_become_pages(std::span<std::byte> range, std::size_t page_bytes)
 
 void Arena::hand_over(std::span<std::byte> range) noexcept { mapping_bytes_.erase(range.data()); }
 
-void Arena::take_back(std::span<std::byte> range, std::size_t page_bytes) noexcept try {
-    if (page_bytes < range.size()) mapping_bytes_[range.data()] = page_bytes;
-    give_range(range);
-} catch (const std::bad_alloc&) {
-    usage_.range_bytes -= range.size();
-    release_range(range);
+void Arena::take_back(std::span<std::byte> range, std::size_t page_bytes, ArenaLock& lock) noexcept {
+    try {
+        if (page_bytes < range.size()) mapping_bytes_[range.data()] = page_bytes;
+    } catch (const std::bad_alloc&) {
+        release(range, usage_.range_bytes, lock);
+        return;
+    }
+    give_range(range, lock);
 }
 
-void Arena::give_range(std::span<std::byte> range) noexcept {
-    usage_.range_bytes -= range.size();
+void Arena::give_range(std::span<std::byte> range, ArenaLock& lock) noexcept {
     try {
         idle_ranges_.emplace(range.size(), range);
-        usage_.idle_range_bytes += range.size();
     } catch (const std::bad_alloc&) {
-        release_range(range);
+        mapping_bytes_.erase(range.data());
+        release(range, usage_.range_bytes, lock);
+        return;
     }
-}
-
-void Arena::release_range(std::span<std::byte> range) noexcept {
-    mapping_bytes_.erase(range.data());
-    memory_.release(range);
+    usage_.range_bytes -= range.size();
+    usage_.idle_range_bytes += range.size();
 }
 
 Frame Arena::adopt_into_frame(std::span<std::byte> slot) noexcept {
@@ -269,11 +340,10 @@ Frame Arena::adopt_into_frame(std::span<std::byte> slot) noexcept {
 void Arena::return_to_range(const Frame& frame) noexcept {
     usage_.frame_bytes -= frame.slot.size();
     usage_.range_bytes += frame.slot.size();
-    memory_.release(frame.slot);
 }
 
-bool Arena::try_count_small(std::size_t size_bytes) {
-    if (!make_space(size_bytes, 0)) return false;
+bool Arena::try_count_small(std::size_t size_bytes, ArenaLock& lock) {
+    if (!make_space(size_bytes, 0, lock)) return false;
     charge(usage_.small_bytes, size_bytes);
     return true;
 }

@@ -3,10 +3,11 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <span>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -49,11 +50,26 @@ struct ArenaOptions {
     Memory* memory = nullptr;  // where it comes from; nullptr: the process's
 };
 
+/// The lock that covers an arena, for calls that give it up while the system maps, moves or unmaps memory: before and
+/// after such a call, what the lock covers may be two things.
+class [[nodiscard]] ArenaLock {
+public:
+    explicit ArenaLock(std::mutex& mutex) : lock_(mutex) {}
+    /// Whether it was given up: there may be memory that others did not find before.
+    bool was_given_up() const noexcept { return was_given_up_; }
+
+private:
+    friend class Arena;
+    std::unique_lock<std::mutex> lock_;
+    bool was_given_up_ = false;
+};
+
 /// Hands out memory under a hard limit. Memory is reused by exact size first. Where the budget is used up, ranges are
 /// put together from free frames, and idle ranges taken apart into frames, because new memory has to be zeroed by the
 /// system (and, in a virtual machine, found by its host: ten times slower). What fits neither way is given back to the
 /// system to free memory, as is what there is no memory to remember. Nothing here waits or evicts.
-/// Threads: none; the pager's lock covers it.
+/// Memory is counted before the system is asked for it, and until the system has it back.
+/// Threads: none; the pager's lock covers it, but for the system's calls, which only those that take an ArenaLock make.
 class Arena {
 public:
     explicit Arena(const ArenaOptions& options);
@@ -62,28 +78,28 @@ public:
     Arena& operator=(const Arena&) = delete;
 
     /// A frame of `size_bytes` (whole sectors) with unspecified contents, or nothing when the budget is full.
-    std::optional<Frame> try_take_frame(std::size_t size_bytes);
-    void give_frame(const Frame& frame) noexcept;
-    /// The frame's memory is not in its slot and will not come back.
+    std::optional<Frame> try_take_frame(std::size_t size_bytes, ArenaLock& lock);
+    void give_frame(const Frame& frame, ArenaLock& lock) noexcept;
+    /// The frame's memory was not in its slot, which the caller has released, and will not come back.
     void give_up_frame(const Frame& frame) noexcept;
 
     /// A committed range of `size_bytes` with unspecified contents that a fork shares, or nothing.
-    std::optional<std::span<std::byte>> try_take_range(std::size_t size_bytes);
-    void give_range(std::span<std::byte> range) noexcept;
+    std::optional<std::span<std::byte>> try_take_range(std::size_t size_bytes, ArenaLock& lock);
+    void give_range(std::span<std::byte> range, ArenaLock& lock) noexcept;
     /// Whether the pages of `page_bytes` that a live range holds can be moved one by one: the system moves one mapping
     /// at a time, and a range that was put together consists of several.
     bool can_become_pages(std::span<std::byte> range, std::size_t page_bytes) const;
     /// The addresses of a live range are a segment's from now on; adopt_into_frame() follows for each of its pages.
     void hand_over(std::span<std::byte> range) noexcept;
     /// The reverse: return_to_range() has been called for each of its pages of `page_bytes`.
-    void take_back(std::span<std::byte> range, std::size_t page_bytes) noexcept;
+    void take_back(std::span<std::byte> range, std::size_t page_bytes, ArenaLock& lock) noexcept;
     /// Turns a slot's size of a live range into a frame whose memory stays where it is. `slot`: reserved addresses.
     Frame adopt_into_frame(std::span<std::byte> slot) noexcept;
-    /// The reverse: the frame's memory lies in a range, which is live again; its slot is given up.
+    /// The reverse: the frame's memory lies in a range, which is live again; the caller has released its slot.
     void return_to_range(const Frame& frame) noexcept;
 
     /// Counts bytes allocated elsewhere if they fit the limit, giving free memory back where they need it.
-    bool try_count_small(std::size_t size_bytes);
+    bool try_count_small(std::size_t size_bytes, ArenaLock& lock);
     /// Counts bytes allocated (or, below zero, freed) elsewhere, whether they fit or not.
     void count_small(std::ptrdiff_t delta_bytes) noexcept;
 
@@ -96,6 +112,8 @@ public:
     std::vector<Frame> take_registered_free_frames(std::size_t at_least_bytes);
 
     ArenaUsage usage() const noexcept { return usage_; }
+    /// Whether a call has given up the lock: free memory may be on its way from one use to another.
+    bool is_changing() const noexcept { return changes_ != 0; }
 
     /// The most that temporaries and small allocations took together since the last call.
     std::size_t take_other_peak_bytes() noexcept {
@@ -103,29 +121,38 @@ public:
     }
 
 private:
+    class SystemCalls;
+    using Frames = std::multimap<std::size_t, Frame>;                 // by size
+    using Mappings = std::map<const std::byte*, std::size_t>;         // bytes of each mapping of a range, by its start
+    using Ranges = std::multimap<std::size_t, std::span<std::byte>>;  // by size
+
     bool has_space(std::size_t size_bytes, std::size_t reserve_bytes) const noexcept;
-    bool make_space(std::size_t size_bytes, std::size_t reserve_bytes);
-    bool take_apart(std::size_t frame_bytes);
-    Frame move_into_frame(std::span<std::byte> range);
-    Frame make_frame(std::size_t size_bytes);
+    bool make_space(std::size_t size_bytes, std::size_t reserve_bytes, ArenaLock& lock);
+    std::span<std::byte> take_out(Ranges::iterator idle) noexcept;
+    void release(std::span<std::byte> memory, std::size_t& account, ArenaLock& lock) noexcept;
+    bool take_apart(std::size_t frame_bytes, ArenaLock& lock);
     std::optional<Frame> take_free_frame(std::size_t size_bytes);
     std::optional<Frame> take_registered_frame(std::size_t size_bytes);
-    std::vector<Frame> take_pieces(std::size_t at_most);
-    std::span<std::byte> put_together(const std::vector<Frame>& pieces, std::size_t size_bytes);
-    void keep_free_frame(const Frame& frame) noexcept;
-    void release_range(std::span<std::byte> range) noexcept;
+    Frames take_pieces(std::size_t at_most) noexcept;
     void charge(std::size_t& account, std::size_t size_bytes) noexcept;
+
+    // Without the lock.
+    Frame make_frame(std::size_t size_bytes);
+    Frame move_into_frame(std::span<std::byte> range);
+    Frames make_frames_of(std::span<std::byte> range, std::size_t frame_bytes, std::exception_ptr& error) noexcept;
+    std::span<std::byte> put_together(const Frames& pieces, std::size_t size_bytes, Mappings& mappings);
 
     ArenaUsage usage_;
     std::size_t other_peak_bytes_ = 0;
     std::size_t piece_bytes_;
     HugePages huge_pages_;
     Memory& memory_;
-    std::multimap<std::size_t, Frame> free_frames_;
-    std::multimap<std::size_t, Frame> registered_free_frames_;
-    std::multimap<std::size_t, Frame> registered_in_use_;  // an entry each, which gets its frame when that is given
-    std::multimap<std::size_t, std::span<std::byte>> idle_ranges_;
-    std::unordered_map<const std::byte*, std::size_t> mapping_bytes_;  // by start, of ranges that are not one mapping
+    std::size_t changes_ = 0;  // calls that have given up the lock
+    Frames free_frames_;
+    Frames registered_free_frames_;
+    Frames registered_in_use_;  // an entry each, which gets its frame when that is given
+    Ranges idle_ranges_;
+    Mappings mapping_bytes_;  // of ranges that are not one mapping
 };
 
 }  // namespace torch_offload

@@ -71,8 +71,8 @@ void Pager::Impl::close_use(const InFlightUse& use) noexcept {
         for (std::size_t i = held.first; i < held.first + held.count; ++i) held.segment->page(i).drop_pin();
     }
     if (!use.range.empty()) {
-        const std::lock_guard lock(mutex);
-        arena.give_range(use.range);
+        MemoryLock lock(*this);
+        arena.give_range(use.range, lock);
     }
     announce_progress();
 }

@@ -8,7 +8,7 @@
 #include "base/log.h"
 #include "base/units.h"
 #include "device/address_space.h"
-#include "pager/pager_impl.h"
+#include "pager/pager_guards.h"
 #include "pager/ssd_store.h"
 
 namespace torch_offload {
@@ -225,8 +225,10 @@ void Pager::Impl::take_out_of_segment(Page& page) noexcept {
     } catch (const std::exception& error) {
         OFFLOAD_LOG(debug, "memory of a page is given up: ", error.what());
         if (!page.frame) return;  // that was done
+        const Frame frame = std::exchange(page.frame, Frame{});
+        memory.release(frame.slot);
         const std::lock_guard lock(mutex);
-        arena.give_up_frame(std::exchange(page.frame, Frame{}));
+        arena.give_up_frame(frame);
     }
 }
 
@@ -243,24 +245,26 @@ void Pager::Impl::forget(Segment& segment) noexcept {
     release_faulted(segment);
     store->forget(segment);
     const bool is_kept = is_whole_in_place(segment) && can_show_to_forks(memory, range);
-    if (!is_kept) {
+    if (is_kept) {
+        for (std::size_t i = 0; i < segment.page_count(); ++i) memory.release(segment.page(i).frame.slot);
+    } else {
         for (std::size_t i = 0; i < segment.page_count(); ++i) {
             if (segment.page(i).load().state() == PageState::mapped) take_out_of_segment(segment.page(i));
         }
         memory.release(range);
     }
     {
-        const std::lock_guard lock(mutex);
+        MemoryLock lock(*this);
         for (std::size_t i = 0; i < segment.page_count(); ++i) {
             const Page& page = segment.page(i);
             unwritable.remove(page);
             if (is_kept) {
                 arena.return_to_range(page.frame);
             } else if (page.frame) {
-                arena.give_frame(page.frame);
+                arena.give_frame(page.frame, lock);
             }
         }
-        if (is_kept) arena.take_back(range, segment.page_bytes());
+        if (is_kept) arena.take_back(range, segment.page_bytes(), lock);
     }
     {
         const std::lock_guard lock(mutex);

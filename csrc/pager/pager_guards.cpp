@@ -21,11 +21,17 @@ void Pager::Impl::Overwriting::confirm() noexcept {
     pages_.clear();
 }
 
+Pager::Impl::MemoryLock::~MemoryLock() {
+    const bool was_given_up = lock_->was_given_up();
+    lock_.reset();
+    if (was_given_up) pager_.announce_progress();
+}
+
 Pager::Impl::FrameHold::~FrameHold() {
     if (!frame_) return;
     {
-        const std::lock_guard lock(pager_.mutex);
-        pager_.arena.give_frame(frame_);
+        MemoryLock lock(pager_);
+        pager_.arena.give_frame(frame_, lock);
     }
     pager_.announce_progress();
 }

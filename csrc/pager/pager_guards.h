@@ -31,6 +31,21 @@ private:
     std::unordered_set<Page*> pages_;
 };
 
+/// The pager's lock, for calls of the arena that give it up. If they did, others look for memory again.
+class Pager::Impl::MemoryLock {
+public:
+    explicit MemoryLock(Impl& pager) : pager_(pager), lock_(std::in_place, pager.mutex) {}
+    ~MemoryLock();
+    MemoryLock(const MemoryLock&) = delete;
+    MemoryLock& operator=(const MemoryLock&) = delete;
+
+    operator ArenaLock&() noexcept { return *lock_; }
+
+private:
+    Impl& pager_;
+    std::optional<ArenaLock> lock_;
+};
+
 /// A frame that is nobody's yet: given back unless a page takes it.
 class Pager::Impl::FrameHold {
 public:

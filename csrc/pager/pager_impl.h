@@ -105,6 +105,7 @@ struct Pager::Impl final : StoreClient {
     class Overwriting;
     void start_load(Page& page, PageGoal goal, Overwriting* own = nullptr);
     class FrameHold;
+    class MemoryLock;
     void begin_read(Page& page);
     bool load_into(Page& page, PageGoal goal, FrameHold& frame);
     void map_page(Page& page, PageWord before, bool is_write);
@@ -239,7 +240,5 @@ struct Pager::Impl final : StoreClient {
     std::unique_ptr<PageStore> store;
     std::unique_ptr<ServiceThread> service;
 };
-
-inline std::size_t kind_index(const Segment& segment) noexcept { return static_cast<std::size_t>(segment.kind()); }
 
 }  // namespace torch_offload

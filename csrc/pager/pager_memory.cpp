@@ -39,7 +39,7 @@ void Pager::Impl::end_transient() noexcept {
     announce_progress();
 }
 
-/// Takes memory with `take` (called under the lock), evicting and waiting until it succeeds. `available` says how much
+/// Takes memory with `take` (called with the lock), evicting and waiting until it succeeds. `available` says how much
 /// of it could be had without evicting a page.
 template <typename Take, typename Available>
 auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available) {
@@ -49,12 +49,14 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
         close_passed_uses();
         const std::uint32_t seen = progress.load(std::memory_order_acquire);
         std::size_t available_bytes = 0;
+        bool is_changing = false;  // other threads have the system's calls make memory, or give it back
         {
-            const std::lock_guard lock(mutex);
-            if (auto taken = take()) return taken;
+            MemoryLock lock(*this);
+            if (auto taken = take(lock)) return taken;
             available_bytes = std::invoke(available, arena.usage());
+            is_changing = arena.is_changing();
             // Free frames that the I/O engine has registered: what was not has been given back by `take`.
-            if (available_bytes >= size_bytes) unregister_wanted_bytes = size_bytes;
+            if (available_bytes >= size_bytes && !is_changing) unregister_wanted_bytes = size_bytes;
         }
         bool is_expected = available_bytes >= size_bytes;
         if (is_expected) {
@@ -63,7 +65,7 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
             const std::size_t expected_bytes = available_bytes + evicting_bytes.load(std::memory_order_acquire);
             is_expected = expected_bytes >= size_bytes || evict_for(size_bytes - expected_bytes, 0) > 0;
         }
-        if (!is_expected && !is_anything_moving() && transients.load(std::memory_order_acquire) == 0 &&
+        if (!is_expected && !is_changing && !is_anything_moving() && transients.load(std::memory_order_acquire) == 0 &&
             progress.load(std::memory_order_acquire) == seen) {
             if (wait_for_oldest_use() || release_faulted()) continue;
             if (!std::exchange(are_resting_tried, true) && evict_for(size_bytes, 0, Resting::too) > 0) continue;
@@ -79,15 +81,21 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
 }
 
 Frame Pager::Impl::acquire_frame(std::size_t size_bytes) {
-    return *acquire(size_bytes, [&] { return arena.try_take_frame(size_bytes); }, &ArenaUsage::available_bytes);
+    return *acquire(
+        size_bytes, [&](ArenaLock& lock) { return arena.try_take_frame(size_bytes, lock); },
+        &ArenaUsage::available_bytes);
 }
 
 std::span<std::byte> Pager::Impl::acquire_range(std::size_t size_bytes) {
-    return *acquire(size_bytes, [&] { return arena.try_take_range(size_bytes); }, &ArenaUsage::available_bytes);
+    return *acquire(
+        size_bytes, [&](ArenaLock& lock) { return arena.try_take_range(size_bytes, lock); },
+        &ArenaUsage::available_bytes);
 }
 
 void Pager::Impl::acquire_small(std::size_t size_bytes) {
-    acquire(size_bytes, [&] { return arena.try_count_small(size_bytes); }, &ArenaUsage::available_small_bytes);
+    acquire(
+        size_bytes, [&](ArenaLock& lock) { return arena.try_count_small(size_bytes, lock); },
+        &ArenaUsage::available_small_bytes);
 }
 
 /// Takes a frame for a read ahead of use if that leaves the spare memory, to which only demand is entitled, or if pages
@@ -98,9 +106,9 @@ std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, UseP
         if (memory_waiters.load(std::memory_order_acquire) != 0) break;
         std::size_t available_bytes = 0;
         {
-            const std::lock_guard lock(mutex);
+            MemoryLock lock(*this);
             available_bytes = arena.usage().available_bytes();
-            if (available_bytes >= wanted_bytes) return arena.try_take_frame(size_bytes);
+            if (available_bytes >= wanted_bytes) return arena.try_take_frame(size_bytes, lock);
         }
         const std::size_t expected_bytes = available_bytes + evicting_bytes.load(std::memory_order_acquire);
         if (expected_bytes >= wanted_bytes || evict_for(wanted_bytes - expected_bytes, keep_before) == 0) break;
@@ -175,10 +183,9 @@ void Pager::Impl::retire_frame(Page& page) noexcept {
         check_idle(page.frame.slot);
         options.device->poison(page.frame.slot);
     }
-    const std::lock_guard lock(mutex);
+    MemoryLock lock(*this);
     unwritable.remove(page);
-    arena.give_frame(page.frame);
-    page.frame = Frame{};
+    arena.give_frame(std::exchange(page.frame, Frame{}), lock);
 }
 
 void Pager::Impl::raise_out_of_memory(std::size_t wanted_bytes) {

@@ -166,10 +166,12 @@ void Pager::Impl::lose_page(Page& page, const char* why) noexcept {
                                   " is lost, the system gave no access to its memory (", why,
                                   "): overwrite the tensor, or restart from the last checkpoint"));
     });
+    const Frame frame = std::exchange(page.frame, Frame{});
+    memory.release(frame.slot);
     {
         const std::lock_guard lock(mutex);
         if (!is_stored) page.error = error;
-        arena.give_up_frame(std::exchange(page.frame, Frame{}));
+        arena.give_up_frame(frame);
     }
     if (is_stored) {
         page.enter(PageState::stored, 0, PageWord::kWritable);

@@ -1,9 +1,14 @@
 // What the store tells the pager: a page arrived, left, or failed to.
 #include <algorithm>
 
-#include "pager/pager_impl.h"
+#include "pager/pager_guards.h"
 
 namespace torch_offload {
+namespace {
+
+std::size_t kind_index(const Segment& segment) noexcept { return static_cast<std::size_t>(segment.kind()); }
+
+}  // namespace
 
 /// On the lane of whatever this pager's memory is filled from.
 void Pager::Impl::note_transfer(const Page& page, IoDirection direction, std::int64_t begin_ns) noexcept {
@@ -86,9 +91,9 @@ std::vector<Frame> Pager::Impl::frames_to_unregister() {
 
 void Pager::Impl::take_unregistered(const Frame& frame) noexcept {
     {
-        const std::lock_guard lock(mutex);
+        MemoryLock lock(*this);
         registered_bytes -= frame.slot.size();
-        arena.give_frame(frame);
+        arena.give_frame(frame, lock);
     }
     end_transient();
 }

@@ -5,17 +5,59 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <future>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <set>
+#include <thread>
 #include <vector>
 
 #include "base/check.h"
 #include "base/units.h"
 #include "device/address_space.h"
+#include "support/gated_memory.h"
 #include "support/refuse_system_call.h"
+#include "support/seeds.h"
 
 namespace torch_offload::test {
 namespace {
 
 constexpr std::size_t kUnit = 64 * kKiB;
+
+/// An arena whose calls have its lock each.
+class LockedArena : public Arena {
+public:
+    using Arena::Arena;
+
+    std::optional<Frame> try_take_frame(std::size_t size_bytes) {
+        ArenaLock lock(mutex_);
+        return Arena::try_take_frame(size_bytes, lock);
+    }
+    void give_frame(const Frame& frame) {
+        ArenaLock lock(mutex_);
+        Arena::give_frame(frame, lock);
+    }
+    std::optional<std::span<std::byte>> try_take_range(std::size_t size_bytes) {
+        ArenaLock lock(mutex_);
+        return Arena::try_take_range(size_bytes, lock);
+    }
+    void give_range(std::span<std::byte> range) {
+        ArenaLock lock(mutex_);
+        Arena::give_range(range, lock);
+    }
+    void take_back(std::span<std::byte> range, std::size_t page_bytes) {
+        ArenaLock lock(mutex_);
+        Arena::take_back(range, page_bytes, lock);
+    }
+    bool try_count_small(std::size_t size_bytes) {
+        ArenaLock lock(mutex_);
+        return Arena::try_count_small(size_bytes, lock);
+    }
+
+private:
+    std::mutex mutex_;
+};
 
 /// How many sectors of memory lie at `range`, readable or not.
 std::size_t sectors_at(std::span<std::byte> range) {
@@ -26,7 +68,7 @@ std::size_t sectors_at(std::span<std::byte> range) {
 
 // The limit is never exceeded, whatever asks. Method: fill with frames and ranges, ask for one more of each.
 TEST(Arena, RefusesBeyondTheLimit) {
-    Arena arena({.limit_bytes = 4 * kUnit});
+    LockedArena arena({.limit_bytes = 4 * kUnit});
     ASSERT_TRUE(arena.try_take_frame(2 * kUnit));
     ASSERT_TRUE(arena.try_take_range(2 * kUnit));
     EXPECT_FALSE(arena.try_take_frame(kSectorBytes));
@@ -36,7 +78,7 @@ TEST(Arena, RefusesBeyondTheLimit) {
 
 // Free memory of one size makes room for another size and kind. Method: give frames back, take a large range.
 TEST(Arena, FreeMemoryServesOtherSizes) {
-    Arena arena({.limit_bytes = 4 * kUnit});
+    LockedArena arena({.limit_bytes = 4 * kUnit});
     const auto a = arena.try_take_frame(2 * kUnit);
     const auto b = arena.try_take_frame(2 * kUnit);
     arena.give_frame(*a);
@@ -49,7 +91,7 @@ TEST(Arena, FreeMemoryServesOtherSizes) {
 
 // Memory of the right size is reused where it lies. Method: give back, take again, compare addresses.
 TEST(Arena, ReusesExactSizes) {
-    Arena arena({.limit_bytes = 4 * kUnit});
+    LockedArena arena({.limit_bytes = 4 * kUnit});
     const auto range = arena.try_take_range(kUnit);
     arena.give_range(*range);
     const auto again = arena.try_take_range(kUnit);
@@ -59,7 +101,7 @@ TEST(Arena, ReusesExactSizes) {
 
 // Frames that the I/O engine has registered are not dropped behind its back. Method: register one, ask for its room.
 TEST(Arena, RegisteredFramesAreLeftToTheirOwner) {
-    Arena arena({.limit_bytes = 2 * kUnit});
+    LockedArena arena({.limit_bytes = 2 * kUnit});
     auto frame = arena.try_take_frame(2 * kUnit);
     ASSERT_TRUE(arena.expect_registered(2 * kUnit));
     frame->fixed_index = 3;
@@ -74,7 +116,7 @@ TEST(Arena, RegisteredFramesAreLeftToTheirOwner) {
 // A range is made of the memory of free frames, not of new zeros, and says which pages it can become. Method: mark two
 // frames, give them back, take a range of two and a half.
 TEST(Arena, RangesArePutTogetherFromFreeFrames) {
-    Arena arena({.limit_bytes = 4 * kUnit, .piece_bytes = kUnit});
+    LockedArena arena({.limit_bytes = 4 * kUnit, .piece_bytes = kUnit});
     const auto a = arena.try_take_frame(kUnit);
     const auto b = arena.try_take_frame(kUnit);
     a->slot[1] = std::byte{7};
@@ -97,7 +139,7 @@ TEST(Arena, RangesArePutTogetherFromFreeFrames) {
 // The other way round: where the budget is used up, frames are made of an idle range. Method: mark a range of two and a
 // half frames, give it back, take frames.
 TEST(Arena, IdleRangesAreTakenApartIntoFrames) {
-    Arena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
+    LockedArena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
     const auto range = arena.try_take_range(2 * kUnit + kUnit / 2);
     for (std::size_t i = 1; i < range->size(); i += kUnit) (*range)[i] = std::byte{7};
     arena.give_range(*range);
@@ -116,7 +158,7 @@ TEST(Arena, IdleRangesAreTakenApartIntoFrames) {
 // A range that the system does not let be taken apart goes back to it. Method: mremap is refused; what lies at the
 // addresses, what is counted.
 TEST(Arena, RangeThatCannotBeTakenApartIsGivenBack) {
-    Arena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
+    LockedArena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
     const auto range = arena.try_take_range(3 * kUnit);
     std::fill(range->begin(), range->end(), std::byte{7});
     arena.give_range(*range);
@@ -136,7 +178,7 @@ TEST(Arena, RangeThatCannotBeTakenApartIsGivenBack) {
 
 // And ranges of one size become ranges of another by way of frames. Method: a marked idle range, a shorter one wanted.
 TEST(Arena, IdleRangesBecomeOtherRanges) {
-    Arena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
+    LockedArena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
     const auto range = arena.try_take_range(3 * kUnit);
     for (std::size_t i = 1; i < range->size(); i += kUnit) (*range)[i] = std::byte{7};
     arena.give_range(*range);
@@ -150,12 +192,14 @@ TEST(Arena, IdleRangesBecomeOtherRanges) {
 
 // Pages that come back as a range are no single mapping any more. Method: hand a range over, take it back as pages.
 TEST(Arena, RangeThatWasPagesKeepsTheirMappings) {
-    Arena arena({.limit_bytes = 2 * kUnit});
+    LockedArena arena({.limit_bytes = 2 * kUnit});
     const auto range = arena.try_take_range(2 * kUnit);
     EXPECT_TRUE(arena.can_become_pages(*range, 2 * kUnit));
     arena.hand_over(*range);
     for (int page = 0; page < 2; ++page) {
-        arena.return_to_range(arena.adopt_into_frame(AddressSpace::process().reserve(kUnit, nullptr)));
+        const Frame frame = arena.adopt_into_frame(AddressSpace::process().reserve(kUnit, nullptr));
+        AddressSpace::process().release(frame.slot);
+        arena.return_to_range(frame);
     }
     arena.take_back(*range, kUnit);
     const auto again = arena.try_take_range(2 * kUnit);
@@ -167,12 +211,129 @@ TEST(Arena, RangeThatWasPagesKeepsTheirMappings) {
 
 // What does not fit leaves the free frames as they were. Method: ask for more than there is while a frame is in use.
 TEST(Arena, FramesStayFreeWhereTheRangeDoesNotFit) {
-    Arena arena({.limit_bytes = 3 * kUnit, .reserve_bytes = kUnit, .piece_bytes = kUnit});
+    LockedArena arena({.limit_bytes = 3 * kUnit, .reserve_bytes = kUnit, .piece_bytes = kUnit});
     const auto free = arena.try_take_frame(kUnit);
     arena.give_frame(*free);
     EXPECT_FALSE(arena.try_take_range(3 * kUnit));
     EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
     EXPECT_EQ(arena.try_take_frame(kUnit)->slot.data(), free->slot.data());
+}
+
+// Memory that is being made is counted already. Method: the system keeps one thread waiting for all there is, another
+// asks for a little.
+TEST(Arena, MemoryIsCountedBeforeItIsMade) {
+    GatedMemory memory;
+    LockedArena arena({.limit_bytes = 4 * kUnit, .memory = &memory});
+    memory.shut(GatedMemory::Call::commit);
+    auto first = std::async(std::launch::async, [&] { return arena.try_take_frame(4 * kUnit); });
+    EXPECT_TRUE(memory.comes_to_wait());
+    EXPECT_TRUE(arena.is_changing());
+    auto second = std::async(std::launch::async, [&] { return arena.try_take_range(kUnit); });
+    EXPECT_EQ(second.wait_for(std::chrono::seconds(10)), std::future_status::ready);
+    memory.open();
+    EXPECT_TRUE(first.get());
+    EXPECT_FALSE(second.get());
+    EXPECT_FALSE(arena.is_changing());
+}
+
+// Memory that is being given back is counted until the system has it. Method: the system keeps one thread waiting that
+// gives all there is back, another asks for a little.
+TEST(Arena, MemoryIsCountedUntilItIsGivenBack) {
+    GatedMemory memory;
+    LockedArena arena({.limit_bytes = 4 * kUnit, .memory = &memory});
+    arena.give_range(*arena.try_take_range(4 * kUnit));
+    memory.shut(GatedMemory::Call::release);
+    auto first = std::async(std::launch::async, [&] { return arena.try_count_small(kUnit); });
+    EXPECT_TRUE(memory.comes_to_wait());
+    auto second = std::async(std::launch::async, [&] { return arena.try_take_frame(kUnit); });
+    EXPECT_EQ(second.wait_for(std::chrono::seconds(10)), std::future_status::ready);
+    memory.open();
+    EXPECT_TRUE(first.get());
+    EXPECT_FALSE(second.get());
+    EXPECT_EQ(arena.usage().used_bytes(), kUnit);
+}
+
+/// The process's memory, and how much of it was there at once: counted before it is made and after it is given back.
+class CountedMemory final : public GatedMemory {
+public:
+    void commit(std::span<std::byte> range, HugePages huge_pages) override {
+        {
+            const std::lock_guard lock(mutex_);
+            for (std::size_t i = 0; i < range.size(); i += kSectorBytes) there_.insert(&range[i]);
+            most_bytes_ = std::max(most_bytes_, there_.size() * kSectorBytes);
+        }
+        std::this_thread::yield();
+        GatedMemory::commit(range, huge_pages);
+    }
+    void move(std::span<std::byte> from, std::byte* to, Protection protection) override {
+        GatedMemory::move(from, to, protection);
+        const std::lock_guard lock(mutex_);
+        for (std::size_t i = 0; i < from.size(); i += kSectorBytes) {
+            there_.erase(&from[i]);
+            there_.insert(to + i);
+        }
+    }
+    void release(std::span<std::byte> range) noexcept override {
+        std::this_thread::yield();
+        const std::lock_guard lock(mutex_);  // before somebody else has the addresses
+        GatedMemory::release(range);
+        for (std::size_t i = 0; i < range.size(); i += kSectorBytes) there_.erase(&range[i]);
+    }
+    std::size_t most_bytes() const {
+        const std::lock_guard lock(mutex_);
+        return most_bytes_;
+    }
+
+private:
+    mutable std::mutex mutex_;
+    std::set<const std::byte*> there_;
+    std::size_t most_bytes_ = 0;
+};
+
+/// Takes and gives frames and ranges of any size, and ends with nothing.
+void use_a_little(LockedArena& arena, std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    std::vector<Frame> frames;
+    std::vector<std::span<std::byte>> ranges;
+    for (int step = 0; step < 400; ++step) {
+        const std::size_t size_bytes = (1 + random() % 6) * kUnit / 2;
+        switch (random() % 4) {
+            case 0:
+                if (const auto frame = arena.try_take_frame(size_bytes)) frames.push_back(*frame);
+                break;
+            case 1:
+                if (const auto range = arena.try_take_range(size_bytes)) ranges.push_back(*range);
+                break;
+            case 2:
+                if (frames.empty()) break;
+                arena.give_frame(frames.back());
+                frames.pop_back();
+                break;
+            default:
+                if (ranges.empty()) break;
+                arena.give_range(ranges.back());
+                ranges.pop_back();
+        }
+    }
+    for (const Frame& frame : frames) arena.give_frame(frame);
+    for (const std::span<std::byte> range : ranges) arena.give_range(range);
+}
+
+// There is never more memory than the limit, whatever threads do at once, and the accounts end where they began.
+// Method: threads that take and give at random, over a memory that counts itself.
+TEST(Arena, ThreadsStayWithinTheLimitTogether) {
+    for (const std::uint64_t seed : seeds({.usual = 10, .full = 200})) {
+        CountedMemory memory;
+        LockedArena arena({.limit_bytes = 8 * kUnit, .piece_bytes = kUnit / 2, .memory = &memory});
+        std::vector<std::thread> threads;
+        for (std::uint64_t i = 0; i < 4; ++i) threads.emplace_back([&, i] { use_a_little(arena, 4 * seed + i); });
+        for (std::thread& thread : threads) thread.join();
+        EXPECT_LE(memory.most_bytes(), 8 * kUnit) << "seed " << seed;
+        EXPECT_LE(arena.usage().peak_bytes, 8 * kUnit) << "seed " << seed;
+        EXPECT_EQ(arena.usage().available_bytes(), 8 * kUnit) << "seed " << seed;
+        EXPECT_TRUE(arena.try_take_frame(8 * kUnit)) << "seed " << seed;
+        EXPECT_EQ(arena.usage().used_bytes(), 8 * kUnit) << "seed " << seed;
+    }
 }
 
 }  // namespace
