@@ -67,9 +67,7 @@ void Pager::Impl::end_use(InFlightUse use) noexcept {
 }
 
 void Pager::Impl::close_use(const InFlightUse& use) noexcept {
-    for (const HeldPages& held : use.pages) {
-        for (std::size_t i = held.first; i < held.first + held.count; ++i) held.segment->page(i).drop_pin();
-    }
+    drop_pins(use.pages);
     if (!use.range.empty()) {
         MemoryLock lock(*this);
         arena.give_range(use.range, lock);

@@ -37,14 +37,26 @@ Pager::Impl::FrameHold::~FrameHold() {
 }
 
 void PageAccess::hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count) {
-    guard.held_.push_back({segment, first, count});  // before: it may fail
-    for (std::size_t i = first; i < first + count; ++i) segment->page(i).add_pin();
+    guard.held_.push_back({std::move(segment), first, count});  // before: it may fail
+    Segment& held = *guard.held_.back().segment;
+    for (std::size_t i = first; i < first + count; ++i) held.page(i).add_pin();
+}
+
+void drop_pins(std::span<const HeldPages> pages) noexcept {
+    for (const HeldPages& held : pages) {
+        for (std::size_t i = held.first; i < held.first + held.count; ++i) held.segment->page(i).drop_pin();
+    }
 }
 
 PinGuard::~PinGuard() {
     if (held_.empty()) return;
     Pager::Impl& pager = *held_.front().segment->pager().impl_;
-    pager.end_use({pager.fence_use(), std::move(held_), {}, {}});
+    if (std::shared_ptr<const Event> event = pager.fence_use()) {
+        pager.end_use({std::move(event), std::move(held_), {}, {}});
+    } else {
+        drop_pins(held_);
+        pager.announce_progress();
+    }
 }
 
 void PageAccess::reserve(UpdateLatch& latch, std::size_t count) {

@@ -80,6 +80,8 @@ private:
     WaitList::Entry listed_;
 };
 
+void drop_pins(std::span<const HeldPages> pages) noexcept;
+
 /// Private doors of the guards, for the pager's own files.
 struct PageAccess {
     static void hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count);
