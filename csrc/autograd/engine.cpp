@@ -159,6 +159,7 @@ void Engine::finish_loading() noexcept {
 void Engine::keep_for_a_while(const std::shared_ptr<Segment>& segment) {
     const PinRequest request{segment, Access::read};
     Kept kept{segment->size_bytes(), pager_->pin({&request, 1})};
+    kept.guard.keep();
     pager_->touch(segment);
     std::deque<Kept> ended;  // outlives the lock
     const std::lock_guard lock(kept_mutex_);
@@ -228,6 +229,7 @@ void Engine::lease(const at::Tensor& view) {
     block->is_raw_exposed.store(true, std::memory_order_relaxed);
     const PinRequest request{block->segment, Access::read};
     Lease lease{c10::weak_intrusive_ptr<c10::TensorImpl>(view.getIntrusivePtr()), pin({&request, 1})};
+    lease.guard.keep();
     const std::lock_guard lock(leases_mutex_);
     leases_.push_back(std::move(lease));
 }

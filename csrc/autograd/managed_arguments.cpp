@@ -178,6 +178,7 @@ void ManagedArguments::manage_replaced() {
 void ManagedArguments::hold_for(c10::ArrayRef<c10::IValue> results) {
     CollectiveHolds::Guards guards(std::make_move_iterator(guards_.begin()), std::make_move_iterator(guards_.end()));
     guards_.clear();
+    for (PinGuard& guard : guards) guard.keep();
     engine().collective_holds().hold(spans_.front().engine, results, std::move(guards));
 }
 

@@ -92,6 +92,7 @@ std::unique_ptr<Pin> make_pin(const at::Tensor& tensor) {
     auto pin = std::make_unique<Pin>();
     pin->engine = block.engine;
     pin->guard = block.engine->pin({&request, 1});
+    pin->guard.keep();
     return pin;
 }
 

@@ -131,6 +131,10 @@ void Pager::Impl::check_page_size(std::size_t element_bytes) const {
                   granule_bytes, " bytes; page_elements of ", round_up(options.page_elements, works), " works");
 }
 
+std::span<std::byte> Pager::Impl::whole_granules(std::span<std::byte> bytes) const noexcept {
+    return {bytes.data(), whole_granules(bytes.size())};
+}
+
 /// The range stays the caller's if this throws.
 std::shared_ptr<Segment> Pager::Impl::make_segment(std::span<std::byte> range, std::size_t element_bytes,
                                                    SegmentKind kind) {
@@ -455,7 +459,7 @@ PagerStatistics Pager::statistics() const {
         result.stall_ns[cause] = impl_->stalls->ns[cause].get();
     }
     result.own_update_ns = impl_->own_updates.get();
-    result.pins = impl_->pins.get();
+    result.pins = impl_->tally.begun();
     result.misses = impl_->misses.get();
     result.faults = impl_->faults.get();
     result.evictions = impl_->evictions.get();

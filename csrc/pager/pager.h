@@ -2,6 +2,7 @@
 // threads that move pages. Layer pager: includes base, device, storage.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -11,14 +12,14 @@
 #include <vector>
 
 #include "base/activity_log.h"
-#include "base/counters.h"
 #include "device/memory.h"
 #include "device/stream.h"
-#include "pager/arena.h"
 #include "pager/fault_errors.h"
 #include "pager/in_flight_uses.h"
 #include "pager/page_store.h"
 #include "pager/page_table.h"
+#include "pager/pager_statistics.h"
+#include "pager/pin_tally.h"
 #include "pager/stall_clock.h"
 #include "pager/use_log.h"
 #include "pager/use_predictor.h"
@@ -36,10 +37,11 @@ struct PagerOptions {
     std::size_t queue_depth = 16;  // transfers in flight
     TransferLimits transfer_limits;
     std::size_t page_elements = std::size_t{1} << 20;  // per page, a multiple of kSectorBytes
-    Device* device = nullptr;    // asked whether copies have passed before memory is used; outlives the pager
-    Memory* memory = nullptr;    // where frames come from, nullptr: the process's; one that is not needs a TierStore
-    std::string remedy;          // what helps where it is full, for messages
-    bool updates_below = false;  // deferred work is applied where the store keeps pages, not in this memory
+    Device* device = nullptr;  // asked whether copies have passed before memory is used; outlives the pager
+    Memory* memory = nullptr;  // where frames come from, nullptr: the process's; one that is not needs a TierStore
+    std::string remedy;        // what helps where it is full, for messages
+    std::chrono::milliseconds longest_operator{10'000};  // who runs out waits so long for pins of other threads
+    bool updates_below = false;           // deferred work is applied where the store keeps pages, not in this memory
     ActivityLog* activity_log = nullptr;  // told of transfers and stalls; outlives the pager
     FaultNotice fault_notice;             // told of accesses behind the dispatcher that ended on wrong bytes
 };
@@ -48,20 +50,6 @@ struct PagerOptions {
 enum class Access : std::uint8_t { read, write, overwrite };
 
 struct PagerDump;
-struct PagerStatistics {
-    ArenaUsage memory;
-    StoreStatistics store;
-    std::uint64_t read_bytes[kSegmentKindCount] = {};
-    std::uint64_t written_bytes[kSegmentKindCount] = {};
-    std::uint64_t pins = 0;    // page pins
-    std::uint64_t misses = 0;  // page pins that had to wait for a read
-    std::uint64_t faults = 0;  // accesses behind the dispatcher
-    std::uint64_t evictions = 0;
-    std::uint64_t clean_drops = 0;  // evictions without I/O
-    std::uint64_t prefetches = 0;   // pages read ahead of use
-    std::uint64_t stall_ns[kStallCauseCount] = {};
-    std::uint64_t own_update_ns = 0;  // in which threads of the program applied deferred work themselves
-};
 
 /// One thing to pin.
 struct PinRequest {
@@ -80,10 +68,16 @@ public:
         return *this;
     }
     ~PinGuard();
-    void swap(PinGuard& other) noexcept { held_.swap(other.held_); }
+    void swap(PinGuard& other) noexcept {
+        share_.swap(other.share_);
+        held_.swap(other.held_);
+    }
+    /// It outlives the operator, or goes to another thread: nobody who runs out of memory waits for its end.
+    void keep() noexcept { share_ = {}; }
 
 private:
     friend struct PageAccess;
+    PinTally::Share share_;  // ends after the pins
     std::vector<HeldPages> held_;
 };
 

@@ -62,13 +62,23 @@ ProgramWait::~ProgramWait() {
     if (is_program_) pager_.program_waiters.fetch_sub(1, std::memory_order_acq_rel);
 }
 
-/// Throws: what ends a wait early, on a thread of the program; OffloadError on one of the engine's that is to end.
 void Pager::Impl::wait_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen,
-                              const InterruptibleWait& wait) const {
-    while (!wait_for_change(word, seen, InterruptibleWait::kSlice)) {
-        wait.check();
-        OFFLOAD_CHECK(!service->is_current() || !service->is_stopping(), OffloadError, "the engine is ending");
+                              const InterruptibleWait& wait) {
+    while (!wait_slice(word, seen, wait, InterruptibleWait::kSlice)) {
     }
+}
+
+/// False if nothing has changed. Throws: what ends a wait early, on a thread of the program; OffloadError on one of the
+/// engine's that is to end.
+bool Pager::Impl::wait_slice(const std::atomic<std::uint32_t>& word, std::uint32_t seen, const InterruptibleWait& wait,
+                             std::chrono::milliseconds limit) {
+    {
+        const PinTally::Wait waits(tally, word, seen);
+        if (wait_for_change(word, seen, limit)) return true;
+    }
+    wait.check();
+    OFFLOAD_CHECK(!service->is_current() || !service->is_stopping(), OffloadError, "the engine is ending");
+    return false;
 }
 
 /// Throws: why, if it is a transfer that is late.
@@ -226,9 +236,11 @@ PinGuard Pager::pin(std::span<const PinRequest> requests) {
     PinGuard guard;
     Impl::Overwriting own(*impl_);  // ends before the guard: pins keep its pages
     const auto all_of = [](const PinRequest& request) { return PageRange{0, request.segment->page_count()}; };
+    std::size_t page_count = 0;
+    for (const PinRequest& request : requests) page_count += request.segment->page_count();
+    PageAccess::begin(guard, impl_->tally, page_count);
     for (const PinRequest& request : requests) {
         PageAccess::hold(guard, request.segment, 0, request.segment->page_count());
-        impl_->pins.add(request.segment->page_count());
     }
     for (const PinRequest& request : requests) {
         impl_->log_use(*request.segment, 0, request.segment->page_count(), use_of(request.access));
@@ -250,8 +262,8 @@ PinGuard Pager::pin_pages(const std::shared_ptr<Segment>& segment, std::size_t f
                   " of a segment of ", segment->page_count());
     PinGuard guard;
     Impl::Overwriting own(*impl_);
+    PageAccess::begin(guard, impl_->tally, count);
     PageAccess::hold(guard, segment, first, count);
-    impl_->pins.add(count);
     impl_->log_use(*segment, first, count, use_of(access));
     impl_->start_missing(segment, {first, count}, access, own);
     impl_->map_pages(*segment, {first, count}, access, own);

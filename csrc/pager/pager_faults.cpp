@@ -8,6 +8,7 @@ namespace torch_offload {
 void Pager::Impl::answer_fault(Page& page, bool is_write) noexcept {
     faults.increment();
     const ProgramWait wait(*this, StallCause::fault, &page);
+    const PinTally::Fault fault(tally);
     while (true) {
         const PageWord seen = page.load();
         const bool is_mapped = seen.state() == PageState::mapped && (!is_write || seen.has(PageWord::kWritable));

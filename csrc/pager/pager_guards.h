@@ -84,6 +84,8 @@ void drop_pins(std::span<const HeldPages> pages) noexcept;
 
 /// Private doors of the guards, for the pager's own files.
 struct PageAccess {
+    /// Pages that an operator is about to hold.
+    static void begin(PinGuard& guard, PinTally& tally, std::size_t count) noexcept { guard.share_ = {tally, count}; }
     static void hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count);
     static void confirm(UpdateLatch& latch, std::optional<Pager::Impl::Transient> transient) noexcept;
     /// Makes room for `count` pages, so that each is added whatever happens.

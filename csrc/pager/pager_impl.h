@@ -122,7 +122,9 @@ struct Pager::Impl final : StoreClient {
     Reached advance(Page& page, PageGoal goal, Patience patience, Overwriting* own = nullptr);
     bool move_on(Page& page, PageWord before, PageGoal goal);
     void wait_for_others(const Page& page, PageWord seen);
-    void wait_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen, const InterruptibleWait& wait) const;
+    void wait_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen, const InterruptibleWait& wait);
+    bool wait_slice(const std::atomic<std::uint32_t>& word, std::uint32_t seen, const InterruptibleWait& wait,
+                    std::chrono::milliseconds limit);
     std::size_t page_capacity_bytes();
     void check_fits(std::span<const PinRequest> requests);
     void start_missing(const std::shared_ptr<Segment>& segment, PageRange pages, Access access, Overwriting& own);
@@ -231,7 +233,8 @@ struct Pager::Impl final : StoreClient {
     std::atomic<std::size_t> evicting_bytes{0};  // memory that writes under way, and not late, will free
     std::atomic<std::int64_t> last_kick_ns{0};
     UseLog use_log;
-    Counter pins, misses, faults, evictions, clean_drops, prefetches;
+    PinTally tally;
+    Counter misses, faults, evictions, clean_drops, prefetches;
     Counter read_bytes[kSegmentKindCount], written_bytes[kSegmentKindCount];
     const std::shared_ptr<StallTotals> stalls = std::make_shared<StallTotals>();
     Counter own_updates;  // nanoseconds in which threads of the program applied deferred work

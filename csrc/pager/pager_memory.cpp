@@ -10,6 +10,10 @@
 namespace torch_offload {
 namespace {
 
+/// Who lets pages go says so, but a thread is still counted for a moment after that, and one that begins to wait itself
+/// says nothing.
+constexpr std::chrono::milliseconds kOperatorSlice{10};
+
 /// A thread that waits for memory: reads ahead of use stand back meanwhile.
 class MemoryWait {
 public:
@@ -20,9 +24,20 @@ public:
     MemoryWait(const MemoryWait&) = delete;
     MemoryWait& operator=(const MemoryWait&) = delete;
 
+    /// Waits a little for what other threads hold for a moment. False once that has been tried for too long.
+    bool wait_for_operators(std::uint32_t seen) {
+        const std::int64_t now_ns = steady_ns();
+        if (!operators_since_ns_) operators_since_ns_ = now_ns;
+        if (std::chrono::nanoseconds(now_ns - *operators_since_ns_) > pager_.options.longest_operator) return false;
+        pager_.wait_slice(pager_.progress, seen, interrupt_, kOperatorSlice);
+        return true;
+    }
+
 private:
     Pager::Impl& pager_;
     ProgramWait wait_;
+    InterruptibleWait interrupt_;
+    std::optional<std::int64_t> operators_since_ns_;
 };
 
 }  // namespace
@@ -40,7 +55,7 @@ void Pager::Impl::end_transient() noexcept {
 }
 
 /// Takes memory with `take` (called with the lock), evicting and waiting until it succeeds. `available` says how much
-/// of it could be had without evicting a page.
+/// of it could be had without evicting a page. Raises where nothing is on its way and nobody else lets anything go.
 template <typename Take, typename Available>
 auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available) {
     std::optional<MemoryWait> wait;
@@ -72,6 +87,10 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
             if (size_bytes <= options.budget_bytes) {  // a working disk would make room
                 raise_write_error();
                 raise_late_error();
+                if (tally.has_others()) {
+                    if (!wait) wait.emplace(*this);
+                    if (wait->wait_for_operators(seen)) continue;
+                }
             }
             raise_out_of_memory(size_bytes);
         }
