@@ -413,7 +413,7 @@ void Pager::follow(std::shared_ptr<UsePredictor> above) {
     impl_->rank_all(impl_->predictor->hold());
 }
 
-void Pager::kick() { impl_->store->kick(); }
+void Pager::kick() { impl_->kick_if_due(); }
 
 void Pager::start_use_log() { impl_->use_log.switch_on(); }
 
