@@ -67,8 +67,6 @@ public:
     virtual void look_ahead() noexcept = 0;
     /// Of what the program uses in this tier's memory.
     virtual std::shared_ptr<UsePredictor> use_predictor() const = 0;
-    /// The segments that deferred work on this one updates, itself included; empty: there is none.
-    virtual std::vector<std::shared_ptr<Segment>> members_of(Segment& segment) = 0;
 };
 
 struct StoreStatistics {

@@ -380,6 +380,7 @@ TraceId Pager::new_trace_id() {
 
 void Pager::set_anchor(Segment& segment, TraceId anchor) {
     const std::lock_guard lock(impl_->mutex);
+    if (impl_->follows) impl_->note_anchor(segment, anchor);
     segment.anchor_id = anchor;
     if (segment.eviction_rank) impl_->rank(segment, impl_->predictor->hold());
 }
@@ -402,8 +403,6 @@ void Pager::touch(const std::shared_ptr<Segment>& segment) {
     }
     impl_->kick_if_due();
 }
-
-void Pager::set_tier_above(TierAbove above) { set_pending_work(nullptr, std::move(above.members)); }
 
 void Pager::follow(std::shared_ptr<UsePredictor> above) {
     above->leave_out(impl_->stalls);

@@ -89,11 +89,6 @@ using ResolvePending = std::function<bool(Segment& segment, std::size_t index, b
 /// The segments updated together with this one by its deferred work, itself included; empty: none.
 using PendingMembers = std::function<std::vector<std::shared_ptr<Segment>>(Segment& segment)>;
 
-/// What the tier above a pager knows about the pager's segments; empty where there is none. Called without locks.
-struct TierAbove {
-    PendingMembers members;  // updated together
-};
-
 /// Pages of equal index of several segments, held for an update wherever their bytes lie: in frames here, or in the
 /// tier below. Move-only.
 class [[nodiscard]] UpdateLatch {
@@ -219,7 +214,6 @@ public:
     // --- The tier above -------------------------------------------------------------------------------------------
     /// Segments here hold what has left another tier's memory: what is used there is the prediction, and is recorded.
     void follow(std::shared_ptr<UsePredictor> above);
-    void set_tier_above(TierAbove above);
 
     /// Lists every use of a page from now on, until taken: in the order in which they began, a drop where one ended.
     void start_use_log();

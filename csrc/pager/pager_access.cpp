@@ -280,6 +280,7 @@ bool Pager::Impl::resolve_pending(Segment& segment, std::size_t index, bool may_
 }
 
 std::vector<std::shared_ptr<Segment>> Pager::Impl::members_of(Segment& segment) {
+    if (segment.has_work_above()) return updated_above(segment);
     const std::shared_lock lock(pending_mutex);
     return members ? members(segment) : std::vector<std::shared_ptr<Segment>>{};
 }
@@ -289,9 +290,7 @@ void Pager::Impl::rank_updated(std::span<const std::shared_ptr<Segment>> updated
     rank_again(updated);
     for (const std::shared_ptr<Segment>& segment : updated) {
         const std::shared_ptr<Segment> backing = segment->backing();
-        if (!backing) continue;
-        backing->anchor_id = segment->anchor_id.load();
-        backing->pager().impl_->rank_again({&backing, 1});
+        if (backing) backing->pager().impl_->rank_again({&backing, 1});
     }
 }
 

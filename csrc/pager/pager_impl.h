@@ -9,7 +9,6 @@
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include "base/check.h"
 #include "base/units.h"
@@ -137,7 +136,7 @@ struct Pager::Impl final : StoreClient {
     void start_update_below(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time);
     void queue_update(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time);
     bool resolve_pending(Segment& segment, std::size_t index, bool may_wait);
-    std::vector<std::shared_ptr<Segment>> members_of(Segment& segment) override;
+    std::vector<std::shared_ptr<Segment>> members_of(Segment& segment);
     void answer_fault(Page& page, bool is_write) noexcept;
     void serve_fault(Page& page);
     void poison_page(Page& page, std::exception_ptr error, const char* why) noexcept;
@@ -153,6 +152,8 @@ struct Pager::Impl final : StoreClient {
     void rank_again(std::span<const std::shared_ptr<Segment>> changed);
     void rank_all(const UsePredictor::Held& uses);
     void rank_used_above();
+    void note_anchor(Segment& segment, TraceId anchor);
+    std::vector<std::shared_ptr<Segment>> updated_above(const Segment& segment);
     void rank_updated(std::span<const std::shared_ptr<Segment>> updated);
     /// A segment that the recording says comes next.
     struct Ahead {
@@ -209,8 +210,9 @@ struct Pager::Impl final : StoreClient {
     std::size_t ranked_uses = 0;     // and uses in the running one
     EvictionQueue evictable;         // every segment that has pages in memory, and some that have none any more
     std::unordered_map<Segment*, std::weak_ptr<Segment>> segments;
-    std::vector<std::weak_ptr<Segment>> roles;  // by TraceId
-    PrefetchQueue prefetch_queue;               // of callers of prefetch()
+    std::vector<std::weak_ptr<Segment>> roles;                                  // by TraceId
+    std::unordered_map<TraceId, std::vector<std::weak_ptr<Segment>>> anchored;  // of a tier below: by their anchors
+    PrefetchQueue prefetch_queue;                                               // of callers of prefetch()
     UnwritablePages unwritable;
     FaultHolds fault_holds;
     std::exception_ptr late_error;  // of the transfer that became late last

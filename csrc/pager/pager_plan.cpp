@@ -36,6 +36,12 @@ constexpr std::int64_t kRoomAheadNs = 30'000'000;
 /// A read that failed is made again only for who needs it.
 bool may_read_ahead(PageWord word) noexcept { return word.is_absent() && !word.has(PageWord::kTransferFailed); }
 
+/// The role whose use triggers deferred work on the segment: its own, of a parameter.
+TraceId work_role(const Segment& segment) {
+    const TraceId anchor = segment.anchor_id;
+    return anchor == kNoTrace ? segment.trace_id : anchor;
+}
+
 }  // namespace
 
 /// When the segment is next used; the lock is held, as for all that takes `uses`. What a caller said is used soon comes
@@ -96,6 +102,31 @@ void Pager::Impl::rank_used_above() {
         if (used.back() && used.back()->eviction_rank) rank(*used.back(), uses);
     }
     ranked_uses = count;
+}
+
+/// Of a tier below: the segment is updated together with that of the role; the lock is held.
+void Pager::Impl::note_anchor(Segment& segment, TraceId anchor) {
+    std::vector<std::weak_ptr<Segment>>& together = anchored[anchor];
+    std::erase_if(together, [](const std::weak_ptr<Segment>& member) { return member.expired(); });
+    together.push_back(segment.weak_from_this());
+}
+
+/// What deferred work in the tier above updates together with the segment, itself included, as far as it is here.
+std::vector<std::shared_ptr<Segment>> Pager::Impl::updated_above(const Segment& segment) {
+    const TraceId role = work_role(segment);
+    std::vector<std::shared_ptr<Segment>> updated;  // outlives the lock
+    {
+        const std::lock_guard lock(mutex);
+        const std::vector<std::weak_ptr<Segment>>& together = anchored[role];
+        updated.reserve(together.size() + 1);
+        if (role < roles.size()) updated.push_back(roles[role].lock());
+        for (const std::weak_ptr<Segment>& member : together) updated.push_back(member.lock());
+    }
+    std::erase_if(updated, [&](const std::shared_ptr<Segment>& member) {
+        return !member || !member->has_work_above() || work_role(*member) != role ||
+               member->page_count() != segment.page_count();
+    });
+    return updated;
 }
 
 /// What the recording says comes next, as much as a share of the budget holds.

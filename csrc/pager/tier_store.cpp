@@ -50,7 +50,6 @@ TierStore::~TierStore() { stop(); }
 void TierStore::start(StoreClient& client) {
     client_ = &client;
     below_.follow(client.use_predictor());
-    below_.set_tier_above({[this](Segment& backing) { return members_below(backing); }});
     to_device_.thread = engine_thread("to-up", [this] { run(to_device_); });
     to_host_.thread = engine_thread("to-down", [this] { run(to_host_); });
     planner_ = engine_thread("to-plan", [this] { look_ahead_when_kicked(); });
@@ -58,7 +57,6 @@ void TierStore::start(StoreClient& client) {
 
 bool TierStore::stop() {
     if (!planner_.joinable()) return true;
-    below_.set_tier_above({});  // waits for calls under way
     stopping_.store(true, std::memory_order_release);
     wake_planner();
     planner_.join();  // first: it makes transfers
@@ -96,13 +94,6 @@ void TierStore::enqueue(Lane& lane, std::shared_ptr<Segment> segment, Page& page
 
 void TierStore::evict(Segment& segment) {
     if (const std::shared_ptr<Segment> backing = segment.backing()) below_.evict(backing);
-}
-
-/// The backing segment ends with the segment.
-void TierStore::forget(Segment& segment) noexcept {
-    const std::shared_ptr<Segment> backing = segment.backing();
-    const std::lock_guard lock(mutex_);
-    above_.erase(backing.get());
 }
 
 /// The pager below looks ahead as often.
@@ -254,37 +245,27 @@ PinGuard TierStore::pin_below(const std::shared_ptr<Segment>& backing, std::size
     return below_.pin_pages(backing, index, 1, access);
 }
 
-/// Made by the first page that leaves; in the prediction below it has the role that it has above.
+/// In the prediction below it has the role that the segment has above.
 std::shared_ptr<Segment> TierStore::backing_of(const std::shared_ptr<Segment>& segment) {
-    if (std::shared_ptr<Segment> known = segment->backing()) return known;
+    std::shared_ptr<Segment> backing = segment->backing();
+    if (!backing) backing = make_backing(segment);
+    const TraceId anchor = segment->anchor_id;  // a state may have become a parameter's
+    if (backing->anchor_id != anchor) below_.set_anchor(*backing, anchor);
+    return backing;
+}
+
+std::shared_ptr<Segment> TierStore::make_backing(const std::shared_ptr<Segment>& segment) {
     const std::size_t element_bytes = segment->page_bytes() / below_.options().page_elements;
     std::shared_ptr<Segment> made = below_.create_segment(segment->size_bytes(), element_bytes, segment->kind());
     made->stays = activations_stay_ && segment->kind() == SegmentKind::activation;
-    made->assume({segment->kind(), segment->label, segment->trace_id, segment->anchor_id.load()});
+    made->assume({segment->kind(), segment->label, segment->trace_id, kNoTrace});
     {
-        const std::lock_guard lock(mutex_);
+        const std::lock_guard lock(making_);
         if (std::shared_ptr<Segment> known = segment->backing()) return known;
-        above_[made.get()] = segment;
         segment->set_backing(made);
     }
     below_.touch(made);
     return made;
-}
-
-std::shared_ptr<Segment> TierStore::above_of(const Segment& backing) const {
-    const std::lock_guard lock(mutex_);
-    const auto found = above_.find(&backing);
-    return found == above_.end() ? nullptr : found->second.lock();
-}
-
-std::vector<std::shared_ptr<Segment>> TierStore::members_below(const Segment& backing) {
-    std::vector<std::shared_ptr<Segment>> members;
-    const std::shared_ptr<Segment> above = above_of(backing);
-    if (!above) return members;
-    for (const std::shared_ptr<Segment>& member : client_->members_of(*above)) {
-        if (std::shared_ptr<Segment> found = member->backing()) members.push_back(std::move(found));
-    }
-    return members;
 }
 
 bool TierStore::copy_out(const Segment& segment, std::size_t index, std::span<std::byte> target) {

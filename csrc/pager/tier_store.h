@@ -12,7 +12,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <unordered_map>
 
 #include "device/stream.h"
 #include "pager/page_store.h"
@@ -40,7 +39,7 @@ public:
     void read(std::shared_ptr<Segment> segment, Page& page) override;
     void write(std::shared_ptr<Segment> segment, Page& page) override;
     void evict(Segment& segment) override;
-    void forget(Segment& segment) noexcept override;
+    void forget(Segment&) noexcept override {}  // the backing segment ends with it
     void kick() noexcept override;
     void end_step() override { below_.end_step(); }
 
@@ -88,8 +87,7 @@ private:
     void look_ahead_when_kicked();
     PinGuard pin_below(const std::shared_ptr<Segment>& backing, std::size_t index, Access access);
     std::shared_ptr<Segment> backing_of(const std::shared_ptr<Segment>& segment);
-    std::shared_ptr<Segment> above_of(const Segment& backing) const;
-    std::vector<std::shared_ptr<Segment>> members_below(const Segment& backing);
+    std::shared_ptr<Segment> make_backing(const std::shared_ptr<Segment>& segment);
     void note_read(const Transfer& transfer, std::int64_t now_ns);
 
     Pager& below_;
@@ -99,8 +97,7 @@ private:
     Lane to_device_{LinkDirection::to_device};
     Lane to_host_{LinkDirection::to_host};
 
-    mutable std::mutex mutex_;  // of who gives a segment its backing segment, and guards the next
-    std::unordered_map<const Segment*, std::weak_ptr<Segment>> above_;  // by backing segment
+    std::mutex making_;  // of who gives a segment its backing segment
 
     RateMeter read_rate_;
     std::int64_t last_read_ns_ = 0;  // when it had come; thread of reads only
