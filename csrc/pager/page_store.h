@@ -69,6 +69,13 @@ public:
     virtual std::shared_ptr<UsePredictor> use_predictor() const = 0;
 };
 
+/// What a store is doing just now.
+struct StoreStatus {
+    std::size_t reads_in_flight = 0;
+    std::size_t capacity = 0;  // transfers under way at once at most
+    double read_rate = 0;      // bytes per second that reads got lately while there were any to make
+};
+
 struct StoreStatistics {
     std::uint64_t stored_bytes = 0;       // live extents on SSD
     std::uint64_t file_bytes = 0;         // preallocated on SSD
@@ -112,18 +119,8 @@ public:
     /// Pager::latch_for_update(). Throws: LogicError from a store without memory.
     virtual UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                          bool may_wait) = 0;
-    /// Whether such a latch would find everything in the store's memory.
-    virtual bool has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) = 0;
 
-    /// Copies what the store holds of the page to memory of the host; false from a store that cannot without its
-    /// pager's memory, or holds nothing. Throws: what a pin below throws.
-    virtual bool copy_out(const Segment&, std::size_t, std::span<std::byte>) { return false; }
-
-    virtual std::size_t reads_in_flight() const noexcept = 0;
-    /// Transfers under way at once at most.
-    virtual std::size_t capacity() const noexcept = 0;
-    /// Bytes per second that reads got lately while there were any to make.
-    virtual double read_rate() const noexcept = 0;
+    virtual StoreStatus status() const noexcept = 0;
     virtual StoreStatistics statistics() const = 0;
     /// Says what is under way, for a person: at most so many transfers, the oldest first. Waits about a second at most.
     virtual std::vector<std::string> describe_transfers(std::size_t) { return {}; }

@@ -14,7 +14,12 @@ bool Pager::salvage(Segment& segment, std::size_t index, std::span<std::byte> ta
         return true;
     }
     const bool is_latest_below = word.has(PageWord::kStored) && !word.has(PageWord::kDirty);
-    return is_latest_below && impl_->store->copy_out(segment, index, target);
+    const std::shared_ptr<Segment> backing = segment.backing();
+    if (!is_latest_below || !backing) return false;
+    backing->pager().touch(backing);
+    const PinGuard guard = backing->pager().pin_pages(backing, index, 1, Access::read);
+    std::ranges::copy(backing->page_range(index).first(target.size()), target.begin());
+    return true;
 }
 
 void PageAccess::add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page) noexcept {
@@ -56,12 +61,14 @@ std::optional<UpdateLatch> Pager::Impl::latch_below(std::span<const std::shared_
 /// thread.
 void Pager::Impl::start_update_below(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time) {
     const std::vector<std::shared_ptr<Segment>> updated = members_of(*segment);
-    bool is_here = false;
+    bool is_below = true;
     for (const std::shared_ptr<Segment>& member : updated) {
         evict_page(member->page(index));
-        is_here = is_here || !member->page(index).load().is_absent();
+        const std::shared_ptr<Segment> backing = member->backing();
+        const bool is_further_down = backing && backing->page(index).load().state() == PageState::stored;
+        is_below = is_below && member->page(index).load().is_absent() && !is_further_down;
     }
-    if (!is_here && store->has_in_memory(updated, index)) queue_update(segment, index, time);
+    if (is_below) queue_update(segment, index, time);
 }
 
 }  // namespace torch_offload

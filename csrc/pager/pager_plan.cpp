@@ -149,7 +149,7 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
         const std::int64_t due_ns = use->after_ns - since_use_ns;
         const std::size_t recorded_bytes = follows ? 0 : use->other_bytes;  // is in the memory above
         const std::size_t growth_bytes = recorded_bytes - std::min(recorded_bytes, other_bytes);
-        const bool is_soon = due_ns < kRoomAheadNs + transfer_ns(growth_bytes, store->read_rate());
+        const bool is_soon = due_ns < kRoomAheadNs + transfer_ns(growth_bytes, store->status().read_rate);
         if (is_soon) expected_other_bytes = std::max(expected_other_bytes, recorded_bytes);
         if (!seen.insert(use->id).second) continue;
         std::shared_ptr<Segment> segment = use->id < roles.size() ? roles[use->id].lock() : nullptr;
@@ -185,7 +185,7 @@ void Pager::Impl::find_slack(std::vector<Ahead>& ahead) {
     std::vector<DueReads> reads;
     reads.reserve(ahead.size());
     for (const Ahead& next : ahead) reads.push_back({next.due_ns, missing_bytes(*next.segment)});
-    const std::vector<std::int64_t> slack = slack_of(reads, store->read_rate());
+    const std::vector<std::int64_t> slack = slack_of(reads, store->status().read_rate);
     for (std::size_t i = 0; i < ahead.size(); ++i) ahead[i].slack_ns = slack[i];
 }
 
@@ -200,7 +200,7 @@ std::size_t Pager::Impl::spare_bytes() {
 /// Reads on their way hold memory that no page uses: as many as keep a disk busy, fewer where memory is small.
 std::size_t Pager::Impl::most_reads_ahead(std::size_t page_bytes, std::size_t share) const noexcept {
     const std::size_t in_budget = options.budget_bytes / share / page_bytes;
-    return std::clamp(in_budget, kMinReads, std::max(kMinReads, store->capacity() / 2));
+    return std::clamp(in_budget, kMinReads, std::max(kMinReads, store->status().capacity / 2));
 }
 
 /// Evicts what is used last so that the next read or allocation finds memory without waiting for a write.
@@ -274,7 +274,7 @@ bool Pager::Impl::read_wanted(const std::shared_ptr<Segment>& segment) {
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         if (!may_read_ahead(segment->page(i).load()) || segment->is_above(i)) continue;
         const std::size_t most = most_reads_ahead(segment->frame_bytes(i), kShareOfWanted);
-        if (store->reads_in_flight() >= most || !start_reading(segment, i, 0)) return false;
+        if (store->status().reads_in_flight >= most || !start_reading(segment, i, 0)) return false;
     }
     return true;
 }
@@ -311,7 +311,7 @@ bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, UsePositio
 }
 
 bool Pager::Impl::read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use) {
-    if (store->reads_in_flight() >= most_reads_ahead(segment->page_bytes(), kShareOfAhead)) return false;
+    if (store->status().reads_in_flight >= most_reads_ahead(segment->page_bytes(), kShareOfAhead)) return false;
     return start_reading(segment, index, use);
 }
 

@@ -75,14 +75,11 @@ public:
     void forget(Segment& segment) noexcept override;
     void kick() noexcept override;
 
-    std::size_t reads_in_flight() const noexcept override { return reads_in_flight_.load(std::memory_order_relaxed); }
-    std::size_t capacity() const noexcept override { return engine_->capacity(); }
-    double read_rate() const noexcept override { return read_rate_.rate(); }
+    StoreStatus status() const noexcept override { return {reads_in_flight(), engine_->capacity(), read_rate_.rate()}; }
     StoreStatistics statistics() const override;
     std::vector<std::string> describe_transfers(std::size_t most) override;
     UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                  bool may_wait) override;
-    bool has_in_memory(std::span<const std::shared_ptr<Segment>>, std::size_t) override { return false; }
 
 private:
     using Clock = std::chrono::steady_clock;
@@ -110,6 +107,7 @@ private:
     void settle_arrived() noexcept;
     IoLoad load() const noexcept;
     std::size_t in_flight() const noexcept { return in_flight_.load(std::memory_order_relaxed); }
+    std::size_t reads_in_flight() const noexcept { return reads_in_flight_.load(std::memory_order_relaxed); }
 
     Transfers& ready(IoDirection direction) noexcept {
         return direction == IoDirection::read ? ready_reads_ : ready_writes_;

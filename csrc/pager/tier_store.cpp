@@ -107,7 +107,7 @@ void TierStore::wake_planner() noexcept {
     kicks_.notify_one();
 }
 
-std::size_t TierStore::capacity() const noexcept { return kCapacity; }
+StoreStatus TierStore::status() const noexcept { return {to_device_.in_flight.load(), kCapacity, read_rate_.rate()}; }
 
 StoreStatistics TierStore::statistics() const {
     StoreStatistics statistics;
@@ -132,14 +132,6 @@ UpdateLatch TierStore::latch_for_update(std::span<const std::shared_ptr<Segment>
         backing_segments.push_back(backing_of(segment));
     }
     return below_.latch_for_update(backing_segments, index, may_wait);
-}
-
-bool TierStore::has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) {
-    for (const std::shared_ptr<Segment>& segment : segments) {
-        const std::shared_ptr<Segment> backing = segment->backing();
-        if (backing && backing->page(index).load().state() == PageState::stored) return false;
-    }
-    return true;
 }
 
 // --- Threads ------------------------------------------------------------------------------------------------------
@@ -266,14 +258,6 @@ std::shared_ptr<Segment> TierStore::make_backing(const std::shared_ptr<Segment>&
     }
     below_.touch(made);
     return made;
-}
-
-bool TierStore::copy_out(const Segment& segment, std::size_t index, std::span<std::byte> target) {
-    const std::shared_ptr<Segment> backing = segment.backing();
-    if (!backing) return false;
-    const PinGuard guard = pin_below(backing, index, Access::read);
-    std::ranges::copy(backing->page_range(index).first(target.size()), target.begin());
-    return true;
 }
 
 /// Time counts from when the copy was queued, or from the end of the one before it.

@@ -43,15 +43,11 @@ public:
     void kick() noexcept override;
     void end_step() override { below_.end_step(); }
 
-    std::size_t reads_in_flight() const noexcept override { return to_device_.in_flight.load(); }
-    std::size_t capacity() const noexcept override;
-    double read_rate() const noexcept override { return read_rate_.rate(); }
+    StoreStatus status() const noexcept override;
     StoreStatistics statistics() const override;
     std::vector<std::string> describe_transfers(std::size_t most) override;
     UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                  bool may_wait) override;
-    bool has_in_memory(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) override;
-    bool copy_out(const Segment& segment, std::size_t index, std::span<std::byte> target) override;
 
 private:
     struct Transfer {
