@@ -131,10 +131,6 @@ void Pager::Impl::check_page_size(std::size_t element_bytes) const {
                   granule_bytes, " bytes; page_elements of ", round_up(options.page_elements, works), " works");
 }
 
-std::span<std::byte> Pager::Impl::whole_granules(std::span<std::byte> bytes) const noexcept {
-    return {bytes.data(), whole_granules(bytes.size())};
-}
-
 /// The range stays the caller's if this throws.
 std::shared_ptr<Segment> Pager::Impl::make_segment(std::span<std::byte> range, std::size_t element_bytes,
                                                    SegmentKind kind) {
