@@ -3,13 +3,12 @@
 Method: one bit of the scratch file is flipped, where the first bytes of a paged tensor are found in it.
 """
 
-import os
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from support.bits import digest, raw_bytes
+from support.damage import flip_bits
 from support.paging import page_out
 from torch import Tensor, nn
 
@@ -26,22 +25,6 @@ def make_module() -> nn.Sequential:
 
 def backward(module: nn.Module) -> None:
     module(torch.ones(4, WIDTH)).square().mean().backward()
-
-
-def flip_bits(directory: Path, content: bytes) -> None:
-    """One in each place where the nameless file of the directory holds the content, or once held it."""
-    entries = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
-    [path] = {entry for entry in entries if entry.is_symlink() and os.readlink(entry).startswith(f"{directory}/#")}
-    with path.open("r+b") as file:
-        pages = bytearray(file.read())
-        places = [match.start() for match in re.finditer(re.escape(content), pages)]
-        assert places, "the tensor is not in the file"
-        for place in places:
-            pages[place + len(content) // 2] ^= 0x10
-            file.seek(place)
-            file.write(pages[place : place + len(content)])
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def replace_parameter(weight: nn.Parameter, states: dict[str, Tensor], value: Tensor) -> None:
