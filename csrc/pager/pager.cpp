@@ -66,6 +66,7 @@ Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_p
     : owner(pager),
       options(pager_options),
       memory(pager_options.memory ? *pager_options.memory : AddressSpace::process()),
+      fault_errors(pager_options.fault_notice),
       arena({pager_options.budget_bytes, small_reserve(pager_options.budget_bytes),
              pager_options.page_elements * kDefaultElementBytes, huge_pages_for(pager_options), &memory}),
       fault_holds(pager_options.budget_bytes / kShareOfFaulted),
@@ -308,6 +309,8 @@ std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
     impl_->store->evict(*segment);
     return pinned_bytes;
 }
+
+void Pager::raise_fault_error() { impl_->raise_fault_error(); }
 
 void Pager::flush() {
     const InterruptibleWait wait;  // of all of it: some progress may be made while one transfer does not end

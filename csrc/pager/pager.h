@@ -15,6 +15,7 @@
 #include "device/memory.h"
 #include "device/stream.h"
 #include "pager/arena.h"
+#include "pager/fault_errors.h"
 #include "pager/in_flight_uses.h"
 #include "pager/page_store.h"
 #include "pager/page_table.h"
@@ -40,6 +41,7 @@ struct PagerOptions {
     std::string remedy;          // what helps where it is full, for messages
     bool updates_below = false;  // deferred work is applied where the store keeps pages, not in this memory
     ActivityLog* activity_log = nullptr;  // told of transfers and stalls; outlives the pager
+    FaultNotice fault_notice;             // told of accesses behind the dispatcher that ended on wrong bytes
 };
 
 /// overwrite: every byte will be written, what was there is not read.
@@ -147,8 +149,7 @@ private:
 /// GIL.
 class Pager {
 public:
-    /// Throws: InvalidArgument for a directory or options that cannot serve; TierIoError if the directory is
-    /// read-only or full.
+    /// Throws: InvalidArgument for a directory or options that cannot serve; TierIoError for a read-only or full one.
     explicit Pager(const PagerOptions& options);
     /// The same over an engine of the caller's, `options.engine` aside.
     Pager(const PagerOptions& options, std::unique_ptr<IoEngine> engine);
@@ -175,20 +176,21 @@ public:
 
     // --- The verbs ------------------------------------------------------------------------------------------------
     /// Brings all pages of the segments into memory, maps them and keeps them there while the guard lives.
-    /// Throws: OutOfTierMemory before anything is touched if they cannot all fit; TierIoError for a read that fails
-    /// now, for a write-back that fails where its memory is needed, and for an access behind the dispatcher that failed
-    /// since the last pin; CorruptPage for a page that is lost. Pages that were to be overwritten are then as before.
+    /// Throws: OutOfTierMemory before anything is touched if they cannot all fit; TierIoError for a read that fails now
+    /// or a write-back whose memory is needed; CorruptPage for a page that is lost; what raise_fault_error() throws.
+    /// Pages that were to be overwritten are then as before.
     PinGuard pin(std::span<const PinRequest> requests);
     /// The same for `count` pages of one segment.
     PinGuard pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count, Access access);
     /// A request: reads the segment, in its turn, or one page of it at once, ahead of use if memory allows.
     void prefetch(const std::shared_ptr<Segment>& segment);
     void prefetch_page(const std::shared_ptr<Segment>& segment, std::size_t index);
-    /// Sends every unpinned page of the segment to SSD (clean ones are dropped) and waits for it. Returns the bytes
-    /// that stayed because they are pinned.
+    /// Sends every page to SSD (clean ones are dropped) and waits for it. Returns the bytes that stay since pinned.
     std::size_t evict(const std::shared_ptr<Segment>& segment);
     /// Waits until all transfers under way have ended; raises a failed write.
     void flush();
+    /// Throws, once, why an access behind the dispatcher failed since the last pin. Such pages are tried again then.
+    void raise_fault_error();
     /// Copies a page's bytes out of the tier below, past this one's memory: what is left of a lost device. False, with
     /// nothing copied, if those below are not the latest. Throws: what a pin throws.
     bool salvage(Segment& segment, std::size_t index, std::span<std::byte> target);
@@ -205,8 +207,7 @@ public:
     static bool in_memory(const Segment& segment, std::size_t index) noexcept;
 
     // --- Temporaries (the CPU allocator) --------------------------------------------------------------------------
-    /// A committed range that counts against the budget; evicts pages to free memory.
-    /// Throws: OutOfTierMemory; TierIoError for a failed write-back.
+    /// A committed range of the budget; evicts pages to free memory. Throws: OutOfTierMemory; TierIoError of a write.
     std::span<std::byte> allocate_range(std::size_t size_bytes);
     void free_range(std::span<std::byte> range) noexcept;
     /// Counts memory that is about to be allocated elsewhere; evicts pages to free memory.

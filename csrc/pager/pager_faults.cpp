@@ -30,8 +30,7 @@ void Pager::Impl::answer_fault(Page& page, bool is_write) noexcept {
     }
 }
 
-/// Maps the page for a thread that waits in the handler; if that fails twice, lets the access end on 0xFF bytes and
-/// keeps the error for the next pin.
+/// Maps the page for a thread that waits in the handler; if that fails twice, lets the access end on 0xFF bytes.
 void Pager::Impl::serve_fault(Page& page) {
     std::shared_ptr<Segment> segment;
     {
@@ -52,8 +51,7 @@ void Pager::Impl::serve_fault(Page& page) {
         } catch (const std::exception& error) {
             if (attempt == 0 && segment && page.load().state() != PageState::failed) continue;
             OFFLOAD_LOG(error, "an access behind the dispatcher could not be served: ", error.what());
-            note_fault_error(std::current_exception());
-            poison_page(page, error.what());
+            poison_page(page, std::current_exception(), error.what());
             return;
         }
     }
@@ -75,10 +73,11 @@ bool Pager::Impl::release_faulted(const Segment& segment) noexcept {
     return fault_holds.drop(segment);
 }
 
-/// Lets accesses to the page end on 0xFF bytes, unless somebody has mapped it meanwhile. Keeps it from being mapped
-/// first: what lies at its address then is nobody's. Its state may change all the same: a transfer may have no end.
-/// Called while the error `why` is handled.
-void Pager::Impl::poison_page(Page& page, const char* why) noexcept {
+/// Lets accesses to the page end on 0xFF bytes, unless somebody has mapped it meanwhile, and has the program told of
+/// the error: the thread that waits finds it raised at its next step. Keeps the page from being mapped first: what lies
+/// at its address then is nobody's. Its state may change all the same: a transfer may have no end. Called while the
+/// error is handled.
+void Pager::Impl::poison_page(Page& page, std::exception_ptr error, const char* why) noexcept {
     constexpr std::uint32_t kServed = PageWord::kFaulted | PageWord::kFaultedWrite;
     PageWord seen = page.load();
     while (true) {
@@ -98,9 +97,13 @@ void Pager::Impl::poison_page(Page& page, const char* why) noexcept {
             break;
         }
     }
+    fault_errors.keep(std::move(error));
+    announce_progress();
     memory.poison(mapped_range(page));
+    fault_errors.tell();
     page.set_flag(PageWord::kPoisoned);
     page.clear_flag(kServed | PageWord::kPoisoning);
+    fault_errors.marked();
 }
 
 /// Takes the 0xFF bytes away that accesses ended on, once their error is raised: later accesses are served again. Those

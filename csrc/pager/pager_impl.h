@@ -14,6 +14,7 @@
 #include "base/check.h"
 #include "base/units.h"
 #include "pager/eviction.h"
+#include "pager/fault_errors.h"
 #include "pager/fault_holds.h"
 #include "pager/page_steps.h"
 #include "pager/page_store.h"
@@ -65,7 +66,6 @@ struct Pager::Impl final : StoreClient {
 
     // Errors (pager_transfer.cpp)
     void forget_error(Page& page) noexcept;
-    void note_fault_error(std::exception_ptr error) noexcept;
     void raise_fault_error();
     void raise_unsaid_write_error();
     void raise_write_error(const Segment* segment = nullptr);
@@ -143,7 +143,7 @@ struct Pager::Impl final : StoreClient {
     bool is_above(const Segment& segment, std::size_t index);
     void answer_fault(Page& page, bool is_write) noexcept;
     void serve_fault(Page& page);
-    void poison_page(Page& page, const char* why) noexcept;
+    void poison_page(Page& page, std::exception_ptr error, const char* why) noexcept;
     void clear_poison();
     void clear_poison(Page& page);
     void hold_faulted(Page& page) noexcept;
@@ -202,6 +202,7 @@ struct Pager::Impl final : StoreClient {
     Pager& owner;
     const PagerOptions& options;
     Memory& memory;
+    FaultErrors fault_errors;
 
     mutable std::mutex mutex;  // the pager's lock: arena, trace, queue, segments, roles, errors
     Arena arena;
@@ -213,8 +214,7 @@ struct Pager::Impl final : StoreClient {
     PrefetchQueue prefetch_queue;               // of callers of prefetch()
     UnwritablePages unwritable;
     FaultHolds fault_holds;
-    std::exception_ptr late_error;   // of the transfer that became late last
-    std::exception_ptr fault_error;  // of an access behind the dispatcher, raised by the next pin
+    std::exception_ptr late_error;  // of the transfer that became late last
     std::size_t unregister_wanted_bytes = 0;
     std::size_t registered_bytes = 0;
     std::uint64_t next_segment_id = 1;
@@ -229,7 +229,6 @@ struct Pager::Impl final : StoreClient {
     std::atomic<int> transients{0};          // latches, wanted or held, of threads that give up rather than wait
     std::atomic<int> memory_waiters{0};      // threads that wait for memory: reads ahead of use stand back
     std::atomic<int> program_waiters{0};     // threads of the program that wait: their cores are free for updates
-    std::atomic<bool> has_fault_error{false};
     std::atomic<std::uint64_t> clock{1};
     std::atomic<std::size_t> moving_pages{0};    // loading or evicting: each ends with progress
     std::atomic<std::size_t> late_pages{0};      // of these, whose transfer is late

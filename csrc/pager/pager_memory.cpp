@@ -163,7 +163,8 @@ void Pager::Impl::check_idle(std::span<const std::byte> memory) noexcept {
     try {
         options.device->check_idle(memory);
     } catch (const std::exception&) {
-        note_fault_error(std::current_exception());
+        fault_errors.keep(std::current_exception());
+        fault_errors.tell();
     }
 }
 

@@ -151,30 +151,15 @@ void Pager::Impl::raise_if_late(const Page& page, PageWord seen) {
     if (is_moving && seen.has(PageWord::kTransferFailed)) raise_page_error(page);
 }
 
-/// Raised by the next pin: an access whose result may already have been used.
-void Pager::Impl::note_fault_error(std::exception_ptr error) noexcept {
-    {
-        const std::lock_guard lock(mutex);
-        fault_error = std::move(error);
-    }
-    has_fault_error.store(true, std::memory_order_release);
-    announce_progress();
-}
-
+/// Of an access whose result may already have been used.
 void Pager::Impl::raise_fault_error() {
-    if (!has_fault_error.load(std::memory_order_acquire)) return;
-    std::exception_ptr error;
-    {
-        const std::lock_guard lock(mutex);
-        error = fault_error;
-    }
-    clear_poison();  // if it throws, the error is raised by the next pin
-    {
-        const std::lock_guard lock(mutex);
-        if (fault_error == error) {
-            fault_error = nullptr;
-            has_fault_error.store(false, std::memory_order_release);
-        }
+    if (!fault_errors.is_waiting()) return;
+    std::exception_ptr error = fault_errors.take();
+    try {
+        clear_poison();
+    } catch (...) {
+        fault_errors.keep(std::move(error));  // for the next pin
+        throw;
     }
     if (error) std::rethrow_exception(error);
 }
