@@ -121,6 +121,11 @@ void Engine::flush_pages() {
     if (has_device()) host_->flush();
 }
 
+void Engine::raise_fault_error() {
+    pager_->raise_fault_error();
+    if (has_device()) host_->raise_fault_error();
+}
+
 bool Engine::try_manage(const at::Tensor& tensor, SegmentRole role) {
     if (block_of(tensor)) {
         add_paged_key(tensor);

@@ -62,6 +62,8 @@ public:
     c10::Device torch_device() const noexcept { return torch_device_; }
     /// Waits for writes under way in every tier; raises a failed one.
     void flush_pages();
+    /// Throws, once, why an access behind the dispatcher failed in some tier.
+    void raise_fault_error();
     /// Of all tiers. Off until it is started.
     ActivityLog& activity_log() noexcept { return activity_log_; }
     DeferredOps& deferred() noexcept { return *deferred_; }

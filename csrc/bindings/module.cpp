@@ -25,6 +25,7 @@
 #include "bindings/python_errors.h"
 #include "bindings/ssd_probe.h"
 #include "bindings/statistics.h"
+#include "bindings/unraised_errors.h"
 
 namespace py = pybind11;
 
@@ -142,8 +143,11 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
     options.pager.page_elements = page_elements;
     options.pager.transfer_limits = transfer_limits(std::chrono::seconds(io_timeout), retry_delays_ms);
     options.pager.remedy = std::move(remedy);
+    options.pager.fault_notice = fault_notice();
     options.min_paged_bytes = min_paged_bytes;
-    return waiting([&] { return Engine::make(options); });
+    std::shared_ptr<Engine> engine = waiting([&] { return Engine::make(options); });
+    watch_faults(engine);
+    return engine;
 }
 
 /// A parameter takes its gradient along.
@@ -282,6 +286,7 @@ void bind_engine(py::module_& module) {
 void remove_allocator_at_exit() {
     py::module_::import("atexit").attr("register")(py::cpp_function([] {
         if (in_forked_child()) return;  // a thread of the parent may have held a lock of the engine's
+        stop_raising_faults();
         RegisterAllocator::process().remove_any();
         deliver_log();
     }));
@@ -294,6 +299,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     using namespace torch_offload;
     install_error_translation();
     install_interrupt_check();
+    install_fault_raiser();
     m.attr("built_against_torch") = TORCH_OFFLOAD_BUILT_AGAINST;
 #ifdef TORCH_OFFLOAD_HAVE_LIBURING
     m.attr("has_liburing") = true;
