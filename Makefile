@@ -44,6 +44,8 @@ SANITIZE_asan := address,undefined
 SANITIZE_tsan := thread
 # One test of the fault programme each.
 FAULTS := NthIo NthSystemCall NthAllocation FullDisk ChangedBytes Kill HungDisk
+# Of the pager, at random.
+OPERATIONS ?= 1000000
 # Where it is built; in build/cpp-plain it is linked with what the extension is.
 FAULT_TREE ?= build/cpp-fault
 FUZZERS := header decode product
@@ -134,6 +136,16 @@ $(RUNS:%=cpp-test-%): cpp-test-%: .system
 	$(PHASE) "run C++ tests, $*" ctest --test-dir build/cpp-$* --output-on-failure
 
 cpp-test-plain: build # whose objects are tested
+
+.PHONY: operations
+operations: .system ## A million operations of the pager by several threads under TSan, and all orders of a page's steps; to build/operations
+	@echo "seeds begin at $(OFFLOAD_TEST_SEED)"
+	@cmake -S . -B build/cpp-tsan -G Ninja -DOFFLOAD_SANITIZE=thread -DOFFLOAD_OBJECTS= > build/cpp-tsan.log || { cat build/cpp-tsan.log; exit 1; }
+	$(PHASE) "build C++ tests of the pager, tsan" cmake --build build/cpp-tsan -j $(JOBS) --target torch_offload_pager_tests
+	@mkdir -p build/operations && echo "$(OFFLOAD_TEST_SEED)" > build/operations/seed
+	OFFLOAD_TEST_OPERATIONS=$(OPERATIONS) $(PHASE) "operations of the pager, tsan" \
+		build/cpp-tsan/tests/cpp/torch_offload_pager_tests --gtest_filter='RandomOperations.*:PageSteps.*' \
+		--gtest_output=json:build/operations/tests.json
 
 .PHONY: fault
 fault: .fault-build ## Break memory, disk, calls and process on purpose, some 40,000 times; writes what came of it to build/fault

@@ -1,8 +1,9 @@
-"""Writes the record of the fault programme, and the page that says what came of it.
+"""Writes the records of the fault programme and of random operations, and the page that says what came of them.
 
-python tools/fault_page.py --collect build/fault   make benchmarks/results/faults.json of what `make fault` left there
-python tools/fault_page.py                         write docs/reliability.md from that
-python tools/fault_page.py --check                 change nothing; exit with 1 and a diff where it is not as written
+python tools/fault_page.py --collect build/fault        make benchmarks/results/faults.json of what `make fault` left
+python tools/fault_page.py --collect build/operations   make benchmarks/results/operations.json, after `make operations`
+python tools/fault_page.py                              write docs/reliability.md from them
+python tools/fault_page.py --check                      change nothing; exit with 1 and a diff where it is not so
 """
 
 import argparse
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 RESULT, PAGE = "benchmarks/results/faults.json", "docs/reliability.md"
+OPERATIONS = "benchmarks/results/operations.json"
+LEAST_OPERATIONS = 1_000_000
 STATES = ("zero", "stored", "loading", "loaded", "busy", "mapped", "evicting", "failed")
 GOOD = ("exact", "typed", "lost")
 DEFECTS = ("wrong", "untyped", "stuck", "leaked", "crashed", "hung")
@@ -50,24 +53,43 @@ class ResultRefused(Exception):
     """A result that the page may not quote."""
 
 
-def collected(folder: Path) -> Json:
-    """Return the record of what the harnesses left in a folder, one file each."""
+def run_of(test: Json) -> Json:
+    """Return what a test recorded, and how long it took."""
+    run = {name: int(text) if text.isdecimal() else text for name, text in test.items() if isinstance(text, str)}
+    for unused in ("name", "file", "status", "result", "timestamp", "classname"):
+        run.pop(unused, None)
+    return run | {"time": float(test["time"].rstrip("s")), "has_failed": "failures" in test}
+
+
+def origin_of(folder: Path, command: str) -> Json:
     from benchmarks.harness import provenance
 
+    return {
+        "code": provenance.code() | {"command": command},
+        "machine": provenance.machine(),
+        "first_seed": (folder / "seed").read_text().strip(),
+    }
+
+
+def collected(folder: Path) -> Json:
+    """Return the record of what the harnesses left in a folder, one file each."""
     harnesses = {}
     for harness in HARNESSES:
         content = json.loads((folder / f"{harness.name}.json").read_text())
         (test,) = content["testsuites"][0]["testsuite"]
-        run = {name: int(text) if text.isdecimal() else text for name, text in test.items() if isinstance(text, str)}
-        for unused in ("name", "file", "status", "result", "timestamp", "classname"):
-            run.pop(unused, None)
-        harnesses[harness.name] = run | {"time": float(test["time"].rstrip("s")), "has_failed": "failures" in test}
-    seed = (folder / "seed").read_text().strip()
-    return {
-        "code": provenance.code() | {"command": "make fault"},
-        "machine": provenance.machine(),
-        "first_seed": seed,
-        "harnesses": harnesses,
+        harnesses[harness.name] = run_of(test)
+    return origin_of(folder, "make fault") | {"harnesses": harnesses}
+
+
+def collected_operations(folder: Path) -> Json:
+    """Return the record of random operations, and of the orders of a page's steps."""
+    content = json.loads((folder / "tests.json").read_text())
+    tests = {test["name"]: run_of(test) for suite in content["testsuites"] for test in suite["testsuite"]}
+    has_failed = any(test["has_failed"] for test in tests.values())
+    return origin_of(folder, "make operations") | {
+        "has_failed": has_failed,
+        "operations": tests["OfManyThreadsKeepEveryByte"],
+        "orders": tests["AreSoundInEveryOrder"],
     }
 
 
@@ -123,12 +145,29 @@ def defect_rows(content: Json) -> list[list[str]]:
     return rows
 
 
-def page(content: Json) -> str:
+def operations_part(content: Json) -> list[str]:
+    run, orders, code = content["operations"], content["orders"], content["code"]
+    kinds = [name for name in run if name not in ("operations", "time", "has_failed")]
+    counts = ", ".join(f"{name.replace('_', ' ')} {run[name]:,}" for name in kinds)
+    return [
+        "## Threads against each other\n",
+        f"{run['operations']:,} operations of a pager by several threads at once, drawn at random, in a build with "
+        "ThreadSanitizer, which found nothing; each byte that was looked at was the one written last, and the budget "
+        f"held. By kind: {counts}. It took {run['time']:.0f} s.\n",
+        "What threads do next with a page is a table (`csrc/pager/page_steps.h`). Four threads with any wishes and a "
+        f"transfer, in every order of their steps: {orders['models']:,} models, {orders['states']:,} states, "
+        f"{orders['moves']:,} moves between them, none of them unsound.\n",
+        f"Commit {code['commit'][:12]}, {code['date'][:10]}, first seed {content['first_seed']} (hexadecimal); "
+        f"{content['machine']['processor']}, {content['machine']['cores']} cores. Again: `{code['command']}`.\n",
+    ]
+
+
+def page(content: Json, operations: Json) -> str:
     """Return docs/reliability.md."""
     defects = defect_rows(content)
     parts = [
         "# What was broken on purpose\n",
-        "Written by `tools/fault_page.py` from `benchmarks/results/faults.json`; how the harnesses work and how to add "
+        f"Written by `tools/fault_page.py` from `{RESULT}` and `{OPERATIONS}`; how the harnesses work and how to add "
         "one is in [architecture](contributing/architecture.md#faults-on-purpose).\n",
         f"{origin(content)}\n",
         "## Faults, and what came of them\n",
@@ -153,14 +192,28 @@ def page(content: Json) -> str:
         "From the row's state to the column's. Each is in the table of `tests/cpp/fault/transitions.cpp`, but for "
         "those that follow from a known defect.\n",
         table(["", *STATES], transition_rows(content)),
+        *operations_part(operations),
     ]
     return "\n".join(parts)
 
 
-def read_result(root: Path) -> Json:
-    content: Json = json.loads((root / RESULT).read_text())
+def read_record(root: Path, name: str) -> Json:
+    content: Json = json.loads((root / name).read_text())
     if content["code"]["modified_files"]:
-        raise ResultRefused(f"{RESULT} was measured with files that differ from its commit; commit them, make fault")
+        again = content["code"]["command"]
+        raise ResultRefused(f"{name} was measured with files that differ from its commit; commit them, {again}")
+    return content
+
+
+def read_operations(root: Path) -> Json:
+    content = read_record(root, OPERATIONS)
+    if content["has_failed"] or content["operations"]["operations"] < LEAST_OPERATIONS:
+        raise ResultRefused(f"{OPERATIONS} has no passing run of {LEAST_OPERATIONS:,} operations: make operations")
+    return content
+
+
+def read_result(root: Path) -> Json:
+    content = read_record(root, RESULT)
     for harness in HARNESSES:
         run = content["harnesses"].get(harness.name)
         if run is None or run["has_failed"] or number_of(run, harness) < harness.least:
@@ -170,14 +223,17 @@ def read_result(root: Path) -> Json:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--collect", type=Path, metavar="FOLDER", help="make the record of what harnesses left there")
+    parser.add_argument("--collect", type=Path, metavar="FOLDER", help="make the record of what was left there")
     parser.add_argument("--check", action="store_true", help="change nothing, say what differs")
     parser.add_argument("--root", type=Path, default=ROOT, help="of the repository (default: this one)")
     options = parser.parse_args()
     try:
-        if options.collect:
+        if options.collect and (options.collect / "tests.json").exists():
+            record = collected_operations(options.collect)
+            write([(options.root / OPERATIONS, json.dumps(record, indent=1) + "\n")])
+        elif options.collect:
             write([(options.root / RESULT, json.dumps(collected(options.collect), indent=1) + "\n")])
-        documents = [(options.root / PAGE, page(read_result(options.root)))]
+        documents = [(options.root / PAGE, page(read_result(options.root), read_operations(options.root)))]
     except ResultRefused as reason:
         sys.exit(str(reason))
     if not options.check:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OLD = "*old:* measured before results recorded their commit, on code that has changed; to be measured again."
 DISTURBED = "**Disturbed:** others took part of the machine, and too few rounds were quiet."
 PAGE, CHART = "docs/contributing/results.md", "docs/images/step_by_memory.svg"
-FAULTS = "faults.json"  # has a page of its own: fault_page.py
+FAULTS = ("faults.json", "operations.json")  # have a page of their own: fault_page.py
 MAX_OTHER_SHARE = 0.10  # of the machine, while a try of DeepSpeed counts
 
 Json = dict[str, Any]
@@ -137,7 +137,7 @@ def read_results(root: Path) -> list[Result]:
     """Return results that name their commit, in the order of `BENCHMARKS`; refuse others."""
     results = []
     for path in (root / "benchmarks/results").glob("*.json"):
-        if path.name == FAULTS:
+        if path.name in FAULTS:
             continue
         benchmark, content = benchmark_of(path.stem), json.loads(path.read_text())
         code = content.get("code", {})

@@ -134,6 +134,7 @@ public:
         }
     }
     std::size_t state_count() const { return seen_.size(); }
+    std::size_t move_count() const { return move_count_; }
 
 private:
     using At = Actor::At;
@@ -388,6 +389,7 @@ TEST(PageSteps, AreSoundInEveryOrder) {
         word_of(failed, 0),
     };
     std::size_t states = 0;
+    std::size_t moves = 0;
     std::size_t models = 0;
     for (const PageWord word : first_words) {
         for (std::size_t a = 0; a < kWishCount; ++a) {
@@ -397,7 +399,9 @@ TEST(PageSteps, AreSoundInEveryOrder) {
                         Model model{word, std::vector<Actor>(4)};
                         std::size_t i = 0;
                         for (const std::size_t wish : {a, b, c, d}) model.actors[i++].wish = static_cast<Wish>(wish);
-                        states += Explorer(model).state_count();
+                        const Explorer explorer(model);
+                        states += explorer.state_count();
+                        moves += explorer.move_count();
                         ++models;
                         ASSERT_FALSE(HasFailure())
                             << "word " << word.bits << ", wishes " << a << ' ' << b << ' ' << c << ' ' << d;
@@ -406,7 +410,10 @@ TEST(PageSteps, AreSoundInEveryOrder) {
             }
         }
     }
-    std::cout << models << " models, " << states << " states\n";
+    std::cout << models << " models, " << states << " states, " << moves << " moves between them\n";
+    RecordProperty("models", std::to_string(models));
+    RecordProperty("states", std::to_string(states));
+    RecordProperty("moves", std::to_string(moves));
     EXPECT_EQ(models, first_words.size() * 330);
 }
 

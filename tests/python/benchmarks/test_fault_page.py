@@ -12,6 +12,7 @@ pytestmark = pytest.mark.any_torch
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD, PAGE = "benchmarks/results/faults.json", "docs/reliability.md"
+OPERATIONS = "benchmarks/results/operations.json"
 
 
 def run_tool(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -21,9 +22,9 @@ def run_tool(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """This repository's record and page."""
-    for name in (RECORD, PAGE):
-        (tmp_path / name).parent.mkdir(parents=True)
+    """This repository's records and page."""
+    for name in (RECORD, OPERATIONS, PAGE):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
 
@@ -41,21 +42,24 @@ def test_page_that_says_something_else_is_found(tree):
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "said"),
+    ("record", "place", "value", "said"),
     [
-        (("code", "modified_files"), ["csrc/pager/pager.cpp"], "measured with files that differ"),
-        (("harnesses", "NthIo", "reached"), 2399, "no whole, passing run of NthIo"),
-        (("harnesses", "Kill", "injected"), 1499, "no whole, passing run of Kill"),
-        (("harnesses", "FullDisk", "has_failed"), True, "no whole, passing run of FullDisk"),
+        (RECORD, ("code", "modified_files"), ["csrc/pager/pager.cpp"], "measured with files that differ"),
+        (RECORD, ("harnesses", "NthIo", "reached"), 2399, "no whole, passing run of NthIo"),
+        (RECORD, ("harnesses", "Kill", "injected"), 1499, "no whole, passing run of Kill"),
+        (RECORD, ("harnesses", "FullDisk", "has_failed"), True, "no whole, passing run of FullDisk"),
+        (OPERATIONS, ("operations", "operations"), 999_999, "no passing run of 1,000,000 operations"),
+        (OPERATIONS, ("has_failed",), True, "no passing run of 1,000,000 operations"),
+        (OPERATIONS, ("code", "modified_files"), ["csrc/pager/pager.cpp"], "measured with files that differ"),
     ],
 )
-def test_record_of_too_little_is_refused(tree, place, value, said):
-    content = json.loads((tree / RECORD).read_text())
+def test_record_of_too_little_is_refused(tree, record, place, value, said):
+    content = json.loads((tree / record).read_text())
     part = content
     for name in place[:-1]:
         part = part[name]
     part[place[-1]] = value
-    (tree / RECORD).write_text(json.dumps(content))
+    (tree / record).write_text(json.dumps(content))
     checked = run_tool(tree, "--check")
     assert checked.returncode == 1
     assert said in checked.stderr
