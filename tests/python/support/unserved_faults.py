@@ -38,10 +38,11 @@ def raw_view(tensor: torch.Tensor) -> np.ndarray:
 
 
 def damage(module: nn.Module, scratch: Path) -> torch.Tensor:
-    """Damage the first page of ``0.weight`` while it is away. Returns what the weight was."""
+    """Damage the first page of ``0.weight`` where it is stored. Returns what the weight was."""
     kept = module[0].weight.detach().clone()
     page_out(module)
     flip_bits(scratch, raw_bytes(kept)[:4096].numpy().tobytes())
+    page_out(module)  # what was read ahead before the damage goes
     assert not torch_offload.is_resident(module[0].weight)
     return kept
 
