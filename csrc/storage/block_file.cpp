@@ -5,9 +5,12 @@
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/vfs.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -69,9 +72,26 @@ FileDescriptor open_nameless(const std::string& directory) {
 }
 
 /// Switched on afterwards: opening with O_DIRECT can fail after it has made the file.
-bool enable_direct_io(int file) noexcept {
+bool switch_direct_io(int file, bool is_on) noexcept {
     const int flags = ::fcntl(file, F_GETFL);
-    return flags >= 0 && ::fcntl(file, F_SETFL, flags | O_DIRECT) == 0;
+    return flags >= 0 && ::fcntl(file, F_SETFL, is_on ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
+}
+
+bool is_refused(int error) noexcept { return error == EINVAL || error == EOPNOTSUPP; }
+
+/// A filesystem may take the flag and refuse the transfers. 0 or errno of one of each direction.
+int try_direct_io(int file) noexcept {
+    alignas(kSectorBytes) std::array<std::byte, kSectorBytes> sector{};
+    const auto error_of = [&](auto transfer) {
+        ssize_t moved_bytes = 0;
+        do {
+            moved_bytes = transfer(file, sector.data(), sector.size(), 0);
+        } while (moved_bytes < 0 && errno == EINTR);
+        if (moved_bytes < 0) return errno;
+        return static_cast<std::size_t>(moved_bytes) == sector.size() ? 0 : EIO;
+    };
+    const int error = error_of(::pwrite);
+    return error != 0 ? error : error_of(::pread);
 }
 
 /// Bytes that a user may still write to the disk of `file`; all there are where the filesystem does not say.
@@ -115,7 +135,13 @@ int preallocate(int file, std::uint64_t offset_bytes, std::uint64_t size_bytes) 
 BlockFile::BlockFile(const std::string& directory, ScratchLimits limits) : directory_(directory), limits_(limits) {
     check_directory(directory);
     file_ = open_nameless(directory);
-    direct_ = enable_direct_io(file_.get());
+    direct_ = switch_direct_io(file_.get(), true);
+    const int error_of_direct = direct_ ? try_direct_io(file_.get()) : 0;
+    if (is_refused(error_of_direct)) {
+        direct_ = !switch_direct_io(file_.get(), false);
+    } else if (error_of_direct != 0) {
+        throw_cannot_open(directory, error_of_direct);
+    }
     if (!direct_) OFFLOAD_LOG(info, "scratch file in ", directory, ": no direct I/O there, using the page cache");
     const int error = preallocate(file_.get(), 0, kSectorBytes);
     preallocates_ = error != EOPNOTSUPP;

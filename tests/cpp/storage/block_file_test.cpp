@@ -287,6 +287,38 @@ TEST(BlockFile, WithoutDirectIoItIsBuffered) {
     EXPECT_NE(log.lines().find("no direct I/O"), std::string::npos);
 }
 
+// Nor is one that takes the flag and then refuses transfers. Method: writes, or reads, of one sector are refused.
+TEST(BlockFile, WithoutDirectTransfersItIsBuffered) {
+    for (const long number : {__NR_pwrite64, __NR_pread64}) {
+        ScratchDirectory directory;
+        bool is_refused = false;
+        LogCapture log(LogLevel::info);
+        in_own_thread([&] {
+            is_refused = refuse_system_call({static_cast<std::uint32_t>(number), EINVAL, 2, ~0u, kSectorBytes});
+            if (!is_refused) return;
+            BlockFile file(directory.path());
+            file.allocate(kMiB);
+            EXPECT_EQ(::fcntl(file.file_descriptor(), F_GETFL) & O_DIRECT, 0);
+        });
+        if (!is_refused) GTEST_SKIP() << "no seccomp here";
+        EXPECT_NE(log.lines().find("no direct I/O"), std::string::npos) << number;
+    }
+}
+
+// A disk that cannot be written is refused at once. Method: writes of one sector fail.
+TEST(BlockFile, DiskThatFailsIsRefused) {
+    ScratchDirectory directory;
+    bool is_refused = false;
+    int error = 0;
+    in_own_thread([&] {
+        is_refused = refuse_system_call({__NR_pwrite64, EIO, 2, ~0u, kSectorBytes});
+        if (is_refused) error = tier_error_of(directory.path(), [&] { BlockFile(directory.path()); });
+    });
+    if (!is_refused) GTEST_SKIP() << "no seccomp here";
+    EXPECT_EQ(error, EIO);
+    EXPECT_TRUE(directory.is_empty());
+}
+
 // A filesystem without fallocate gets its length set, with a log line. Method: fallocate is refused.
 TEST(BlockFile, WithoutFallocateTheLengthIsSet) {
     ScratchDirectory directory;
