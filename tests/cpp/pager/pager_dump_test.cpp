@@ -4,9 +4,7 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 
@@ -18,49 +16,6 @@
 
 namespace torch_offload::test {
 namespace {
-
-/// The process's memory; a commit waits while it is shut, with whatever lock its caller holds.
-class GatedMemory final : public Memory {
-public:
-    std::size_t granularity_bytes() const noexcept override { return memory_.granularity_bytes(); }
-    std::span<std::byte> reserve(std::size_t size_bytes, FaultTarget* target) override {
-        return memory_.reserve(size_bytes, target);
-    }
-    void set_target(std::span<std::byte> range, FaultTarget* target) override { memory_.set_target(range, target); }
-    void release(std::span<std::byte> range) noexcept override { memory_.release(range); }
-    void commit(std::span<std::byte> range, HugePages huge_pages) override {
-        std::unique_lock lock(mutex_);
-        is_waiting_ = !is_open_;
-        changed_.wait(lock, [&] { return is_open_; });
-        is_waiting_ = false;
-        memory_.commit(range, huge_pages);
-    }
-    void decommit(std::span<std::byte> range) override { memory_.decommit(range); }
-    void move(std::span<std::byte> from, std::byte* to, Protection protection) override {
-        memory_.move(from, to, protection);
-    }
-    void protect(std::span<std::byte> range, Protection protection) override { memory_.protect(range, protection); }
-    void hide_from_fork(std::span<std::byte> range, bool hidden) override { memory_.hide_from_fork(range, hidden); }
-    void poison(std::span<std::byte> range) noexcept override { memory_.poison(range); }
-    void fill_zero(std::span<std::byte> range) override { memory_.fill_zero(range); }
-
-    void open(bool is_open) {
-        const std::lock_guard lock(mutex_);
-        is_open_ = is_open;
-        changed_.notify_all();
-    }
-    bool is_waiting() {
-        const std::lock_guard lock(mutex_);
-        return is_waiting_;
-    }
-
-private:
-    Memory& memory_ = AddressSpace::process();
-    std::mutex mutex_;
-    std::condition_variable changed_;
-    bool is_open_ = true;
-    bool is_waiting_ = false;
-};
 
 /// Does not listen while it is deaf.
 class DeafEngine final : public GatedEngine {
@@ -225,28 +180,32 @@ TEST(PagerDump, PagesAreCounted) {
     EXPECT_EQ(dump.memory.limit_bytes, 8 * kPageBytes);
 }
 
-// A pager whose lock somebody has says so, and what can be said without it. Method: memory that gives none, to a thread
-// that asks for it under the lock, beside one that waits for a disk that is shut.
+// A pager whose lock somebody has says so, and what can be said without it. Method: a thread that waits for the
+// predictor under the lock, beside one that waits for a disk that is shut.
 TEST(PagerDump, EndsWhileTheLockIsHeld) {
     auto owned_disk = std::make_unique<GatedEngine>();
     GatedEngine& disk = *owned_disk;
-    GatedMemory memory;
-    PagerOptions options = options_with(8);
-    options.memory = &memory;
-    Pager pager(options, std::move(owned_disk));
+    Pager pager(options_with(8), std::move(owned_disk));
+    const auto predictor = std::make_shared<UsePredictor>();
+    pager.follow(predictor);
     const auto segment = filled_segment(pager, 1, 1);
+    const auto resident = filled_segment(pager, 1, 2);
     ASSERT_EQ(pager.evict(segment), 0u);
     disk.shut();
     std::thread reader = waiter([&] { static_cast<void>(pin(pager, segment, Access::read)); });
     EXPECT_TRUE(comes_true([&] { return has_wait(pager, StallCause::read, "page 0 of segment 1"); }));
-    memory.open(false);
-    std::thread holder = waiter([&] { pager.free_range(pager.allocate_range(3 * kPageBytes)); });
-    ASSERT_TRUE(comes_true([&] { return memory.is_waiting(); }));
-    const PagerDump dump = pager.dump();
-    EXPECT_FALSE(dump.has_locked_part);
-    EXPECT_EQ(dump.waits.size(), 1u);
-    EXPECT_EQ(dump.transfers.size(), 2u);
-    memory.open(true);
+    std::thread holder;
+    {
+        const UsePredictor::Held held = predictor->hold();
+        holder = waiter([&] { pager.set_anchor(*resident, 1); });
+        PagerDump dump;
+        EXPECT_TRUE(comes_true([&] {
+            dump = pager.dump();
+            return !dump.has_locked_part;
+        }));
+        EXPECT_EQ(dump.waits.size(), 1u);
+        EXPECT_EQ(dump.transfers.size(), 2u);
+    }
     disk.open();
     holder.join();
     reader.join();
