@@ -24,8 +24,7 @@ NEWER_NEEDED_MB := 12000
 NEWER_ARCHITECTURES ?= $(if $(filter %0 %2 %4 %6 %8 %a %c %e,$(OFFLOAD_TEST_SEED)),8.0,12.0+PTX)
 
 export MAX_JOBS := $(JOBS)
-# Many tests wait for something most of the time.
-export CTEST_PARALLEL_LEVEL := $(shell expr 2 \* $(JOBS))
+export CTEST_PARALLEL_LEVEL := $(JOBS)
 # Nothing is fetched from a model hub: every model is made from a configuration or carried by a package.
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
