@@ -19,14 +19,12 @@ void Pager::Impl::answer_fault(Page& page, bool is_write) noexcept {
             page.set_flag(PageWord::kPoisoned);
             return;
         }
-        if (is_write && !seen.has(PageWord::kFaultedWrite)) page.set_flag(PageWord::kFaultedWrite);
-        PageWord current = page.load();
-        if (!current.has(PageWord::kFaulted)) {
-            if (page.change(current, current.with_flag(PageWord::kFaulted))) service->push_fault(page);
-            continue;
-        }
-        if (current.state() != PageState::mapped || (is_write && !current.has(PageWord::kWritable))) {
-            page.wait_change(current);
+        // In one change with the look above: what has been served since is not asked for again.
+        const std::uint32_t asked = PageWord::kFaulted | (is_write ? PageWord::kFaultedWrite : 0);
+        if ((seen.bits & asked) == asked) {
+            page.wait_change(seen);
+        } else if (PageWord expected = seen; page.change(expected, seen.with_flag(asked))) {
+            if (!seen.has(PageWord::kFaulted)) service->push_fault(page);
         }
     }
 }
