@@ -85,6 +85,9 @@ BENCHMARKS = (
     Benchmark("builds", "The step before and after failures lose nothing", f"--before TREE {IO}", BUILDS),
     Benchmark("builds_846725f", "The step before and after waits end", f"--before TREE {IO}", WAITS, driver="builds"),
     Benchmark("lock_waits", "Waiting for locks", IO),
+    Benchmark(
+        "io_thread", "A thread for I/O alone", IO, "Such a thread is not built. The share is the most it could win."
+    ),
     Benchmark("peers_fp32", "DeepSpeed and swap, fp32", f"{IO} --dtype fp32"),
     Benchmark("peers_bf16", "DeepSpeed, bf16", f"{IO} --dtype bf16"),
     Benchmark("size_fp32", "Size of the model", f"{IO} --dtype fp32", SLOW_STEPS),
