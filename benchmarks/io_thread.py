@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from harness.disk import DiskCounters, DiskProbe
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread
 from harness.worker_process import WorkerProcess, worker_command
-from models.workloads import TINY, Workload
+from models.workloads import FEW, TINY, Case
 
 MAX_IDLE_DISK_SHARE = 0.02  # of a step; set before the first measurement
 MAX_LATE_LOOKS = 0.01  # of all: more than MAX_GAP_SECONDS after the one before
@@ -32,14 +32,6 @@ MAX_GAP_SECONDS = 0.02
 THREAD = "to-ssd"
 
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-    workload: Workload
-    budget_share: float
-
-
-FEW = Workload("fp32, 128 tokens", batch=1, sequence=128, checkpointing=0)
 CASES = [
     Case("fp32, 32 tokens, a quarter", replace(FEW, name="fp32, 32 tokens", sequence=32), 0.25),
     Case("fp32, 128 tokens, a quarter", FEW, 0.25),

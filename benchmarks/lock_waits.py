@@ -23,20 +23,13 @@ from typing import Any
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread
 from harness.worker_process import WorkerProcess, worker_command
-from models.workloads import TINY, Workload
+from models.workloads import FEW, TINY, Case
 
 MAX_PROGRAM_SHARE = 0.01  # of a step, waited for locks by the program's threads
 SITES, SITE = 4096, struct.Struct("6Q")
 PAGE_BYTES = 4096
 MOST_PLACES = 5
 SOURCE = Path(__file__).parent / "harness" / "lock_waits.c"
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    workload: Workload
-    budget_share: float
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,6 @@ class Site:
     waited_ns: int
 
 
-FEW = Workload("fp32, 128 tokens", batch=1, sequence=128, checkpointing=0)
 CASES = [
     Case("in memory", replace(FEW, name="fp32, 256 tokens", sequence=256), 2.0),
     Case("a quarter", FEW, 0.25),

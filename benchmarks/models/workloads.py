@@ -43,6 +43,15 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Case:
+    """A workload in memory for a part of its state, by which its threads are looked at."""
+
+    name: str
+    workload: Workload
+    budget_share: float
+
+
+@dataclass(frozen=True)
 class VariantPlan:
     """How a workload is trained."""
 
@@ -98,6 +107,7 @@ def workloads_of(**shape: int) -> list[tuple[Workload, dict[str, VariantPlan]]]:
 USUAL = Plan([(workload, PLAIN | HUGE | variants) for workload, variants in workloads_of()])
 LARGE = Plan(workloads_of(hidden=2048, intermediate=8192, layers=14))
 
+FEW = Workload("fp32, 128 tokens", batch=1, sequence=128, checkpointing=0)
 TINY = Workload(
     "smoke fp32",
     batch=8,
