@@ -6,7 +6,8 @@
 
 `--before` and `--after` (default: this tree) are trees in each of which the extension was built in place with the torch
 of this environment. Workers are this tree's, with the package of either; each pair of processes takes turns step by
-step. The model is train_step.py's. Ratios are of after over before, round by round.
+step. The model is train_step.py's. Ratios are of after over before, round by round. The result names the commits of
+both trees, `-dirty` where files differ from them.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.disk import DiskProbe
-from harness.provenance import machine
+from harness.provenance import git, machine
 from harness.reporting import at_most, emit, progress, spread, usable
 from harness.rounds import take_turns
 from harness.worker_process import BENCHMARKS, WorkerProcess
@@ -26,10 +27,12 @@ from models.workloads import RESIDENT, TINY, Workload
 
 NUMBERS = ("seconds", "process_cpu_seconds", "ssd_read_bytes", "ssd_written_bytes", "peak_resident_bytes")
 QUARTER = 0.25
+SMALL_PAGES = "quarter, 128 tokens, pages of 64 KiB"
 PAIRS = (
     (Workload("resident, 256 tokens", batch=1, sequence=256, checkpointing=0), RESIDENT),
     (Workload("quarter, 128 tokens", batch=1, sequence=128, checkpointing=0), QUARTER),
     (Workload("quarter, 2048 tokens", batch=8, sequence=256, checkpointing=1), QUARTER),
+    (Workload(SMALL_PAGES, batch=1, sequence=128, checkpointing=0, page_elements=1 << 14), QUARTER),
 )
 
 
@@ -82,6 +85,13 @@ def compare(
     }
 
 
+def commits_of(trees: dict[str, Path]) -> dict[str, str]:
+    return {
+        name: git("-C", str(tree), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        for name, tree in trees.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="a tree with its extension built in place")
@@ -109,7 +119,8 @@ def main() -> None:
     if not options.smoke:
         ratios = {row["workload"]["name"]: row["after_over_before"]["seconds"]["median"] for row in results}
         bars += [at_most(f"step after over before, {name}", ratio, 1) for name, ratio in ratios.items()]
-    emit({"benchmark": "builds", "machine": machine(options.ssd), "pairs": results, "bars": bars}, as_json=options.json)
+    about = {"benchmark": "builds", "machine": machine(options.ssd), "trees": commits_of(trees)}
+    emit(about | {"pairs": results, "bars": bars}, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ def test_builds_run_the_package_of_each_tree(scratch):
     assert all(build["ssd_written_bytes"]["min"] > 0 for build in pair["builds"].values())
     assert pair["after_over_before"]["ssd_written_bytes"]["median"] == pytest.approx(1, abs=0.2)
     assert len(result["bars"]) == 1
+    assert set(result["trees"]) == {"before", "after"}
+    assert len(set(result["trees"].values())) == 1
 
 
 def test_lock_waits_counts_the_locks_of_the_engine(scratch):
