@@ -98,11 +98,6 @@ void SsdStore::enqueue(IoDirection direction, std::shared_ptr<Segment> segment, 
     transfer.request.direction = direction;
     transfer.segment = std::move(segment);
     transfer.page = &page;
-    transfer.stored = &stored_page(page);
-    if (direction == IoDirection::write) {
-        transfer.version = ++transfer.stored->last_version;
-        transfer.checksum = page_checksum(page.frame.slot, identity_of(page, transfer.version));
-    }
     in_flight_.fetch_add(1, std::memory_order_relaxed);
     if (direction == IoDirection::read) reads_in_flight_.fetch_add(1, std::memory_order_relaxed);
     {
@@ -404,6 +399,14 @@ Extent SsdStore::place_for(const Transfer& transfer) {
     }
 }
 
+/// Gives a write its place and its checksum. Throws: TierIoError when the disk is full.
+void SsdStore::prepare_write(Transfer& transfer) {
+    if (!transfer.target) transfer.target = place_for(transfer);
+    if (transfer.version != 0) return;
+    transfer.version = ++transfer.stored->last_version;
+    transfer.checksum = page_checksum(transfer.page->frame.slot, identity_of(*transfer.page, transfer.version));
+}
+
 void SsdStore::register_frame(Frame& frame) noexcept {
     const std::size_t size_bytes = frame.slot.size();
     if (frame.fixed_index != kUnregistered || !client_->begin_registration(size_bytes)) return;
@@ -415,14 +418,15 @@ void SsdStore::register_frame(Frame& frame) noexcept {
     client_->end_registration(size_bytes, frame.fixed_index != kUnregistered);
 }
 
-/// Fills the request and gives a write its place; false if that failed: the transfer has ended.
+/// Fills the request; false if that failed: the transfer has ended.
 bool SsdStore::prepare(Transfer& transfer) noexcept {
     Page& page = *transfer.page;
     IoRequest& request = transfer.request;
     const bool is_write = request.direction == IoDirection::write;
     try {
+        transfer.stored = &stored_page(page);
         register_frame(page.frame);
-        if (is_write && !transfer.target) transfer.target = place_for(transfer);
+        if (is_write) prepare_write(transfer);
     } catch (const std::exception& error) {
         const auto* const of_disk = dynamic_cast<const TierIoError*>(&error);
         const int number = of_disk ? of_disk->error_number() : ENOMEM;

@@ -58,8 +58,7 @@ struct Transfer {
 };
 
 /// Reads pages into frames and verifies them, writes pages, and has the pager look ahead when it has nothing better to
-/// do, all on one thread (ADR 0011); only the checksum of what is written is computed by who writes it. A page is
-/// written to a new extent; the one it had is free once that has succeeded.
+/// do, all on one thread. A page is written to a new extent; the one it had is free once that has succeeded.
 class SsdStore final : public PageStore {
 public:
     /// `scratch_limits`: of each directory; empty: there are none.
@@ -114,6 +113,7 @@ private:
         return direction == IoDirection::read ? ready_reads_ : ready_writes_;
     }
     bool prepare(Transfer& transfer) noexcept;
+    void prepare_write(Transfer& transfer);
     Extent place_for(const Transfer& transfer);
     void settle_read(Transfers& one) noexcept;
     void settle_write(Transfers& one) noexcept;
