@@ -5,9 +5,10 @@
     python benchmarks/builds.py --before . --smoke
 
 `--before` and `--after` (default: this tree) are trees in each of which the extension was built in place with the torch
-of this environment. Workers are this tree's, with the package of either; each pair of processes takes turns step by
-step. The model is train_step.py's. Ratios are of after over before, round by round. The result names the commits of
-both trees, `-dirty` where files differ from them.
+of this environment. Workers are this tree's, with the package of either; a pair of processes takes turns step by step.
+Two processes of one build differ by some percent from beginning to end, so several pairs are begun one after the other.
+The model is train_step.py's. Ratios are of after over before, round by round. The result names the commits of both
+trees, `-dirty` where files differ from them.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from harness.disk import DiskProbe
@@ -44,11 +46,10 @@ def start(tree: Path, name: str, workload: Workload, share: float, ssd: str) -> 
     return WorkerProcess(name, command, log_directory=ssd)
 
 
-def compare(
+def run_pair(
     trees: dict[str, Path], workload: Workload, share: float, ssd: str, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Let both builds take turns at a workload; return the spreads of each and of the ratios, and the rounds."""
-    progress(workload.name)
+    """Begin a process of each build and let them take turns; return the rounds, and whether the weights differ."""
     probe = DiskProbe(ssd, probe_bytes=(16 if options.smoke else 256) << 20)
     workers: dict[str, WorkerProcess] = {}
     try:
@@ -65,13 +66,24 @@ def compare(
     for name, tree in trees.items():
         if Path(final[name]["package"]).parent != tree:
             raise SystemExit(f"{name}: measured {final[name]['package']}, which is not in {tree}")
-    used, is_disturbed = usable(rounds, wanted=options.rounds)
+    weights = {state["weights_sha256"] for state in final.values()}
+    return {"rounds": rounds, "weights_differ": len(weights) > 1}
+
+
+def compare(
+    trees: dict[str, Path], workload: Workload, share: float, ssd: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Let both builds take turns at a workload; return the spreads of each and of the ratios, and the rounds."""
+    progress(workload.name)
+    pairs = [run_pair(trees, workload, share, ssd, options) for _ in range(options.pairs)]
+    chosen = [usable(pair["rounds"], wanted=options.rounds) for pair in pairs]
+    used = [row for rows, _ in chosen for row in rows]
     steps = {name: [row["steps"][name] for row in used] for name in trees}
     return {
         "workload": asdict(workload),
         "budget_share": share,
-        "disturbed": is_disturbed,
-        "weights_differ": final["before"]["weights_sha256"] != final["after"]["weights_sha256"],
+        "disturbed": any(is_disturbed for _, is_disturbed in chosen),
+        "weights_differ": any(pair["weights_differ"] for pair in pairs),
         "builds": {
             name: {key: spread([step[key] for step in steps[name]]) for key in NUMBERS if key in steps[name][0]}
             for name in trees
@@ -81,8 +93,14 @@ def compare(
             for key in NUMBERS
             if all(step.get(key) for both in steps.values() for step in both)
         },
-        "rounds": rounds,
+        "ratio_by_pair": [ratio_of(rows) for rows, _ in chosen],
+        "rounds": [pair["rounds"] for pair in pairs],
     }
+
+
+def ratio_of(rows: list[dict[str, Any]]) -> float:
+    """Median of the seconds of after over before."""
+    return median(row["steps"]["after"]["seconds"] / row["steps"]["before"]["seconds"] for row in rows)
 
 
 def commits_of(trees: dict[str, Path]) -> dict[str, str]:
@@ -99,12 +117,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, in seconds: shows that it runs")
     parser.add_argument("--only", default="", help="workloads whose name contains this")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=3, help="of processes, for each workload")
+    parser.add_argument("--rounds", type=int, default=3, help="of each pair")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
     if options.smoke:
-        options.rounds, options.warmup = 1, 1
+        options.pairs, options.rounds, options.warmup = 1, 1, 1
     trees = {"before": options.before.resolve(), "after": options.after.resolve()}
     for tree in trees.values():
         if not list((tree / "torch_offload").glob("_C.*.so")):

@@ -108,6 +108,7 @@ def test_builds_run_the_package_of_each_tree(scratch):
     assert len(result["bars"]) == 1
     assert set(result["trees"]) == {"before", "after"}
     assert len(set(result["trees"].values())) == 1
+    assert pair["ratio_by_pair"] == [pair["after_over_before"]["seconds"]["median"]]
 
 
 def test_lock_waits_counts_the_locks_of_the_engine(scratch):
