@@ -63,8 +63,6 @@ public:
     /// Whether a frame may be registered; end_registration() follows if so.
     virtual bool begin_registration(std::size_t size_bytes) noexcept = 0;
     virtual void end_registration(std::size_t size_bytes, bool is_registered) noexcept = 0;
-    /// Evicts ahead of need and starts reads ahead of use. What fails there fails again for who needs it.
-    virtual void look_ahead() noexcept = 0;
     /// Of what the program uses in this tier's memory.
     virtual std::shared_ptr<UsePredictor> use_predictor() const = 0;
 };
@@ -87,7 +85,7 @@ struct StoreStatistics {
 };
 
 /// The tier below a pager's memory.
-/// Threads: read, write, kick and the questions may come from any; forget from the one that drops the last owner.
+/// Threads: all but start, stop and forget may come from any; forget from the one that drops the last owner.
 class PageStore {
 public:
     PageStore() = default;
@@ -110,8 +108,10 @@ public:
     virtual void evict(Segment& segment) = 0;
     /// Nothing of the segment is in flight, and nobody will read it again.
     virtual void forget(Segment& segment) noexcept = 0;
-    /// Asks for look_ahead() and frames_to_unregister().
-    virtual void kick() noexcept = 0;
+    /// Asks for frames_to_unregister().
+    virtual void unregister_frames() noexcept {}
+    /// The pager above looks ahead: what is below it does so too.
+    virtual void look_ahead() noexcept {}
     /// Throws, once, TierIoError for a page that the store has in memory and could not write.
     virtual void end_step() {}
 

@@ -78,10 +78,12 @@ Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_p
     service = std::make_unique<ServiceThread>(*this);
     service->start();
     store->start(*this);
+    planner.start();
 }
 
 Pager::Impl::~Impl() {
     service->stop();
+    planner.stop();  // before the store: it makes transfers
     if (!store->stop()) keep_for_good(std::move(store));
 }
 
@@ -397,7 +399,7 @@ void Pager::touch(const std::shared_ptr<Segment>& segment) {
         impl_->roles[segment->trace_id] = segment;
         if (segment->eviction_rank) impl_->rank(*segment, uses);
     }
-    impl_->kick_if_due();
+    impl_->planner.wake_if_due();
 }
 
 void Pager::follow(std::shared_ptr<UsePredictor> above) {
@@ -408,7 +410,7 @@ void Pager::follow(std::shared_ptr<UsePredictor> above) {
     impl_->rank_all(impl_->predictor->hold());
 }
 
-void Pager::kick() { impl_->kick_if_due(); }
+void Pager::kick() { impl_->planner.wake_if_due(); }
 
 void Pager::start_use_log() { impl_->use_log.switch_on(); }
 
@@ -434,7 +436,7 @@ void Pager::end_step() {
         impl_->rank_all(uses);
     }
     AddressSpace::process().ensure_handler_installed();
-    impl_->store->kick();
+    impl_->planner.wake();
     impl_->store->end_step();
     impl_->raise_unsaid_write_error();
 }

@@ -17,6 +17,7 @@
 #include "pager/fault_holds.h"
 #include "pager/page_steps.h"
 #include "pager/pager.h"
+#include "pager/planner_thread.h"
 #include "pager/prefetch_queue.h"
 #include "pager/service_thread.h"
 #include "pager/unwritable_pages.h"
@@ -173,6 +174,7 @@ struct Pager::Impl final : StoreClient {
     std::size_t spare_bytes();
     std::size_t most_reads_ahead(std::size_t page_bytes, std::size_t share) const noexcept;
     void keep_free(std::size_t free_bytes, UsePosition keep_before);
+    void look_ahead() noexcept;
     void read_what_is_due();
     void end_requests(std::uint64_t time);
     void read_requested();
@@ -183,7 +185,6 @@ struct Pager::Impl final : StoreClient {
     bool read_ahead_page(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use);
     bool read_ahead_update(const std::shared_ptr<Segment>& segment, std::size_t index, UsePosition use,
                            UpdateTime time);
-    void kick_if_due() noexcept;
 
     // StoreClient (pager_transfer.cpp)
     void note_transfer(const Page& page, IoDirection direction, std::int64_t begin_ns) noexcept;
@@ -194,7 +195,6 @@ struct Pager::Impl final : StoreClient {
     void take_unregistered(const Frame& frame) noexcept override;
     bool begin_registration(std::size_t size_bytes) noexcept override;
     void end_registration(std::size_t size_bytes, bool is_registered) noexcept override;
-    void look_ahead() noexcept override;
     std::shared_ptr<UsePredictor> use_predictor() const override { return predictor; }
 
     Pager& owner;
@@ -233,7 +233,6 @@ struct Pager::Impl final : StoreClient {
     std::atomic<std::size_t> moving_pages{0};    // loading or evicting: each ends with progress
     std::atomic<std::size_t> late_pages{0};      // of these, whose transfer is late
     std::atomic<std::size_t> evicting_bytes{0};  // memory that writes under way, and not late, will free
-    std::atomic<std::int64_t> last_kick_ns{0};
     UseLog use_log;
     PinTally tally;
     Counter misses, faults, evictions, clean_drops, prefetches;
@@ -244,6 +243,7 @@ struct Pager::Impl final : StoreClient {
 
     std::unique_ptr<PageStore> store;
     std::unique_ptr<ServiceThread> service;
+    PlannerThread planner{*this};
 };
 
 }  // namespace torch_offload

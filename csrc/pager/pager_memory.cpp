@@ -75,7 +75,7 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
         }
         bool is_expected = available_bytes >= size_bytes;
         if (is_expected) {
-            store->kick();
+            store->unregister_frames();
         } else {
             const std::size_t expected_bytes = available_bytes + evicting_bytes.load(std::memory_order_acquire);
             is_expected = expected_bytes >= size_bytes || evict_for(size_bytes - expected_bytes, 0) > 0;

@@ -24,7 +24,6 @@ constexpr std::size_t kShareOfWanted = 8;
 constexpr std::size_t kOutstandingShare = 4;
 constexpr UsePosition kOutstanding = 0;
 constexpr UsePosition kUnrequested = kNever - 1;
-constexpr std::int64_t kKickEveryNs = 1'000'000;
 
 // A read begins so long before it has to: what the disk may stall, and what a computation may be faster than before.
 constexpr std::int64_t kMarginNs = 100'000'000;
@@ -221,6 +220,7 @@ void Pager::Impl::look_ahead() noexcept {
     } catch (const std::exception& error) {  // not lost: the pin that needs it meets the same
         OFFLOAD_LOG(info, "looking ahead failed: ", error.what());
     }
+    store->look_ahead();
 }
 
 void Pager::Impl::read_what_is_due() {
@@ -351,13 +351,6 @@ void Pager::Impl::queue_update(const std::shared_ptr<Segment>& segment, std::siz
         page.clear_flag(PageWord::kUpdateQueued);
         throw;
     }
-}
-
-void Pager::Impl::kick_if_due() noexcept {
-    const std::int64_t now_ns = steady_ns();
-    std::int64_t last_ns = last_kick_ns.load(std::memory_order_relaxed);
-    if (now_ns - last_ns < kKickEveryNs) return;
-    if (last_kick_ns.compare_exchange_strong(last_ns, now_ns, std::memory_order_relaxed)) store->kick();
 }
 
 }  // namespace torch_offload

@@ -39,6 +39,7 @@ void Pager::Impl::end_read(const std::shared_ptr<Segment>& segment, Page& page, 
         }
     }
     end_move(0);
+    planner.wake();
 }
 
 /// Who waits for memory gives up when nothing moves and nothing was requested since it looked: so the announcement
@@ -61,6 +62,7 @@ void Pager::Impl::end_write(Page& page, const TransferEnd& end) noexcept {
         }
         page.enter(PageState::loaded, 0, PageWord::kTransferFailed);
         end_move(expected_bytes);
+        planner.wake();
         return;
     }
     note_transfer(page, IoDirection::write, end.begin_ns);
@@ -77,6 +79,7 @@ void Pager::Impl::end_write(Page& page, const TransferEnd& end) noexcept {
         page.enter(PageState::stored, PageWord::kStored, PageWord::kDirty | PageWord::kTransferFailed);
     }
     end_move(expected_bytes);
+    planner.wake();
 }
 
 /// The frames are nobody's until take_unregistered(): who waits for memory waits for them too.

@@ -60,11 +60,16 @@ bool SsdStore::stop() {
 }
 
 void SsdStore::read(std::shared_ptr<Segment> segment, Page& page) {
-    enqueue(IoDirection::read, std::move(segment), page);
+    Transfers one = transfer_of(IoDirection::read, std::move(segment), page);
+    enqueue(one);
 }
 
 void SsdStore::write(std::shared_ptr<Segment> segment, Page& page) {
-    enqueue(IoDirection::write, std::move(segment), page);
+    Transfers one = transfer_of(IoDirection::write, std::move(segment), page);
+    Transfer& transfer = one.front();
+    transfer.version = ++transfer.stored->last_version;
+    transfer.checksum = page_checksum(page.frame.slot, identity_of(page, transfer.version));
+    enqueue(one);
 }
 
 void SsdStore::forget(Segment& segment) noexcept {
@@ -91,15 +96,21 @@ UpdateLatch SsdStore::latch_for_update(std::span<const std::shared_ptr<Segment>>
     throw LogicError("an update cannot be applied on the SSD");
 }
 
-void SsdStore::enqueue(IoDirection direction, std::shared_ptr<Segment> segment, Page& page) {
+Transfers SsdStore::transfer_of(IoDirection direction, std::shared_ptr<Segment> segment, Page& page) {
     Transfers one;
-    Transfer& transfer = one.emplace_back();  // nothing has changed if this fails
+    Transfer& transfer = one.emplace_back();
     transfer.self = one.begin();
     transfer.request.direction = direction;
     transfer.segment = std::move(segment);
     transfer.page = &page;
+    transfer.stored = &stored_page(page);
+    return one;
+}
+
+void SsdStore::enqueue(Transfers& one) noexcept {
     in_flight_.fetch_add(1, std::memory_order_relaxed);
-    if (direction == IoDirection::read) reads_in_flight_.fetch_add(1, std::memory_order_relaxed);
+    const bool is_read = one.front().request.direction == IoDirection::read;
+    if (is_read) reads_in_flight_.fetch_add(1, std::memory_order_relaxed);
     {
         const std::lock_guard lock(queue_mutex_);
         queue_.splice(queue_.end(), one);
@@ -107,8 +118,8 @@ void SsdStore::enqueue(IoDirection direction, std::shared_ptr<Segment> segment, 
     engine_->wake();
 }
 
-void SsdStore::kick() noexcept {
-    if (!kicked_.exchange(true, std::memory_order_acq_rel)) engine_->wake();
+void SsdStore::unregister_frames() noexcept {
+    if (!is_to_unregister_.exchange(true, std::memory_order_acq_rel)) engine_->wake();
 }
 
 // --- Its thread ---------------------------------------------------------------------------------------------------
@@ -159,26 +170,23 @@ void SsdStore::serve() {
         submit_ready();
         if (stopping_.load(std::memory_order_acquire)) {
             if (in_flight() == 0 || is_stuck()) return;
-        } else if (kicked_.exchange(false, std::memory_order_acq_rel)) {
+        } else if (is_to_unregister_.exchange(false, std::memory_order_acq_rel)) {
             give_back_registered();
-            client_->look_ahead();
-            take_queue();
-            submit_ready();
         }
         const IoLoad load_before = load();
         const bool was_reading = reads_in_flight() > 0;
-        const std::size_t count = engine_->reap(finished, longest_wait());
+        const auto patience = arrived_.empty() ? longest_wait() : std::chrono::milliseconds(0);
+        const std::size_t count = engine_->reap(finished, patience);
         const ArrivedBytes arrived = take_finished(std::span(finished).first(count));
         take_queue();
-        submit_ready();  // before what has come is verified: the disk goes on meanwhile
-        settle_arrived();
+        submit_ready();
+        settle_one();  // the disk goes on meanwhile, and is looked after again before the next
         check_ages();
         answer_inquiry();
         const auto now = Clock::now();
         arbiter_.note(arrived.read + arrived.written, now - turn_start, load_before);
         if (was_reading) read_rate_.note(arrived.read, now - turn_start);  // whatever else the disk did meanwhile
         turn_start = now;
-        if (count > 0) kicked_.store(true, std::memory_order_release);
     }
 }
 
@@ -191,16 +199,19 @@ SsdStore::ArrivedBytes SsdStore::take_finished(std::span<IoRequest* const> finis
     return bytes;
 }
 
-void SsdStore::settle_arrived() noexcept {
-    while (!arrived_.empty()) {
-        Transfers one;
-        one.splice(one.begin(), arrived_, arrived_.begin());
-        if (one.front().request.direction == IoDirection::read) {
-            settle_read(one);
-        } else {
-            settle_write(one);
-        }
+void SsdStore::settle_one() noexcept {
+    if (arrived_.empty()) return;
+    Transfers one;
+    one.splice(one.begin(), arrived_, arrived_.begin());
+    if (one.front().request.direction == IoDirection::read) {
+        settle_read(one);
+    } else {
+        settle_write(one);
     }
+}
+
+void SsdStore::settle_arrived() noexcept {
+    while (!arrived_.empty()) settle_one();
 }
 
 void SsdStore::take_queue() noexcept {
@@ -399,14 +410,6 @@ Extent SsdStore::place_for(const Transfer& transfer) {
     }
 }
 
-/// Gives a write its place and its checksum. Throws: TierIoError when the disk is full.
-void SsdStore::prepare_write(Transfer& transfer) {
-    if (!transfer.target) transfer.target = place_for(transfer);
-    if (transfer.version != 0) return;
-    transfer.version = ++transfer.stored->last_version;
-    transfer.checksum = page_checksum(transfer.page->frame.slot, identity_of(*transfer.page, transfer.version));
-}
-
 void SsdStore::register_frame(Frame& frame) noexcept {
     const std::size_t size_bytes = frame.slot.size();
     if (frame.fixed_index != kUnregistered || !client_->begin_registration(size_bytes)) return;
@@ -418,15 +421,14 @@ void SsdStore::register_frame(Frame& frame) noexcept {
     client_->end_registration(size_bytes, frame.fixed_index != kUnregistered);
 }
 
-/// Fills the request; false if that failed: the transfer has ended.
+/// Fills the request and gives a write its place; false if that failed: the transfer has ended.
 bool SsdStore::prepare(Transfer& transfer) noexcept {
     Page& page = *transfer.page;
     IoRequest& request = transfer.request;
     const bool is_write = request.direction == IoDirection::write;
     try {
-        transfer.stored = &stored_page(page);
         register_frame(page.frame);
-        if (is_write) prepare_write(transfer);
+        if (is_write && !transfer.target) transfer.target = place_for(transfer);
     } catch (const std::exception& error) {
         const auto* const of_disk = dynamic_cast<const TierIoError*>(&error);
         const int number = of_disk ? of_disk->error_number() : ENOMEM;
@@ -575,7 +577,7 @@ void SsdStore::give_back_registered() noexcept {
     try {
         frames = client_->frames_to_unregister();
     } catch (const std::bad_alloc&) {
-        kicked_.store(true, std::memory_order_release);  // who waits for them waits on
+        is_to_unregister_.store(true, std::memory_order_release);  // who waits for them waits on
     }
     for (const Frame& frame : frames) {
         try {

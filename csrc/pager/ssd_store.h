@@ -57,8 +57,9 @@ struct Transfer {
     bool is_second_read = false;  // after a checksum mismatch
 };
 
-/// Reads pages into frames and verifies them, writes pages, and has the pager look ahead when it has nothing better to
-/// do, all on one thread. A page is written to a new extent; the one it had is free once that has succeeded.
+/// Reads pages into frames and writes them, on one thread, which also verifies what was read, a page at a time between
+/// the transfers. A page is written to a new extent; the one it had is free once that has succeeded.
+/// Threads: as PageStore; who writes a page computes its checksum.
 class SsdStore final : public PageStore {
 public:
     /// `scratch_limits`: of each directory; empty: there are none.
@@ -73,7 +74,7 @@ public:
     void write(std::shared_ptr<Segment> segment, Page& page) override;
     void evict(Segment&) override {}
     void forget(Segment& segment) noexcept override;
-    void kick() noexcept override;
+    void unregister_frames() noexcept override;
 
     StoreStatus status() const noexcept override { return {reads_in_flight(), engine_->capacity(), read_rate_.rate()}; }
     StoreStatistics statistics() const override;
@@ -84,7 +85,8 @@ public:
 private:
     using Clock = std::chrono::steady_clock;
 
-    void enqueue(IoDirection direction, std::shared_ptr<Segment> segment, Page& page);
+    Transfers transfer_of(IoDirection direction, std::shared_ptr<Segment> segment, Page& page);
+    void enqueue(Transfers& one) noexcept;
     void run();
     void serve();
     void serve_broken(const TierIoError& error);
@@ -104,6 +106,7 @@ private:
         std::size_t written = 0;
     };
     ArrivedBytes take_finished(std::span<IoRequest* const> finished) noexcept;
+    void settle_one() noexcept;
     void settle_arrived() noexcept;
     IoLoad load() const noexcept;
     std::size_t in_flight() const noexcept { return in_flight_.load(std::memory_order_relaxed); }
@@ -113,7 +116,6 @@ private:
         return direction == IoDirection::read ? ready_reads_ : ready_writes_;
     }
     bool prepare(Transfer& transfer) noexcept;
-    void prepare_write(Transfer& transfer);
     Extent place_for(const Transfer& transfer);
     void settle_read(Transfers& one) noexcept;
     void settle_write(Transfers& one) noexcept;
@@ -157,7 +159,7 @@ private:
     RateMeter read_rate_;
     Counter retried_reads_, retried_writes_, healed_mismatches_, quarantined_bytes_;
     Inquiry inquiry_;  // what is under way?
-    std::atomic<bool> kicked_{false};
+    std::atomic<bool> is_to_unregister_{false};
     std::atomic<bool> stopping_{false};
     std::thread thread_;
 };

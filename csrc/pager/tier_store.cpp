@@ -52,15 +52,11 @@ void TierStore::start(StoreClient& client) {
     below_.follow(client.use_predictor());
     to_device_.thread = engine_thread("to-up", [this] { run(to_device_); });
     to_host_.thread = engine_thread("to-down", [this] { run(to_host_); });
-    planner_ = engine_thread("to-plan", [this] { look_ahead_when_kicked(); });
 }
 
 bool TierStore::stop() {
-    if (!planner_.joinable()) return true;
-    stopping_.store(true, std::memory_order_release);
-    wake_planner();
-    planner_.join();  // first: it makes transfers
     for (Lane* lane : {&to_device_, &to_host_}) {
+        if (!lane->thread.joinable()) continue;
         {
             const std::lock_guard lock(lane->mutex);
             lane->is_ending = true;
@@ -96,17 +92,6 @@ void TierStore::evict(Segment& segment) {
     if (const std::shared_ptr<Segment> backing = segment.backing()) below_.evict(backing);
 }
 
-/// The pager below looks ahead as often.
-void TierStore::kick() noexcept {
-    wake_planner();
-    below_.kick();
-}
-
-void TierStore::wake_planner() noexcept {
-    kicks_.fetch_add(1, std::memory_order_acq_rel);
-    kicks_.notify_one();
-}
-
 StoreStatus TierStore::status() const noexcept { return {to_device_.in_flight.load(), kCapacity, read_rate_.rate()}; }
 
 StoreStatistics TierStore::statistics() const {
@@ -135,16 +120,6 @@ UpdateLatch TierStore::latch_for_update(std::span<const std::shared_ptr<Segment>
 }
 
 // --- Threads ------------------------------------------------------------------------------------------------------
-
-void TierStore::look_ahead_when_kicked() {
-    StallClock::ignore_this_thread();
-    std::uint32_t seen = 0;
-    while (!stopping_.load(std::memory_order_acquire)) {
-        kicks_.wait(seen, std::memory_order_acquire);
-        seen = kicks_.load(std::memory_order_acquire);
-        if (!stopping_.load(std::memory_order_acquire)) client_->look_ahead();
-    }
-}
 
 void TierStore::run(Lane& lane) {
     StallClock::ignore_this_thread();
@@ -229,7 +204,6 @@ void TierStore::finish(Lane& lane, Transfer& transfer) noexcept {
     transfer.below = PinGuard();
     if (lane.direction == LinkDirection::to_device) note_read(transfer, activity_now_ns());
     end(lane, transfer, {TransferStatus::ok, nullptr, transfer.begin_ns});
-    wake_planner();
 }
 
 PinGuard TierStore::pin_below(const std::shared_ptr<Segment>& backing, std::size_t index, Access access) {

@@ -24,8 +24,8 @@ namespace torch_offload {
 /// first leaves. A page goes down as a pin for overwriting and a copy, and comes back as a pin for reading and a copy;
 /// whether the pager below has it in memory or on SSD is its own affair, and so is what it reads ahead, by what is
 /// recorded above.
-/// Threads: as PageStore. One per direction waits for pins below and for copies, one looks ahead. The pager below, the
-/// device and this store are destroyed in the reverse order: the store first.
+/// Threads: as PageStore. One per direction waits for pins below and for copies. The pager below, the device and this
+/// store are destroyed in the reverse order: the store first.
 class TierStore final : public PageStore {
 public:
     /// Pre: `below` has pages of as many elements as the pager above.
@@ -40,7 +40,7 @@ public:
     void write(std::shared_ptr<Segment> segment, Page& page) override;
     void evict(Segment& segment) override;
     void forget(Segment&) noexcept override {}  // the backing segment ends with it
-    void kick() noexcept override;
+    void look_ahead() noexcept override { below_.kick(); }
     void end_step() override { below_.end_step(); }
 
     StoreStatus status() const noexcept override;
@@ -79,8 +79,6 @@ private:
     void begin_copy(Lane& lane, Transfer& transfer, std::span<std::byte> there);
     void end(Lane& lane, const Transfer& transfer, const TransferEnd& end) noexcept;
     void finish(Lane& lane, Transfer& transfer) noexcept;
-    void wake_planner() noexcept;
-    void look_ahead_when_kicked();
     PinGuard pin_below(const std::shared_ptr<Segment>& backing, std::size_t index, Access access);
     std::shared_ptr<Segment> backing_of(const std::shared_ptr<Segment>& segment);
     std::shared_ptr<Segment> make_backing(const std::shared_ptr<Segment>& segment);
@@ -97,10 +95,6 @@ private:
 
     RateMeter read_rate_;
     std::int64_t last_read_ns_ = 0;  // when it had come; thread of reads only
-
-    std::atomic<std::uint32_t> kicks_{0};
-    std::atomic<bool> stopping_{false};
-    std::thread planner_;
 };
 
 }  // namespace torch_offload
