@@ -15,7 +15,7 @@ import argparse
 import os
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,16 +25,15 @@ from harness.provenance import git, machine
 from harness.reporting import at_most, emit, progress, spread, usable
 from harness.rounds import take_turns
 from harness.worker_process import BENCHMARKS, WorkerProcess
-from models.workloads import RESIDENT, TINY, Workload
+from models.workloads import FEW, RESIDENT, TINY, Workload
 
 NUMBERS = ("seconds", "process_cpu_seconds", "ssd_read_bytes", "ssd_written_bytes", "peak_resident_bytes")
 QUARTER = 0.25
-SMALL_PAGES = "quarter, 128 tokens, pages of 64 KiB"
 PAIRS = (
     (Workload("resident, 256 tokens", batch=1, sequence=256, checkpointing=0), RESIDENT),
-    (Workload("quarter, 128 tokens", batch=1, sequence=128, checkpointing=0), QUARTER),
+    (replace(FEW, name="quarter, 128 tokens"), QUARTER),
     (Workload("quarter, 2048 tokens", batch=8, sequence=256, checkpointing=1), QUARTER),
-    (Workload(SMALL_PAGES, batch=1, sequence=128, checkpointing=0, page_elements=1 << 14), QUARTER),
+    (replace(FEW, name="quarter, 128 tokens, pages of 64 KiB", page_elements=1 << 14), QUARTER),
 )
 
 
@@ -104,6 +103,7 @@ def ratio_of(rows: list[dict[str, Any]]) -> float:
 
 
 def commits_of(trees: dict[str, Path]) -> dict[str, str]:
+    """Return what is measured, if called before it is."""
     return {
         name: git("-C", str(tree), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
         for name, tree in trees.items()
@@ -128,6 +128,7 @@ def main() -> None:
     for tree in trees.values():
         if not list((tree / "torch_offload").glob("_C.*.so")):
             parser.error(f"no extension in {tree / 'torch_offload'}; run there: python setup.py build_ext --inplace")
+    about = {"benchmark": "builds", "machine": machine(options.ssd), "trees": commits_of(trees)}
     pairs = ((TINY, QUARTER),) if options.smoke else tuple(pair for pair in PAIRS if options.only in pair[0].name)
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
         results = [compare(trees, workload, share, scratch, options) for workload, share in pairs]
@@ -138,7 +139,6 @@ def main() -> None:
     if not options.smoke:
         ratios = {row["workload"]["name"]: row["after_over_before"]["seconds"]["median"] for row in results}
         bars += [at_most(f"step after over before, {name}", ratio, 1) for name, ratio in ratios.items()]
-    about = {"benchmark": "builds", "machine": machine(options.ssd), "trees": commits_of(trees)}
     emit(about | {"pairs": results, "bars": bars}, as_json=options.json)
 
 

@@ -63,8 +63,9 @@ QUALITY = (
     "measured from now on have the bar at 0.8 bits beside it."
 )
 SMALL_MODELS = (
-    "Each model was trained and judged on one thread. The numbers of this result are found; a note on bars that were "
-    "changed stands at the older result of all three models."
+    "Each model was trained and judged on one thread. What is said of the older result of all three models, of the "
+    "in-sample error, of QMoE and of bars that changed, holds here too; the bar at 0.8 bits is the one that was asked "
+    "for."
 )
 PLAIN = (
     "A ratio below 1 does not show that interception costs nothing: paged and resident steps have another allocator "
@@ -76,7 +77,8 @@ WAITS = (
 )
 PREDICTOR = (
     "Before is commit 505f56b: one predictor for both pagers, system calls without the pager's lock, pins that are "
-    "counted, faults that raise."
+    "counted, faults that raise. At 128 tokens 10 % faster was asked for. The tree called a6de924-dirty is 73039c1: "
+    "its commit was looked up at the end, and documents had been edited by then."
 )
 PLANNER = (
     "After is commit 01ab73e, whose pager looks ahead on a thread of its own, before the commit that it was made of. "

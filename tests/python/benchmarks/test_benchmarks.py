@@ -108,6 +108,7 @@ def test_builds_run_the_package_of_each_tree(scratch):
     assert len(result["bars"]) == 1
     assert set(result["trees"]) == {"before", "after"}
     assert len(set(result["trees"].values())) == 1
+    assert result["trees"]["after"].startswith(result["code"]["commit"])
     assert pair["ratio_by_pair"] == [pair["after_over_before"]["seconds"]["median"]]
 
 
