@@ -45,11 +45,19 @@ SANITIZE_asan := address,undefined
 SANITIZE_tsan := thread
 # One test of the fault programme each.
 FAULTS := NthIo NthSystemCall NthAllocation FullDisk ChangedBytes Kill HungDisk
+# One module of tests/python/fault each.
+PYTHON_FAULTS := PythonSystemCall Signals DegradedSystem LimitedMemory
+MODULE_PythonSystemCall := nth_system_call
+MODULE_Signals := signals
+MODULE_DegradedSystem := degraded_system
+MODULE_LimitedMemory := limited_memory
 # Of the pager, at random.
 OPERATIONS ?= 1000000
 # Where it is built; in build/cpp-plain it is linked with what the extension is.
 FAULT_TREE ?= build/cpp-fault
+FAULT_RECORDS ?= build/fault
 FUZZERS := header decode product
+PYTHON_FUZZERS := folder text
 # Per fuzzer; inputs that were worth keeping stay in build/fuzz/inputs.
 FUZZ_SECONDS ?= 600
 
@@ -149,28 +157,35 @@ operations: .system ## A million operations of the pager by several threads unde
 		--gtest_output=json:build/operations/tests.json
 
 .PHONY: fault
-fault: .fault-build ## Break memory, disk, calls and process on purpose, some 40,000 times; writes what came of it to build/fault
-	@mkdir -p build/fault && echo "$(OFFLOAD_TEST_SEED)" > build/fault/seed
+fault: build .fault-build ## Break memory, disk, calls and process on purpose, some 40,000 times, C++ and Python; writes what came of it to build/fault
+	@mkdir -p $(FAULT_RECORDS) && echo "$(OFFLOAD_TEST_SEED)" > $(FAULT_RECORDS)/seed
 	@echo "seeds begin at $(OFFLOAD_TEST_SEED)"
-	@$(PHASE) "faults on purpose" $(MAKE) -j $(JOBS) $(FAULTS:%=.fault-%)
+	@$(PHASE) "faults on purpose" $(MAKE) -j $(JOBS) $(FAULTS:%=.fault-%) $(PYTHON_FAULTS:%=.fault-%)
 
 .PHONY: fault-long
-fault-long: ## The same with every N and many more seeds: hours
-	MATRIX=full $(MAKE) fault
+fault-long: ## The same with every N and many more seeds, two hours; build/fault-long
+	MATRIX=full $(MAKE) fault FAULT_RECORDS=build/fault-long
 
 .PHONY: $(FAULTS:%=.fault-%)
 $(FAULTS:%=.fault-%): .fault-%:
 	@$(FAULT_TREE)/tests/cpp/fault/torch_offload_fault_tests --gtest_filter=Fault.$* \
-		--gtest_output=json:build/fault/$*.json > build/fault/$*.log 2>&1 || { tail -n 60 build/fault/$*.log; exit 1; }
-	@grep -h "ms total)" build/fault/$*.log | tail -n 1 | sed "s/.*ran\./$*:/"
+		--gtest_output=json:$(FAULT_RECORDS)/$*.json > $(FAULT_RECORDS)/$*.log 2>&1 || { tail -n 60 $(FAULT_RECORDS)/$*.log; exit 1; }
+	@grep -h "ms total)" $(FAULT_RECORDS)/$*.log | tail -n 1 | sed "s/.*ran\./$*:/"
+
+.PHONY: $(PYTHON_FAULTS:%=.fault-%)
+$(PYTHON_FAULTS:%=.fault-%): .fault-%:
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/tests/python $(VENV)/bin/python -m fault.$(MODULE_$*) $(FAULT_RECORDS)/$*.json \
+		> $(FAULT_RECORDS)/$*.log 2>&1 || { tail -n 60 $(FAULT_RECORDS)/$*.log; exit 1; }
+	@tail -n 1 $(FAULT_RECORDS)/$*.log
 
 .PHONY: .fault-build
 .fault-build: .system
+	@$(PHASE) "system packages" tools/system_packages.sh $(PYTHON) fault
 	@cmake -S . -B $(FAULT_TREE) -G Ninja > $(FAULT_TREE).log || { cat $(FAULT_TREE).log; exit 1; }
 	$(PHASE) "build the fault programme" cmake --build $(FAULT_TREE) -j $(JOBS) --target torch_offload_fault_tests
 
 .PHONY: fuzz
-fuzz: $(FUZZERS:%=fuzz-%) fuzz-folder ## Fuzz what reads coded extents and folders of them, each fuzzer for FUZZ_SECONDS (600)
+fuzz: $(FUZZERS:%=fuzz-%) $(PYTHON_FUZZERS:%=fuzz-%) ## Fuzz what reads coded extents, folders of them and texts, each fuzzer for FUZZ_SECONDS (600)
 
 .PHONY: $(FUZZERS:%=fuzz-%)
 $(FUZZERS:%=fuzz-%): fuzz-%: .fuzz-build
@@ -180,14 +195,14 @@ $(FUZZERS:%=fuzz-%): fuzz-%: .fuzz-build
 		{ tail -n 60 build/fuzz/$*.log; exit 1; }
 	@grep -H number_of_executed_units build/fuzz/$*.log
 
-.PHONY: fuzz-folder
-fuzz-folder: build $(VENV)/.fuzz
-	@mkdir -p build/fuzz/inputs/folder
-	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR):$(CURDIR)/tests/python $(VENV)/bin/python tests/python/fuzz/folder_fuzz.py \
+.PHONY: $(PYTHON_FUZZERS:%=fuzz-%)
+$(PYTHON_FUZZERS:%=fuzz-%): fuzz-%: build $(VENV)/.fuzz
+	@mkdir -p build/fuzz/inputs/$*
+	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR):$(CURDIR)/tests/python $(VENV)/bin/python tests/python/fuzz/$*_fuzz.py \
 		-max_total_time=$(FUZZ_SECONDS) -max_len=12288 -len_control=0 -keep_seed=1 -timeout=60 -print_final_stats=1 \
-		-artifact_prefix=build/fuzz/folder- build/fuzz/inputs/folder > build/fuzz/folder.log 2>&1 || \
-		{ tail -n 60 build/fuzz/folder.log; exit 1; }
-	@grep -H number_of_executed_units build/fuzz/folder.log
+		-artifact_prefix=build/fuzz/$*- build/fuzz/inputs/$* > build/fuzz/$*.log 2>&1 || \
+		{ tail -n 60 build/fuzz/$*.log; exit 1; }
+	@grep -H number_of_executed_units build/fuzz/$*.log
 
 .PHONY: python-test
 python-test: build $(VENV)/.demo ## Python tests on the torch in .venv
@@ -275,7 +290,7 @@ $(VENV)/.ready: requirements/test.txt | .system
 	touch $@
 
 $(VENV)/.fuzz: requirements/fuzz.txt $(VENV)/.ready
-	@$(PHASE) "install atheris" $(VENV)/bin/pip install --quiet --only-binary :all: -r requirements/fuzz.txt || { echo "fuzz-folder needs atheris, which \
+	@$(PHASE) "install atheris" $(VENV)/bin/pip install --quiet --only-binary :all: -r requirements/fuzz.txt || { echo "fuzz-folder and fuzz-text need atheris, which \
 	pip cannot install for $$($(VENV)/bin/python --version). Make $(VENV) anew with a Python that it has a wheel for, 3.11 \
 	to 3.14 (make PYTHON=python3.12); the other fuzzers work without it: make $(FUZZERS:%=fuzz-%)" >&2; exit 1; }
 	touch $@

@@ -1,6 +1,7 @@
 """Writes the records of the fault programme and of random operations, and the page that says what came of them.
 
 python tools/fault_page.py --collect build/fault        make benchmarks/results/faults.json of what `make fault` left
+python tools/fault_page.py --collect build/fault-long   make faults_long.json beside it, after `make fault-long`
 python tools/fault_page.py --collect build/operations   make benchmarks/results/operations.json, after `make operations`
 python tools/fault_page.py                              write docs/reliability.md from them
 python tools/fault_page.py --check                      change nothing; exit with 1 and a diff where it is not so
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from generated_parts import differences, write
+from markdown_parts import table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 RESULT, PAGE = "benchmarks/results/faults.json", "docs/reliability.md"
+LONG_RESULT = "benchmarks/results/faults_long.json"
 OPERATIONS = "benchmarks/results/operations.json"
 LEAST_OPERATIONS = 1_000_000
 STATES = ("zero", "stored", "loading", "loaded", "busy", "mapped", "evicting", "failed")
@@ -36,6 +39,7 @@ class Harness:
     fault: str
     least: int  # cases, or faults where a case has several
     counts_faults: bool = False
+    is_python: bool = False  # its record is not GoogleTest's, and holds what `run_of` returns
 
 
 HARNESSES = (
@@ -46,6 +50,12 @@ HARNESSES = (
     Harness("ChangedBytes", "bits flip on the disk; pages are swapped or stale", 40_000, counts_faults=True),
     Harness("Kill", "the process is killed (SIGKILL)", 1500, counts_faults=True),
     Harness("HungDisk", "the disk hangs, or is slow", 11),
+    Harness("PythonSystemCall", "the Nth system call of a Python program fails, io_uring's too", 96, is_python=True),
+    Harness(
+        "Signals", "SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGSTOP, fork and exec at random moments", 40, is_python=True
+    ),
+    Harness("DegradedSystem", "a call, flag or file system that others have is missing", 10, is_python=True),
+    Harness("LimitedMemory", "memory, addresses, locked memory or mappings are few", 6, is_python=True),
 )
 
 
@@ -71,14 +81,13 @@ def origin_of(folder: Path, command: str) -> Json:
     }
 
 
-def collected(folder: Path) -> Json:
+def collected(folder: Path, command: str) -> Json:
     """Return the record of what the harnesses left in a folder, one file each."""
     harnesses = {}
     for harness in HARNESSES:
         content = json.loads((folder / f"{harness.name}.json").read_text())
-        (test,) = content["testsuites"][0]["testsuite"]
-        harnesses[harness.name] = run_of(test)
-    return origin_of(folder, "make fault") | {"harnesses": harnesses}
+        harnesses[harness.name] = content if harness.is_python else run_of(content["testsuites"][0]["testsuite"][0])
+    return origin_of(folder, command) | {"harnesses": harnesses}
 
 
 def collected_operations(folder: Path) -> Json:
@@ -95,10 +104,6 @@ def collected_operations(folder: Path) -> Json:
 
 def number_of(run: Json, harness: Harness) -> int:
     return int(run["injected"] if harness.counts_faults else run["reached"])
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows]) + "\n"
 
 
 def origin(content: Json) -> str:
@@ -135,16 +140,6 @@ def transition_rows(content: Json) -> list[list[str]]:
     ]
 
 
-def defect_rows(content: Json) -> list[list[str]]:
-    rows = []
-    for harness in HARNESSES:
-        for entry in filter(None, str(content["harnesses"][harness.name]["defects"]).split("; ")):
-            count, _, what = entry.partition(" ")
-            verdict, _, place = what.partition(", fault in ")
-            rows.append([harness.name, verdict, f"`{place}`" if place else "", count])
-    return rows
-
-
 def operations_part(content: Json) -> list[str]:
     run, orders, code = content["operations"], content["orders"], content["code"]
     kinds = [name for name in run if name not in ("operations", "time", "has_failed")]
@@ -162,35 +157,28 @@ def operations_part(content: Json) -> list[str]:
     ]
 
 
-def page(content: Json, operations: Json) -> str:
+def page(content: Json, long: Json, operations: Json) -> str:
     """Return docs/reliability.md."""
-    defects = defect_rows(content)
     parts = [
         "# What was broken on purpose\n",
-        f"Written by `tools/fault_page.py` from `{RESULT}` and `{OPERATIONS}`; how the harnesses work and how to add "
-        "one is in [architecture](contributing/architecture.md#faults-on-purpose).\n",
+        f"Written by `tools/fault_page.py` from `{RESULT}`, `{LONG_RESULT}` and `{OPERATIONS}`; how the harnesses "
+        "work and how to add one is in [architecture](contributing/architecture.md#faults-on-purpose).\n",
         f"{origin(content)}\n",
         "## Faults, and what came of them\n",
-        "A case is a training in small in a process of its own, every byte of which is known, with one kind of fault. "
-        "*exact*: the program saw no error, and every byte was right. *typed*: it saw typed errors, lost nothing, and "
-        "went on exactly once the fault was over. *lost*: bytes were lost, since the system gave no access to their "
-        "memory any more; whoever asked for them was told so, and another training in the same engine was exact. The "
-        "others are defects: *wrong* bytes without an error, an error of another type, a training that did not go on, "
-        "something *leaked*, a crash, a hang.\n",
+        "A case is a training in small in a process of its own, every byte of which is known, with one kind of fault; "
+        "the last four rows are of programs in Python. *exact*: the program saw no error, and every byte was right. "
+        "*typed*: it saw typed errors, lost nothing, and went on exactly once the fault was over. *lost*: bytes were "
+        "lost, since the system gave no access to their memory any more; whoever asked for them was told so, and "
+        "another training in the same engine was exact. In the last row it is a process that the kernel ended: its "
+        "group of processes had less memory than it takes without a model, and the budget. The others are defects: "
+        "*wrong* bytes without an error, an error of another type, a training that did not go on, something *leaked*, "
+        "a crash, a hang; no page is written from a record that has one.\n",
         table(["fault", "came to pass", *GOOD, *DEFECTS, "took"], outcome_rows(content)),
-        "## Defects that are known\n",
-    ]
-    if defects:
-        parts += [
-            "None of them gave wrong bytes. The place is where the call was that failed, innermost function first.\n",
-            table(["harness", "outcome", "place of the fault", "cases"], defects),
-        ]
-    else:
-        parts.append("None.\n")
-    parts += [
+        "## The same, every number and many more seeds\n",
+        f"{origin(long)}\n",
+        table(["fault", "came to pass", *GOOD, *DEFECTS, "took"], outcome_rows(long)),
         "## Changes of a page's state that were seen\n",
-        "From the row's state to the column's. Each is in the table of `tests/cpp/fault/transitions.cpp`, but for "
-        "those that follow from a known defect.\n",
+        "From the row's state to the column's. Each is in the table of `tests/cpp/fault/transitions.cpp`.\n",
         table(["", *STATES], transition_rows(content)),
         *operations_part(operations),
     ]
@@ -212,12 +200,12 @@ def read_operations(root: Path) -> Json:
     return content
 
 
-def read_result(root: Path) -> Json:
-    content = read_record(root, RESULT)
+def read_faults(root: Path, name: str) -> Json:
+    content = read_record(root, name)
     for harness in HARNESSES:
         run = content["harnesses"].get(harness.name)
         if run is None or run["has_failed"] or number_of(run, harness) < harness.least:
-            raise ResultRefused(f"{RESULT} has no whole, passing run of {harness.name}: make fault")
+            raise ResultRefused(f"{name} has no whole, passing run of {harness.name}: {content['code']['command']}")
     return content
 
 
@@ -232,8 +220,11 @@ def main() -> None:
             record = collected_operations(options.collect)
             write([(options.root / OPERATIONS, json.dumps(record, indent=1) + "\n")])
         elif options.collect:
-            write([(options.root / RESULT, json.dumps(collected(options.collect), indent=1) + "\n")])
-        documents = [(options.root / PAGE, page(read_result(options.root), read_operations(options.root)))]
+            is_long = options.collect.name == "fault-long"
+            name, command = (LONG_RESULT, "make fault-long") if is_long else (RESULT, "make fault")
+            write([(options.root / name, json.dumps(collected(options.collect, command), indent=1) + "\n")])
+        results = [read_faults(options.root, name) for name in (RESULT, LONG_RESULT)]
+        documents = [(options.root / PAGE, page(*results, read_operations(options.root)))]
     except ResultRefused as reason:
         sys.exit(str(reason))
     if not options.check:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes sure that what the build needs from the system is there. Asks the system first, so that a second run needs no
 # network; installs with apt-get only what is missing and only as root; otherwise names it.
-# system_packages.sh [PYTHON [fuzz]]: with `fuzz`, also what the fuzzers are built with.
+# system_packages.sh [PYTHON [fuzz|fault]]: with `fuzz`, also what the fuzzers are built with; with `fault`, also the
+# file systems that the fault programme pages to.
 set -euo pipefail
 
 python="${1:-python3}"
@@ -21,6 +22,13 @@ needs_library gtest libgtest-dev
 
 fuzz_probe='extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
 [ "${2:-}" != fuzz ] || echo "$fuzz_probe" | clang++ -x c++ -fsanitize=fuzzer,address - -o /dev/null 2> /dev/null || missing+=(clang)
+
+if [ "${2:-}" = fault ]; then
+    PATH="$PATH:/usr/sbin:/sbin" # where only root looks
+    needs_command mkfs.xfs xfsprogs
+    needs_command mkfs.btrfs btrfs-progs
+    needs_command bindfs bindfs
+fi
 
 # The fuzzers' library has a package of its own where clang is split up: libclang-rt-14-dev of Debian 12.
 clang_library() {

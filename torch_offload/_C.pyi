@@ -131,7 +131,9 @@ class Engine:
     def abandon_optimizer_step(self) -> None:
         """The step that this thread is in raised before its end."""
     def end_optimizer_step(self) -> None:
-        """End of a step: also the boundary of the recorded trace."""
+        """End of a step: also the end of a recorded pass."""
+    def begin_pass(self, program: int) -> None:
+        """Begin a pass of the program: its uses are predicted by those of its last one. 0 is training; any thread."""
     def finish_loading(self) -> None:
         """Give back the memory that reads a file ahead between two tensors."""
     def evict(self, tensor: torch.Tensor) -> int:

@@ -383,6 +383,8 @@ def _mapping_of(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]
         mark = getattr(error, "problem_mark", None)
         location = source if mark is None else f"{source}:{mark.line + 1}"
         raise ConfigError(f"{location}: not valid YAML or JSON: {getattr(error, 'problem', error)}") from None
+    except (ValueError, RecursionError) as error:  # of a number of too many digits, a date that is none; of a deep nest
+        raise ConfigError(f"{source}: expected settings such as 'ram: 24GiB': {error}") from None
     if settings is None:
         return {}, {}
     if not isinstance(settings, dict) or node is None:
@@ -403,7 +405,7 @@ def _key_lines(node: Any, source: str, prefix: str = "") -> Iterator[tuple[str, 
             )
         name = f"{prefix}{key.value}"
         yield name, key.start_mark.line + 1
-        if value.id == "mapping":
+        if value.id == "mapping" and not prefix:  # no setting is nested deeper, and a text may be without end
             yield from _key_lines(value, source, f"{name}.")
 
 

@@ -11,6 +11,7 @@
 #include "autograd/managed_arguments.h"
 #include "autograd/operator_table.h"
 #include "autograd/register_allocator.h"
+#include "autograd/row_lookup.h"
 
 namespace torch_offload {
 namespace {
@@ -132,6 +133,9 @@ void call(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::Disp
             } else {
                 call_pinned(op, traits, keys, stack);
             }
+            return;
+        case OperatorKind::row_lookup:
+            if (!try_look_up_rows(op, traits, keys, stack)) call_pinned(op, traits, keys, stack);
             return;
         case OperatorKind::list:
         case OperatorKind::list_norm:

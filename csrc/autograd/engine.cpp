@@ -108,6 +108,11 @@ PinGuard Engine::pin_pages(const std::shared_ptr<Segment>& segment, std::size_t 
     return with_holds_dropped([&] { return pager_->pin_pages(segment, first, count, access); });
 }
 
+PinGuard Engine::pin_ranges(const std::shared_ptr<Segment>& segment, std::span<const PageRange> ranges, Access access) {
+    if (device_) device_->device().check_use();
+    return with_holds_dropped([&] { return pager_->pin_ranges(segment, ranges, access); });
+}
+
 std::span<std::byte> Engine::allocate_range(std::size_t size_bytes) {
     return with_holds_dropped([&] { return pager_->allocate_range(size_bytes); });
 }
@@ -206,6 +211,10 @@ void Engine::end_optimizer_step() {
             {ActivityLane::optimizer_step, step_begin_ns_.load(std::memory_order_relaxed), activity_now_ns()});
     }
     pager_->end_step();
+}
+
+void Engine::begin_pass(ProgramId program) {
+    if (!in_forked_child()) pager_->begin_pass(program);
 }
 
 TraceId Engine::derived_role(TraceId parameter_role, Derived derived) {

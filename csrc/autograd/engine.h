@@ -74,6 +74,7 @@ public:
     /// Pins, and where memory is short drops dead leases, waits for collectives under way and tries again.
     PinGuard pin(std::span<const PinRequest> requests);
     PinGuard pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count, Access access);
+    PinGuard pin_ranges(const std::shared_ptr<Segment>& segment, std::span<const PageRange> ranges, Access access);
     std::span<std::byte> allocate_range(std::size_t size_bytes);
     void reserve_small(std::size_t size_bytes);
 
@@ -90,8 +91,11 @@ public:
 
     // --- Optimizer steps ------------------------------------------------------------------------------------------
     void begin_optimizer_step();
-    /// Also the boundary of the recorded trace.
+    /// Also the end of a recorded pass.
     void end_optimizer_step();
+    /// A pass begins: training, or another program, which no optimizer step ends. Any thread; nothing in a forked
+    /// child, where a lock may be held for ever.
+    void begin_pass(ProgramId program);
     /// The step raised before its end.
     void abandon_optimizer_step() noexcept;
     /// Whether this thread is in a step.

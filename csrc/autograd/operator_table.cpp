@@ -140,6 +140,7 @@ OperatorKind kind_of(const c10::OperatorHandle& op, bool writes) {
     }
     if (name == "resize_") return OperatorKind::resizing;
     if (name == "_to_copy") return OperatorKind::casting;
+    if (name == "embedding") return OperatorKind::row_lookup;
     if (name == "_foreach_norm" && op.operator_name().overload_name == "Scalar") return OperatorKind::list_norm;
     return name.starts_with("_foreach_") || contains(kSplittable, name) ? OperatorKind::list : OperatorKind::ordinary;
 }

@@ -19,6 +19,7 @@ enum class OperatorKind : std::uint8_t {
     data_query,  // _has_compatible_shallow_copy_type: asked just before self is made another tensor
     resizing,    // touches bytes only when the storage grows
     casting,     // _to_copy: touches no bytes when it goes to the meta device
+    row_lookup,  // embedding: reads some rows of its first argument
 };
 
 /// How an operator writes all of its first argument without reading it.

@@ -21,6 +21,7 @@ namespace torch_offload {
 namespace {
 
 const std::shared_ptr<Segment> kNoSegment;
+constexpr std::size_t kMaxAhead = 8;  // pages that are read while others are copied out
 
 /// The only legal way to the protected key set of a tensor that exists already.
 struct KeySetAccess : c10::TensorImpl {
@@ -50,10 +51,13 @@ c10::DataPtr data_ptr_over(std::shared_ptr<Engine> engine, std::shared_ptr<Segme
 }
 
 void copy_out(Engine& engine, const std::shared_ptr<Segment>& segment, std::byte* target, std::size_t size_bytes) {
-    for (std::size_t page = 0; page < segment->page_count(); ++page) {
+    const std::size_t page_count = segment->page_count();
+    for (std::size_t page = 0; page < page_count; ++page) {
         const std::size_t begin = page * segment->page_bytes();
         const std::span to(target + begin, std::min(segment->page_bytes(), size_bytes - begin));
+        const std::size_t ahead_end = std::min(page + 1 + kMaxAhead, page_count);
         try {
+            for (std::size_t next = page; next < ahead_end; ++next) engine.pager().prefetch_page(segment, next);
             const PinGuard guard = engine.pin_pages(segment, page, 1, Access::read);
             copy_bytes(to, c10::kCPU, segment->range().subspan(begin, to.size()), engine.torch_device());
         } catch (const std::exception&) {

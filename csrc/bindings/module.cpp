@@ -254,6 +254,7 @@ void bind_engine(py::module_& module) {
         .def("end_saving", [](Engine& self) { waiting([&] { self.drop_kept(); }); })
         .def("begin_optimizer_step", [](Engine& self) { waiting([&] { self.begin_optimizer_step(); }); })
         .def("abandon_optimizer_step", &Engine::abandon_optimizer_step)
+        .def("begin_pass", &Engine::begin_pass, py::call_guard<py::gil_scoped_release>())
         .def("end_optimizer_step", [](Engine& self) { waiting([&] { self.end_optimizer_step(); }); })
         .def("finish_loading", [](Engine& self) { waiting([&] { self.finish_loading(); }); })
         .def("evict", &evict_tensor, py::arg("tensor"))

@@ -10,7 +10,7 @@ namespace {
 constexpr std::array<const char*, kSegmentKindCount> kKindNames = {"parameter", "gradient", "state", "activation",
                                                                    "other"};
 constexpr std::array<const char*, kStallCauseCount> kCauseNames = {"read", "memory", "update", "fault"};
-constexpr std::array<const char*, 5> kUseNames = {"read", "write", "create", "drop", "step"};
+constexpr std::array<const char*, 5> kUseNames = {"read", "write", "create", "drop", "pass"};
 constexpr double kNanosecondsPerSecond = 1e9;
 
 py::dict by_kind(const std::uint64_t (&values)[kSegmentKindCount]) {

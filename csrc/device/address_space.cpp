@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -291,6 +292,13 @@ struct Reserved {
     std::span<std::byte> table;
 };
 
+std::string address_limit() {
+    rlimit limit{};
+    if (::getrlimit(RLIMIT_AS, &limit) != 0) return "a number of bytes that is not known";
+    if (limit.rlim_cur == RLIM_INFINITY) return "as many as the system has";
+    return concat(limit.rlim_cur, " bytes of them in all");
+}
+
 /// As many addresses as the process may have, with the table for them. Neither uses memory.
 Reserved reserve_arena() {
     for (std::size_t size = kFirstArenaBytes; size >= kSmallestArenaBytes; size /= 2) {
@@ -304,8 +312,9 @@ Reserved reserve_arena() {
         }
         munmap(addresses.data(), addresses.size());
     }
-    throw OutOfTierMemory(concat("no ", kSmallestArenaBytes / kGiB,
-                                 " GiB of addresses could be reserved; raise the address space limit (ulimit -v)"));
+    throw OutOfTierMemory(concat("no ", kSmallestArenaBytes / kGiB, " GiB of addresses could be reserved; ",
+                                 "this process may have ", address_limit(),
+                                 "; raise the address space limit (ulimit -v)"));
 }
 
 }  // namespace

@@ -425,8 +425,19 @@ void Pager::Impl::log_use(const Segment& segment, std::size_t first, std::size_t
                  usage.range_bytes + usage.small_bytes + usage.reserve_bytes, kind});
 }
 
+void Pager::begin_pass(ProgramId program) {
+    {
+        const std::lock_guard lock(impl_->mutex);
+        UsePredictor::Held uses = impl_->predictor->hold();
+        if (!uses.begin_pass(program)) return;
+        impl_->rank_all(uses);
+    }
+    if (impl_->use_log.is_on()) impl_->use_log.add({.kind = UseKind::pass});
+    impl_->store->kick();
+}
+
 void Pager::end_step() {
-    if (impl_->use_log.is_on()) impl_->use_log.add({.kind = UseKind::step});
+    if (impl_->use_log.is_on()) impl_->use_log.add({.kind = UseKind::pass});
     {
         const std::lock_guard lock(impl_->mutex);
         UsePredictor::Held uses = impl_->predictor->hold();
@@ -454,7 +465,7 @@ PagerStatistics Pager::statistics() const {
         result.stall_ns[cause] = impl_->stalls->ns[cause].get();
     }
     result.own_update_ns = impl_->own_updates.get();
-    result.pins = impl_->tally.begun();
+    result.pins = impl_->tally.accessed();
     result.misses = impl_->misses.get();
     result.faults = impl_->faults.get();
     result.evictions = impl_->evictions.get();

@@ -123,6 +123,7 @@ private:
     std::vector<std::span<std::byte>> bytes_;
     std::vector<Location> locations_;
     std::vector<bool> is_worthless_;
+    PinTally::Share share_;               // of a thread that waits: others wait for it
     std::unique_ptr<UpdateLatch> below_;  // of the store's pages, where they are held there
     bool finished_ = false;
     bool confirmed_ = false;     // the latch was completed: its bytes may have been changed
@@ -169,6 +170,7 @@ public:
     PinGuard pin(std::span<const PinRequest> requests);
     /// The same for `count` pages of one segment.
     PinGuard pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count, Access access);
+    PinGuard pin_ranges(const std::shared_ptr<Segment>& segment, std::span<const PageRange> ranges, Access access);
     /// A request: reads the segment, in its turn, or one page of it at once, ahead of use if memory allows.
     void prefetch(const std::shared_ptr<Segment>& segment);
     void prefetch_page(const std::shared_ptr<Segment>& segment, std::size_t index);
@@ -208,7 +210,9 @@ public:
     /// The segment's deferred work will be triggered by another role: a state that became a parameter's.
     void set_anchor(Segment& segment, TraceId anchor);
     void touch(const std::shared_ptr<Segment>& segment);
-    void kick();      // looks ahead soon
+    void kick();  // looks ahead soon
+    /// A pass of the program begins: its uses are predicted by those of its last one.
+    void begin_pass(ProgramId program);
     void end_step();  // throws, once, TierIoError for a page that could not be written and still has to be
 
     // --- The tier above -------------------------------------------------------------------------------------------

@@ -257,16 +257,25 @@ PinGuard Pager::pin(std::span<const PinRequest> requests) {
 
 PinGuard Pager::pin_pages(const std::shared_ptr<Segment>& segment, std::size_t first, std::size_t count,
                           Access access) {
+    const PageRange pages{first, count};
+    return pin_ranges(segment, {&pages, 1}, access);
+}
+
+PinGuard Pager::pin_ranges(const std::shared_ptr<Segment>& segment, std::span<const PageRange> ranges, Access access) {
     impl_->raise_fault_error();
-    OFFLOAD_CHECK(first + count <= segment->page_count(), InvalidArgument, "pages ", first, " to ", first + count,
-                  " of a segment of ", segment->page_count());
+    std::size_t page_count = 0;
+    for (const PageRange& pages : ranges) {
+        OFFLOAD_CHECK(pages.first + pages.count <= segment->page_count(), InvalidArgument, "pages ", pages.first,
+                      " to ", pages.first + pages.count, " of a segment of ", segment->page_count());
+        page_count += pages.count;
+    }
     PinGuard guard;
     Impl::Overwriting own(*impl_);
-    PageAccess::begin(guard, impl_->tally, count);
-    PageAccess::hold(guard, segment, first, count);
-    impl_->log_use(*segment, first, count, use_of(access));
-    impl_->start_missing(segment, {first, count}, access, own);
-    impl_->map_pages(*segment, {first, count}, access, own);
+    PageAccess::begin(guard, impl_->tally, page_count);
+    for (const PageRange& pages : ranges) PageAccess::hold(guard, segment, pages.first, pages.count);
+    for (const PageRange& pages : ranges) impl_->log_use(*segment, pages.first, pages.count, use_of(access));
+    for (const PageRange& pages : ranges) impl_->start_missing(segment, pages, access, own);
+    for (const PageRange& pages : ranges) impl_->map_pages(*segment, pages, access, own);
     own.confirm();
     return guard;
 }
@@ -316,6 +325,7 @@ UpdateLatch Pager::Impl::latch_here(std::span<const std::shared_ptr<Segment>> la
     }
     UpdateLatch latch;
     PageAccess::reserve(latch, latched.size());
+    if (patience == Patience::wait) PageAccess::begin(latch, tally, latched.size());
     for (const std::shared_ptr<Segment>& segment : latched) {
         const Reached reached = advance(segment->page(index), PageGoal::update, patience);
         if (reached == Reached::nothing) return {};

@@ -1,8 +1,15 @@
 // Accesses behind the dispatcher: from the signal handler to a page at its address, or to bytes that let them end.
+#include <algorithm>
+
 #include "base/log.h"
 #include "pager/pager_guards.h"
 
 namespace torch_offload {
+namespace {
+
+constexpr std::size_t kMaxBehindFault = 8;  // pages
+
+}  // namespace
 
 /// Runs in the SIGSEGV handler: atomics, a semaphore and futex waits only.
 void Pager::Impl::answer_fault(Page& page, bool is_write) noexcept {
@@ -42,8 +49,9 @@ void Pager::Impl::serve_fault(Page& page) {
             PinGuard guard;
             const std::size_t index = segment->index_of(page);
             PageAccess::hold(guard, segment, index, 1);
-            const bool is_write = page.load().has(PageWord::kFaultedWrite);
-            advance(page, is_write ? PageGoal::write : PageGoal::read, Patience::wait);
+            const PageGoal goal = page.load().has(PageWord::kFaultedWrite) ? PageGoal::write : PageGoal::read;
+            start_from_fault(segment, index, goal);
+            advance(page, goal, Patience::wait);
             hold_faulted(page);
             page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
             return;
@@ -53,6 +61,21 @@ void Pager::Impl::serve_fault(Page& page) {
             poison_page(page, std::current_exception(), error.what());
             return;
         }
+    }
+}
+
+/// Begins to read the page and, where accesses seem to go forwards, as many behind it as are read ahead elsewhere.
+void Pager::Impl::start_from_fault(const std::shared_ptr<Segment>& segment, std::size_t index, PageGoal goal) {
+    Page& page = segment->page(index);
+    if (const PageWord word = page.load(); word.state() == PageState::stored && !word.has(PageWord::kPending)) {
+        start_load(page, goal, nullptr);
+    }
+    if (index > 0 && segment->page(index - 1).load().state() != PageState::mapped) return;
+    const std::size_t end = std::min(segment->page_count(), index + 1 + kMaxBehindFault);
+    try {
+        for (std::size_t i = index + 1; i < end; ++i) owner.prefetch_page(segment, i);
+    } catch (const std::exception& error) {  // whoever needs the page meets it again
+        OFFLOAD_LOG(info, "reading behind an access failed: ", error.what());
     }
 }
 

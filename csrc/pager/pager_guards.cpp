@@ -90,6 +90,7 @@ void UpdateLatch::swap(UpdateLatch& other) noexcept {
     bytes_.swap(other.bytes_);
     locations_.swap(other.locations_);
     is_worthless_.swap(other.is_worthless_);
+    share_.swap(other.share_);
     below_.swap(other.below_);
     std::swap(finished_, other.finished_);
     std::swap(confirmed_, other.confirmed_);

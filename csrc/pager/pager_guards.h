@@ -88,6 +88,10 @@ struct PageAccess {
     static void begin(PinGuard& guard, PinTally& tally, std::size_t count) noexcept { guard.share_ = {tally, count}; }
     static void hold(PinGuard& guard, std::shared_ptr<Segment> segment, std::size_t first, std::size_t count);
     static void confirm(UpdateLatch& latch, std::optional<Pager::Impl::Transient> transient) noexcept;
+    /// Pages that a thread of the program's is about to hold.
+    static void begin(UpdateLatch& latch, PinTally& tally, std::size_t count) noexcept {
+        latch.share_ = {tally, count, PinTally::Holder::update};
+    }
     /// Makes room for `count` pages, so that each is added whatever happens.
     static void reserve(UpdateLatch& latch, std::size_t count);
     /// The page is the latch's own in its frame's slot, or writable at its address.

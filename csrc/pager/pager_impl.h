@@ -143,6 +143,7 @@ struct Pager::Impl final : StoreClient {
     void clear_poison();
     void clear_poison(Page& page);
     void hold_faulted(Page& page) noexcept;
+    void start_from_fault(const std::shared_ptr<Segment>& segment, std::size_t index, PageGoal goal);
     bool release_faulted() noexcept;
     bool release_faulted(const Segment& segment) noexcept;
 
@@ -205,10 +206,10 @@ struct Pager::Impl final : StoreClient {
     mutable std::mutex mutex;  // the pager's lock: arena, queue, segments, roles, errors
     Arena arena;
     std::shared_ptr<UsePredictor> predictor = std::make_shared<UsePredictor>();
-    bool follows = false;            // what the program uses in the tier above
-    std::uint64_t ranked_steps = 0;  // what the queue is in order by: of the predictor's, ended ones
-    std::size_t ranked_uses = 0;     // and uses in the running one
-    EvictionQueue evictable;         // every segment that has pages in memory, and some that have none any more
+    bool follows = false;                  // what the program uses in the tier above
+    std::uint64_t ranked_predictions = 0;  // what the queue is in order by: the predictor's count of predictions
+    std::size_t ranked_uses = 0;           // and of uses in the running pass
+    EvictionQueue evictable;               // every segment that has pages in memory, and some that have none any more
     std::unordered_map<Segment*, std::weak_ptr<Segment>> segments;
     std::vector<std::weak_ptr<Segment>> roles;                                  // by TraceId
     std::unordered_map<TraceId, std::vector<std::weak_ptr<Segment>>> anchored;  // of a tier below: by their anchors

@@ -45,21 +45,22 @@ TraceId work_role(const Segment& segment) {
 }  // namespace
 
 /// When the segment is next used; the lock is held, as for all that takes `uses`. What a caller said is used soon comes
-/// before all else. A segment without uses of its own in the rest of the step (a moment, a finished gradient) is next
+/// before all else. A segment without uses of its own in the rest of the pass (a moment, a finished gradient) is next
 /// used by its deferred work, which runs when the parameter it belongs to is first pinned: now, if it is pending, else
-/// in the following step.
+/// in a pass that follows. What is requested for each use, as routed experts are, is used by what the numbers say: what
+/// a pass without gradients used of it predicts little.
 UsePosition Pager::Impl::next_use(const Segment& segment, const UsePredictor::Held& uses) const {
     if (segment.outstanding_since.load(std::memory_order_relaxed) != 0) return kOutstanding;
-    if (!uses->has_prediction()) {
-        // What is requested can be read in time, so it goes before what would be missed.
-        return segment.requested_uses.load(std::memory_order_relaxed) != 0 ? kNever : kUnrequested;
-    }
+    const bool is_requested = segment.requested_uses.load(std::memory_order_relaxed) != 0;
+    // What is requested can be read in time, so it goes before what would be missed.
+    if (is_requested && !(uses->has_prediction() && uses->is_training())) return kNever;
+    if (!uses->has_prediction()) return kUnrequested;
     const bool is_anchored = segment.anchor_id != kNoTrace;
-    const Distance own = uses->next_in_step(segment.trace_id);
-    const Distance anchor = is_anchored && segment.has_pending() ? uses->next_in_step(segment.anchor_id) : kNever;
+    const Distance own = uses->next_in_pass(segment.trace_id);
+    const Distance anchor = is_anchored && segment.has_pending() ? uses->next_in_pass(segment.anchor_id) : kNever;
     const Distance soonest = std::min(own, anchor);
     if (soonest != kNever) return uses->position_of(soonest);
-    return uses->position_of(uses->first_in_following_step(is_anchored ? segment.anchor_id.load() : segment.trace_id));
+    return uses->position_of(uses->first_in_following(is_anchored ? segment.anchor_id.load() : segment.trace_id));
 }
 
 /// Puts the segment where it belongs among those that could go.
@@ -81,7 +82,7 @@ void Pager::Impl::rank_all(const UsePredictor::Held& uses) {
     std::vector<Segment*> all;
     for (const EvictionQueue::Entry& entry : evictable) all.push_back(entry.segment);
     for (Segment* segment : all) rank(*segment, uses);
-    ranked_steps = uses.step_count();
+    ranked_predictions = uses.prediction_count();
     ranked_uses = uses->recorded_count();
 }
 
@@ -94,7 +95,7 @@ void Pager::Impl::rank_used_above() {
     const UsePredictor::Held uses = predictor->hold();
     const std::size_t first = std::max<std::size_t>(ranked_uses, 1) - 1;  // the last one may have come again
     const std::size_t count = uses->recorded_count();
-    if (uses.step_count() != ranked_steps || count > first + evictable.size()) return rank_all(uses);
+    if (uses.prediction_count() != ranked_predictions || count > first + evictable.size()) return rank_all(uses);
     used.reserve(count - std::min(first, count));
     for (std::size_t i = first; i < count; ++i) {
         const TraceId role = uses->recorded(i);
@@ -144,8 +145,9 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
     for (std::size_t distance = 0; distance < kMaxUsesAhead; ++distance) {
         if (planned_bytes >= window_bytes || seen.size() >= kMaxAhead) break;
         const std::optional<UpcomingUse> use = uses->upcoming(distance);
-        // Before a weight is used in the following step, it is updated below: what came earlier would be worthless.
-        if (!use || (options.updates_below && uses->position_of(distance) >= uses->length())) break;
+        // Before a weight is used after a training step, it is updated below: what came earlier would be worthless.
+        const bool is_following = uses->position_of(distance) >= uses->length();
+        if (!use || (options.updates_below && uses->is_training() && is_following)) break;
         const std::int64_t due_ns = use->after_ns - since_use_ns;
         const std::size_t recorded_bytes = follows ? 0 : use->other_bytes;  // is in the memory above
         const std::size_t growth_bytes = recorded_bytes - std::min(recorded_bytes, other_bytes);
@@ -154,6 +156,7 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
         if (!seen.insert(use->id).second) continue;
         std::shared_ptr<Segment> segment = use->id < roles.size() ? roles[use->id].lock() : nullptr;
         if (!segment) continue;
+        if (!uses->is_training() && segment->requested_uses.load(std::memory_order_relaxed) != 0) continue;
         const bool is_updated_here = segment->has_pending() && !options.updates_below;
         planned_bytes += segment->size_bytes() * (is_updated_here ? 4 : 1);  // weight, gradient, two moments
         outlook.segments.push_back({std::move(segment), uses->position_of(distance), due_ns, 0});

@@ -38,10 +38,11 @@ Own* make_own_of(const PinTally& tally) noexcept {
 
 // --- Shares -------------------------------------------------------------------------------------------------------
 
-PinTally::Share::Share(PinTally& tally, std::size_t page_count) noexcept
+PinTally::Share::Share(PinTally& tally, std::size_t page_count, Holder holder) noexcept
     : tally_(&tally), thread_(&owns), page_count_(page_count) {
     if (Own* own = make_own_of(tally)) own->page_count += page_count;
     tally.begun_.fetch_add(page_count, std::memory_order_relaxed);  // whoever finds a page pinned finds this
+    if (holder == Holder::update) tally.updated_.fetch_add(page_count, std::memory_order_release);
 }
 
 PinTally::Share::~Share() {
@@ -82,7 +83,7 @@ std::size_t PinTally::own_count() const noexcept {
 
 bool PinTally::has_others() const {
     const std::uint64_t ended = ended_.load(std::memory_order_acquire);  // first: no more than have begun
-    const std::uint64_t held = begun() - ended;
+    const std::uint64_t held = begun_.load(std::memory_order_relaxed) - ended;
     std::uint64_t stuck = own_count();
     if (held <= stuck) return false;  // the usual case
     stuck += faulting_.load(std::memory_order_acquire);

@@ -14,12 +14,15 @@ namespace torch_offload {
 /// Threads: any. What begins and ends with every pin takes no lock.
 class PinTally {
 public:
+    /// What holds pages: an access, whose pages are counted as pinned, or an update of them.
+    enum class Holder : bool { access, update };
+
     /// Pages that the calling thread pins for a moment. Move-only; an empty share holds nothing. Ends on the thread
     /// that it began on, which would be taken to have it for good otherwise.
     class [[nodiscard]] Share {
     public:
         Share() noexcept = default;
-        Share(PinTally& tally, std::size_t page_count) noexcept;
+        Share(PinTally& tally, std::size_t page_count, Holder holder = Holder::access) noexcept;
         Share(Share&& other) noexcept { swap(other); }
         Share& operator=(Share other) noexcept {
             swap(other);
@@ -71,13 +74,17 @@ public:
     /// Whether other threads hold pages that they will let go without the caller's doing. One that has just let go may
     /// still count: who waits for it looks again after a while.
     bool has_others() const;
-    /// Pages in all shares that there ever were.
-    std::uint64_t begun() const noexcept { return begun_.load(std::memory_order_relaxed); }
+    /// Pages in all shares of accesses that there ever were.
+    std::uint64_t accessed() const noexcept {
+        const std::uint64_t updated = updated_.load(std::memory_order_acquire);  // first: no more than have begun
+        return begun_.load(std::memory_order_relaxed) - updated;
+    }
 
 private:
     std::size_t own_count() const noexcept;
 
     std::atomic<std::uint64_t> begun_{0};
+    std::atomic<std::uint64_t> updated_{0};  // of these, pages in shares of updates
     std::atomic<std::uint64_t> ended_{0};
     std::atomic<std::size_t> faulting_{0};
     mutable std::mutex mutex_;  // guards the next; a leaf

@@ -55,12 +55,13 @@ void TierStore::start(StoreClient& client) {
     planner_ = engine_thread("to-plan", [this] { look_ahead_when_kicked(); });
 }
 
+/// Also where start() had no room for all of its threads.
 bool TierStore::stop() {
-    if (!planner_.joinable()) return true;
     stopping_.store(true, std::memory_order_release);
     wake_planner();
-    planner_.join();  // first: it makes transfers
+    if (planner_.joinable()) planner_.join();  // first: it makes transfers
     for (Lane* lane : {&to_device_, &to_host_}) {
+        if (!lane->thread.joinable()) continue;
         {
             const std::lock_guard lock(lane->mutex);
             lane->is_ending = true;

@@ -12,8 +12,8 @@
 
 namespace torch_offload {
 
-/// create: written without being read; drop: its bytes are worthless from here on; step: the end of an optimizer step.
-enum class UseKind : std::uint8_t { read, write, create, drop, step };
+/// create: written without being read; drop: its bytes are worthless from here on; pass: one has ended, such as a step.
+enum class UseKind : std::uint8_t { read, write, create, drop, pass };
 
 /// One use of `page_count` pages of a segment from `first_page` on.
 struct UseEvent {

@@ -10,10 +10,18 @@ void UsePredictor::Held::note_use(TraceId role, std::size_t other_bytes) {
     predictor_.trace_.touch(role, {predictor_.last_ns_, other_bytes});
 }
 
+bool UsePredictor::Held::begin_pass(ProgramId program) {
+    const std::int64_t now_ns = predictor_.busy_ns();
+    if (!predictor_.trace_.begin_pass(program, now_ns)) return false;
+    predictor_.last_ns_ = now_ns;
+    ++predictor_.prediction_count_;
+    return true;
+}
+
 void UsePredictor::Held::end_step() {
     predictor_.last_ns_ = predictor_.busy_ns();
     predictor_.trace_.end_step(predictor_.last_ns_);
-    ++predictor_.step_count_;
+    ++predictor_.prediction_count_;
 }
 
 void UsePredictor::leave_out(std::shared_ptr<const StallTotals> waits_for_tier) {

@@ -21,12 +21,14 @@ public:
     class [[nodiscard]] Held {
     public:
         const Trace* operator->() const noexcept { return &predictor_.trace_; }
-        /// Steps that ended: what was predicted before does not hold any more once this has grown.
-        std::uint64_t step_count() const noexcept { return predictor_.step_count_; }
-        /// Computing time since the last use or end of a step.
+        /// Changes of the prediction: what was predicted before does not hold any more once this has grown.
+        std::uint64_t prediction_count() const noexcept { return predictor_.prediction_count_; }
+        /// Computing time since the last use, or since a pass began or ended.
         std::int64_t since_last_ns() const noexcept { return predictor_.busy_ns() - predictor_.last_ns_; }
         /// `other_bytes`: the most memory of the recording tier that was not in pages since the use before.
         void note_use(TraceId role, std::size_t other_bytes);
+        /// False if the prediction stays as it is.
+        bool begin_pass(ProgramId program);
         void end_step();
 
     private:
@@ -48,7 +50,7 @@ private:
     Trace trace_;
     std::vector<std::shared_ptr<const StallTotals>> waits_;  // by tier
     std::int64_t last_ns_ = 0;                               // on the clock of busy_ns()
-    std::uint64_t step_count_ = 0;
+    std::uint64_t prediction_count_ = 0;
 };
 
 }  // namespace torch_offload

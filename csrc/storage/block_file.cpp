@@ -142,11 +142,12 @@ BlockFile::BlockFile(const std::string& directory, ScratchLimits limits) : direc
     } else if (error_of_direct != 0) {
         throw_cannot_open(directory, error_of_direct);
     }
-    if (!direct_) OFFLOAD_LOG(info, "scratch file in ", directory, ": no direct I/O there, using the page cache");
+    if (!direct_) OFFLOAD_LOG(warning, "scratch file in ", directory, ": no direct I/O there, using the page cache");
     const int error = preallocate(file_.get(), 0, kSectorBytes);
     preallocates_ = error != EOPNOTSUPP;
     if (!preallocates_) {
-        OFFLOAD_LOG(info, "scratch file in ", directory, ": no preallocation there, a full disk shows only at a write");
+        OFFLOAD_LOG(warning, "scratch file in ", directory,
+                    ": no preallocation there, a full disk shows only at a write");
     } else if (error != 0) {
         throw_cannot_open(directory, error);
     }
@@ -166,7 +167,7 @@ std::optional<std::uint64_t> BlockFile::take(std::size_t size_bytes) {
     return map_.take(size_bytes);
 }
 
-/// Makes the file longer, keeps its first `wanted_bytes` for the caller and frees the rest. The disk is worked without
+/// Makes the file longer by `wanted_bytes` or more and takes as many for the caller. The disk is worked without
 /// mutex_, so that free() never waits for it.
 std::uint64_t BlockFile::grow(std::size_t wanted_bytes) {
     const std::uint64_t end_bytes = size_bytes();
@@ -186,14 +187,9 @@ std::uint64_t BlockFile::grow(std::size_t wanted_bytes) {
                           error);
     }
     const std::lock_guard lock(mutex_);
-    size_bytes_ = end_bytes + wanted_bytes;
-    if (added_bytes == wanted_bytes) return end_bytes;
-    try {
-        map_.release(size_bytes_, added_bytes - wanted_bytes);
-        size_bytes_ = end_bytes + added_bytes;
-    } catch (const std::bad_alloc&) {  // the file is longer than it is said to be until it grows again
-    }
-    return end_bytes;
+    map_.add(end_bytes, added_bytes);  // without memory for it, the file is longer than it is said to be
+    size_bytes_ = end_bytes + added_bytes;
+    return *map_.take(wanted_bytes);
 }
 
 /// 0 or errno; after an error the file has its old length and blocks.

@@ -27,10 +27,13 @@ struct alignas(kSectorBytes) Sector {
 void probe_transfer(IoEngine& engine, IoRequest request) {
     using namespace std::chrono_literals;
     IoRequest* pointer = &request;
-    OFFLOAD_CHECK(engine.submit({&pointer, 1}) == 1, InvalidArgument, "a test transfer was not taken");
+    OFFLOAD_CHECK(engine.submit({&pointer, 1}) == 1, InvalidArgument, "a test transfer was not taken by ",
+                  engine.name());
     IoRequest* finished = nullptr;
-    OFFLOAD_CHECK(engine.reap({&finished, 1}, 5000ms) == 1, InvalidArgument, "a test transfer did not come back");
-    OFFLOAD_CHECK(request.error == 0, InvalidArgument, "a test transfer failed: ", std::strerror(request.error));
+    OFFLOAD_CHECK(engine.reap({&finished, 1}, 5000ms) == 1, InvalidArgument, "a test transfer did not come back from ",
+                  engine.name());
+    OFFLOAD_CHECK(request.error == 0, InvalidArgument, "a test transfer by ", engine.name(),
+                  " failed: ", std::strerror(request.error));
 }
 
 /// Writes a sector to a file in memory, reads it back and compares, through a registered buffer if `kind` has them.
@@ -52,7 +55,7 @@ void probe(IoEngine& engine, IoEngineKind kind) {
     request.direction = IoDirection::read;
     probe_transfer(engine, request);
     OFFLOAD_CHECK(std::ranges::count(memory, std::byte{0x5a}) == static_cast<std::ptrdiff_t>(memory.size()),
-                  InvalidArgument, "a test transfer brought other bytes back");
+                  InvalidArgument, "a test transfer by ", engine.name(), " brought other bytes back");
 }
 
 std::unique_ptr<IoEngine> make_unproven(IoEngineKind kind, std::size_t capacity) {
@@ -71,10 +74,9 @@ std::unique_ptr<IoEngine> make_unproven(IoEngineKind kind, std::size_t capacity)
 
 /// The probe has an engine of its own: the first call decides which thread owns one.
 std::unique_ptr<IoEngine> make_proven(IoEngineKind kind, std::size_t capacity) {
+    if (kind == IoEngineKind::threads) return make_unproven(kind, capacity);  // calls that no system lacks
     probe(*make_unproven(kind, 1), kind);
-    auto engine = make_unproven(kind, capacity);
-    if (kind == IoEngineKind::threads) return engine;
-    return std::make_unique<FallbackEngine>(std::move(engine));
+    return std::make_unique<FallbackEngine>(make_unproven(kind, capacity));
 }
 
 }  // namespace
@@ -138,8 +140,12 @@ std::unique_ptr<IoEngine> make_io_engine(IoEngineKind kind, std::size_t capacity
     };
     auto engine = make_or_note(IoEngineKind::uring_fixed, "io_uring with fixed buffers");
     if (!engine) engine = make_or_note(IoEngineKind::uring, "io_uring");
-    if (!engine) engine = make_proven(IoEngineKind::threads, capacity);
-    OFFLOAD_LOG(info, "I/O engine: ", engine->name(), ", capacity ", capacity, passed_over);
+    if (engine) {
+        OFFLOAD_LOG(info, "I/O engine: ", engine->name(), ", capacity ", capacity, passed_over);
+        return engine;
+    }
+    engine = make_proven(IoEngineKind::threads, capacity);
+    OFFLOAD_LOG(warning, "I/O engine: ", engine->name(), ", which take more processor time", passed_over);
     return engine;
 }
 

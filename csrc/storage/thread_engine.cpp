@@ -33,9 +33,9 @@ ThreadEngine::ThreadEngine(std::size_t capacity) : capacity_(capacity) {
     finished_.reserve(capacity);
     try {
         start_threads();
-    } catch (const std::exception& error) {
+    } catch (...) {
         stop_threads();
-        throw InvalidArgument(concat("cannot start I/O threads: ", error.what(), "; raise ulimit -u"));
+        throw;
     }
 }
 

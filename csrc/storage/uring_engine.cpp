@@ -159,6 +159,7 @@ private:
     std::thread::id owner_;  // none before the first call
     std::size_t in_flight_ = 0;
     bool woken_ = false;
+    bool is_refusal_told_ = false;  // to register memory
     std::vector<BufferIndex> free_buffers_;
     WakeEvent event_;             // its poll stays armed in the ring under the user data nullptr
     std::unique_ptr<Ring> ring_;  // none once the engine has ended
@@ -220,7 +221,15 @@ BufferIndex UringEngine::register_buffer(std::span<std::byte> memory) {
     own();
     if (free_buffers_.empty() || memory.empty()) return kUnregistered;
     const BufferIndex index = free_buffers_.back();
-    if (!set_buffer(index, memory)) return kUnregistered;
+    if (!set_buffer(index, memory)) {
+        if (!std::exchange(is_refusal_told_, true)) {
+            OFFLOAD_LOG(info, "io_uring: the kernel registers no more memory after ",
+                        kMaxBuffers - free_buffers_.size(),
+                        " buffers; transfers of other memory cost it a little more; raise the limit on locked memory "
+                        "(ulimit -l)");
+        }
+        return kUnregistered;
+    }
     free_buffers_.pop_back();
     return index;
 }

@@ -76,10 +76,10 @@ class PagedActivations:
 
 
 class _Enter(ModuleHook[PagedActivations]):
-    def run(self, owner: PagedActivations, module: nn.Module) -> None:
+    def run(self, owner: PagedActivations, module: nn.Module, arguments: tuple[Any, ...], more: Any) -> None:
         owner.enter()
 
 
 class _Leave(ModuleHook[PagedActivations]):
-    def run(self, owner: PagedActivations, module: nn.Module) -> None:
+    def run(self, owner: PagedActivations, module: nn.Module, arguments: tuple[Any, ...], more: Any) -> None:
         owner.leave()

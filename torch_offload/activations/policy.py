@@ -234,10 +234,10 @@ class ActivationPolicy:
 
 
 class _Before(ModuleHook[ActivationPolicy]):
-    def run(self, owner: ActivationPolicy, module: nn.Module) -> None:
+    def run(self, owner: ActivationPolicy, module: nn.Module, arguments: tuple[Any, ...], more: Any) -> None:
         owner.before(module)
 
 
 class _After(ModuleHook[ActivationPolicy]):
-    def run(self, owner: ActivationPolicy, module: nn.Module) -> None:
+    def run(self, owner: ActivationPolicy, module: nn.Module, arguments: tuple[Any, ...], more: Any) -> None:
         owner.after(module)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import resource
 from collections.abc import Callable
 from importlib import metadata
@@ -15,6 +16,7 @@ from torch_offload.config import DEFAULT_PAGE_ELEMENTS, format_size
 from torch_offload.diagnostics.check_result import CheckResult, State
 from torch_offload.errors import ConfigError
 from torch_offload.system import resources
+from torch_offload.system.kernel_files import field_of, first_word, lines_of
 
 OLDEST_KERNEL = (5, 7)
 GOOD_KERNEL = (6, 1)
@@ -30,6 +32,8 @@ TESTED_WITH = {
 """The versions that the tests run with."""
 
 _SYSTEM_ROOT = Path("/")
+_STATUS = "proc/self/status"
+_CAPABILITIES = re.compile("[0-9a-f]{1,16}")
 
 
 def torch_result() -> CheckResult:
@@ -138,10 +142,10 @@ def io_engine_result(
 def _io_uring_remedy(root: Path) -> str:
     if not _C.has_liburing:
         return f"install liburing's headers (apt-get install liburing-dev) and rebuild: {REBUILD_COMMAND}"
-    setting = _first_word(root / "proc/sys/kernel/io_uring_disabled")
+    setting = first_word(root / "proc/sys/kernel/io_uring_disabled")
     if setting not in (None, "0"):
         return f"kernel.io_uring_disabled is {setting}; as root: sysctl -w kernel.io_uring_disabled=0"
-    if _status_field(root, "Seccomp") not in (None, "0"):
+    if field_of(root / _STATUS, "Seccomp") not in (None, "0"):
         return (
             "this process runs under a seccomp profile, as containers do by default; allow io_uring_setup, "
             "io_uring_enter and io_uring_register in it (docker run --security-opt seccomp=PROFILE.json)"
@@ -171,8 +175,10 @@ def _memlock_remedy() -> str:
 
 def _may_lock_anything(root: Path) -> bool:
     """Whether the process holds CAP_IPC_LOCK."""
-    capabilities = _status_field(root, "CapEff")
-    return capabilities is not None and bool(int(capabilities, 16) >> 14 & 1)
+    capabilities = field_of(root / _STATUS, "CapEff")
+    if capabilities is None or not _CAPABILITIES.fullmatch(capabilities):
+        return False
+    return bool(int(capabilities, 16) >> 14 & 1)
 
 
 def memory_result(*, ram: int | None, root: Path = _SYSTEM_ROOT) -> CheckResult:
@@ -229,7 +235,7 @@ def mappings_result(*, ram: int, root: Path = _SYSTEM_ROOT) -> CheckResult:
 
 def huge_page_result(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Whether pages may lie in huge pages, which are cheaper to move."""
-    words = " ".join(_lines(root / "sys/kernel/mm/transparent_hugepage/enabled")).split()
+    words = " ".join(lines_of(root / "sys/kernel/mm/transparent_hugepage/enabled")).split()
     chosen = next((word.strip("[]") for word in words if word.startswith("[")), None)
     if chosen in ("always", "madvise"):
         return CheckResult(name="huge pages", state=State.ok, what=chosen)
@@ -243,12 +249,8 @@ def huge_page_result(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
 
 def processor_result(*, root: Path = _SYSTEM_ROOT) -> CheckResult:
     """Name the vector instructions that checksums and torch's kernels can use."""
-    flags: set[str] = set()
-    for line in _lines(root / "proc/cpuinfo"):
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            flags = set(value.split())
-            break
+    cpuinfo = root / "proc/cpuinfo"
+    flags = (field_of(cpuinfo, "flags") or field_of(cpuinfo, "Features") or "").split()
     best = next((text for flag, text in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags), None)
     count = len(os.sched_getaffinity(0))
     cores = f"{count} core" if count == 1 else f"{count} cores"
@@ -280,23 +282,3 @@ def _package_result(name: str, tested: str) -> CheckResult:
         what=f"{found}, not tested; the tests run with {tested}",
         remedy=f"if anything goes wrong: pip install {name}=={tested}",
     )
-
-
-def _status_field(root: Path, name: str) -> str | None:
-    for line in _lines(root / "proc/self/status"):
-        key, _, value = line.partition(":")
-        if key == name:
-            return value.strip()
-    return None
-
-
-def _first_word(path: Path) -> str | None:
-    words = " ".join(_lines(path)).split()
-    return words[0] if words else None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []

@@ -151,7 +151,7 @@ def _cache_file(key: dict[str, str]) -> Path:
 
 def _cached(path: Path, key: dict[str, str]) -> Probe | None:
     try:
-        found = Probe.model_validate_json(path.read_text(encoding="utf-8"))
+        found = Probe.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

@@ -16,14 +16,21 @@ class ModuleHook(Generic[Owner]):
         """Hold the owner weakly."""
         self._owner = weakref.ref(owner)
 
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        """Be a forward pre-hook or a forward hook that changes nothing."""
+    def __call__(self, module: nn.Module, arguments: tuple[Any, ...], more: Any = None) -> None:
+        """Be a forward pre-hook, with keyword arguments or without, or a forward hook; changes nothing."""
         owner = self._owner()
         if owner is not None:
-            self.run(owner, module)
+            self.run(owner, module, arguments, more)
 
-    def run(self, owner: Owner, module: nn.Module) -> None:
-        """Do what the hook is for."""
+    def run(self, owner: Owner, module: nn.Module, arguments: tuple[Any, ...], more: Any) -> None:
+        """Do what the hook is for.
+
+        Args:
+            owner: What the hook was made for.
+            module: What is called.
+            arguments: The positional arguments of the call.
+            more: Of a pre-hook its keyword arguments, if it asked for them; of a hook the output.
+        """
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleHook[Owner]":

@@ -168,5 +168,4 @@ def _is_large(tensor: torch.Tensor, config: Config) -> bool:
 def _check_layout(config: Config, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Refuse a model that is only laid out so far, if its budget is known and too small."""
     if config.ram is not None and not PROCESS.provisional_layers.include(tensor):
-        label = f"{type(module).__name__}.{name}"
-        preflight.check(config, label, size_bytes=tensor.nbytes, element_bytes=tensor.element_size())
+        preflight.check_laid_out(config, module, name, tensor)

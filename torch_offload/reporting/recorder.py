@@ -3,6 +3,7 @@
 Nothing is recorded unless a report (``Config.report``) or the status line needs it.
 """
 
+import logging
 import os
 import threading
 import time
@@ -17,6 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from torch_offload.reporting.timeline import Sample, Timeline
+from torch_offload.system.threads import BackgroundThread
+
+logger = logging.getLogger(__name__)
 
 RECENT_SAMPLES = 2048
 STEP_SAMPLES = 2048
@@ -60,14 +64,15 @@ class Recorder:
         self._hooks: list[RemovableHandle] = []
         self._counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self.sample()
 
     def start(self) -> None:
         """Record from now on."""
         self._hooks.append(register_optimizer_step_post_hook(self._after_step))
-        self._thread = threading.Thread(target=self._run, name="torch_offload.reporting.recorder", daemon=True)
-        self._thread.start()
+        self._thread = BackgroundThread(self._run)
+        if not self._thread.start():
+            logger.warning("there is no room for another thread: samples are taken at the end of each step only")
 
     def stop(self) -> None:
         """Record no more; what was recorded stays. Safe to call twice."""

@@ -6,6 +6,7 @@ it. Where stderr is not such a terminal, not one byte is written.
 """
 
 import io
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ import torch.distributed
 from torch_offload.reporting.recorder import Recorder
 from torch_offload.reporting.timeline import Interval, Sample, between
 from torch_offload.system.terminal import one_line
+from torch_offload.system.threads import BackgroundThread
+
+logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.5
 SPEED_STEPS = 10
@@ -52,7 +56,7 @@ class StatusLine:
         self._row = BottomRow(stream)
         self._ended = threading.Event()
         self._process = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="torch_offload.reporting.status_line", daemon=True)
+        self._thread: BackgroundThread | None = None
 
     def watch(self, watched: "Watched | None") -> None:
         """Show the figures of a recorder from the next time on; None clears the line."""
@@ -60,14 +64,16 @@ class StatusLine:
 
     def start(self) -> None:
         """Paint from now on."""
-        self._thread.start()
+        self._thread = BackgroundThread(self._run)
+        if not self._thread.start():
+            logger.warning("there is no room for another thread: no status line is shown")
 
     def stop(self) -> None:
         """Paint no more and give the terminal back. Safe to call twice; nothing in a forked child."""
         if self._process != os.getpid():
             return
         self._ended.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join()
         self._row.give_back()
 

@@ -66,7 +66,7 @@ def wrap(
         )
     paged = preflight.paged_tensors(module, preflight.check_gpu(request) if session is None else session.config)
     settings = preflight.resolve(request, paged.values()) if session is None else session.config
-    preflight.check_all(settings, paged)
+    preflight.check_all(settings, module, paged)
     session = PROCESS.open_session(settings if session is None else request)
     try:
         session.add(module)

@@ -50,7 +50,7 @@ class Monitors:
         self._recorded = None
         config = session.config
         if config.watchdog:
-            self._watchdog = Watchdog(session)
+            self._watchdog = Watchdog(session, directories=config.ssd or ())
             self._watchdog.start()
             atexit.register(self._watchdog.stop)
         if config.status_line:
@@ -62,6 +62,7 @@ class Monitors:
             return
         self.recorder = Recorder(session)
         self.recorder.start()
+        atexit.register(self.recorder.stop)  # a thread that is in the engine when Python ends would abort the process
         if self._status_line is not None:
             device_bytes = config.compute_bytes if config.gpu else 0
             self._status_line.watch(
@@ -79,6 +80,7 @@ class Monitors:
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
             recorder.stop()
+            atexit.unregister(recorder.stop)
             self._recorded = recorder.timeline()
 
     def timeline(self) -> Timeline | None:

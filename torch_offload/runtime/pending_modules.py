@@ -76,7 +76,7 @@ class PendingModules:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.nbytes < max(self._config.min_paged_bytes, 1):
             return
         if tensor.device.type in ("cpu", "meta") and not self._provisional.include(tensor):
-            preflight.check(self._config, label, size_bytes=tensor.nbytes, element_bytes=tensor.element_size())
+            preflight.check_laid_out(self._config, module, name, tensor)
         can_be = why_not_pageable(tensor, self._engine.torch_device) is None
         if can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True):
             self._modules.add(module)

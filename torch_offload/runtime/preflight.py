@@ -50,6 +50,7 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
     config = check_gpu(config)
     paged = list(paged)
     ram = resources.default_ram_bytes() if config.ram is None else config.ram
+    _warn_of_small_memory(ram)
     needed_bytes = max(0, sum(tensor.untyped_storage().nbytes() for tensor in paged) - ram)
     directories = config.ssd or (_default_directory(config, needed_bytes=needed_bytes),)
     check_directories(directories)
@@ -65,6 +66,18 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
         for warning in resources.scratch_warnings(directory):
             logger.warning("ssd: %s", warning)
     return config.replace(ram=ram, ssd=directories, optimizer_device=optimizer_device(config, paged))
+
+
+def _warn_of_small_memory(ram: int) -> None:
+    """Say so where no process here can have as much as the budget."""
+    limit_bytes = resources.memory_limit_bytes()
+    if limit_bytes is not None and ram > limit_bytes:
+        logger.warning(
+            "ram: a budget of %s, and this process may have %s in all (memory of the system, limits of its cgroups): "
+            "the system would end it before the budget is full; lower ram",
+            format_size(ram),
+            format_size(limit_bytes),
+        )
 
 
 def _default_directory(config: Config, *, needed_bytes: int) -> Path:
@@ -131,18 +144,51 @@ def compute_device(config: Config) -> str:
     return f"cuda:{gpu.current()}" if config.uses_cuda else "cpu"
 
 
-def check_all(config: Config, paged: dict[str, torch.Tensor]) -> None:
+def check_all(config: Config, module: nn.Module, paged: dict[str, torch.Tensor]) -> None:
     """Refuse a budget in which an operator on the largest tensor, and its gradient, cannot run, or that has too many
-    pages for the system.
+    pages for the system. Of a frozen embedding, operators need some rows only.
 
     Raises:
         OutOfTierMemory: As from :func:`check`.
         ConfigError: As from :func:`check_mappings`.
     """
-    if paged:
-        name, largest = max(paged.items(), key=lambda entry: entry[1].untyped_storage().nbytes())
+    by_rows = set() if config.uses_cuda else _looked_up_by_rows(module, compute_device(config))
+    whole = {name: tensor for name, tensor in paged.items() if tensor.untyped_storage().data_ptr() not in by_rows}
+    if whole:
+        name, largest = max(whole.items(), key=lambda entry: entry[1].untyped_storage().nbytes())
         check(config, name, size_bytes=largest.untyped_storage().nbytes(), element_bytes=largest.element_size())
+    if paged:
         check_mappings(config, paged.values())
+
+
+def _looked_up_by_rows(module: nn.Module, device: str) -> set[int]:
+    """Return the addresses of the tables of which only embeddings read, and that do not train."""
+    tables: set[int] = set()
+    others: set[int] = set()
+    for part in module.modules():
+        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            if why_not_pageable(tensor, device) is not None:
+                continue
+            is_table = is_embedding_table(part, name) and not tensor.requires_grad
+            (tables if is_table else others).add(tensor.untyped_storage().data_ptr())
+    return tables - others
+
+
+def check_laid_out(config: Config, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of a module that is being built as :func:`check` does, but for a table that may be read by rows:
+    whether it is, `wrap` knows.
+
+    Raises:
+        OutOfTierMemory: As from :func:`check`.
+    """
+    if config.uses_cuda or not is_embedding_table(module, name):
+        label = f"{type(module).__name__}.{name}"
+        check(config, label, size_bytes=tensor.nbytes, element_bytes=tensor.element_size())
+
+
+def is_embedding_table(module: nn.Module, name: str) -> bool:
+    """Whether that tensor of the module is read row by row, as long as it does not train."""
+    return isinstance(module, nn.Embedding) and name == "weight" and module.max_norm is None
 
 
 def check_mappings(config: Config, paged: Iterable[torch.Tensor], *, root: Path = Path("/")) -> None:

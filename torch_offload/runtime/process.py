@@ -76,7 +76,11 @@ class Process:
             self.close_session()
             _C.set_log_level(logging.getLogger("torch_offload").getEffectiveLevel())
             session = self._session = Session(config, self.registrations, self.provisional_layers)
-            self.monitors.begin(session)
+            try:
+                self.monitors.begin(session)
+            except BaseException:
+                self.close_session()
+                raise
             self._save_files_at_exit()
         return session
 
@@ -161,9 +165,11 @@ class Process:
         """Close the session, if one is open, and keep its last report."""
         session, self._session = self._session, None
         if session is not None:
-            self.monitors.end()
-            self._last_report = session.report(self.monitors.timeline())
-            session.close()
+            try:
+                self.monitors.end()
+                self._last_report = session.report(self.monitors.timeline())
+            finally:
+                session.close()
 
 
 def _difference(requested: Config, running: Config) -> str | None:

@@ -93,8 +93,17 @@ def stream_file(
             file.append(ctypes.addressof(first), len(header))
             _append_all(file, [tensors[name] for name in names], ahead_bytes=budget_bytes // AHEAD_SHARE)
             file.finish()
-        with safetensors.safe_open(readable_path(descriptor), framework="pt"):
-            pass  # the library agrees with the header
+        _check_header(descriptor)
+
+
+def _check_header(descriptor: int) -> None:
+    """Have the library agree with the header, without torch: where that cannot map a file, it keeps it open for ever.
+
+    Raises:
+        OSError: If the file cannot be opened or mapped.
+    """
+    with safetensors.safe_open(readable_path(descriptor), framework="numpy"):
+        pass
 
 
 def lay_out(

@@ -30,6 +30,7 @@ from torch_offload.reporting.report import Report
 from torch_offload.reporting.timeline import Timeline
 from torch_offload.runtime import raw_access, transformers_saving
 from torch_offload.runtime.optimizer_hooks import OptimizerHooks
+from torch_offload.runtime.passes import Passes
 from torch_offload.runtime.pending_modules import PendingModules
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
 from torch_offload.runtime.tracked_module import WrappedModule
@@ -83,7 +84,7 @@ class Session:
         """
         self.config = config
         self._registrations = registrations
-        self.engine = _C.Engine(
+        self.engine = _started_engine(
             budget_bytes=config.ram or 0,
             directories=[str(directory) for directory in config.ssd],
             io_engine=config.io_engine,
@@ -111,6 +112,7 @@ class Session:
         self._saves_experts = False
         self._unpickled = UnpickledTensors(self.engine, budget_bytes=config.compute_bytes)
         self._steps = OptimizerHooks(self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of)
+        self._passes = Passes(self.engine)
         self._activations = PagedActivations(self.engine) if config.pages_activations else None
         self.activation_policy = self._activation_policy_of()
         self.pending = PendingModules(self.engine, config, provisional)
@@ -151,7 +153,12 @@ class Session:
             return None
         return ActivationPolicy(self.engine.statistics, recompute_all=self.config.activations == "recompute")
 
+    def _begin_forward(self, wrapped: WrappedModule, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._steps.abandon_raised()
+        self._passes.begin_forward(wrapped, arguments, options)
+
     def _end_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        self._passes.end_step()
         if self.activation_policy is not None:
             self.activation_policy.end_step()
 
@@ -180,7 +187,7 @@ class Session:
             module,
             self.engine,
             on_submodule=self._record_part,
-            on_forward=self._steps.abandon_raised,
+            on_forward=self._begin_forward,
             activations=self._activations,
         )
         self._steps.unsettle()
@@ -408,6 +415,23 @@ class Session:
     def _label_of(self, parameter: torch.Tensor) -> str:
         labels = (wrapped.label_of(parameter) for wrapped in list(self._wrapped.values()))
         return next((label for label in labels if label is not None), "parameter")
+
+
+def _started_engine(**options: Any) -> _C.Engine:
+    """Start an engine.
+
+    Raises:
+        OffloadError: If it cannot be, also where what C++ raised is the system's own: it has no thread left, say.
+    """
+    try:
+        return _C.Engine(**options)
+    except OffloadError:
+        raise
+    except RuntimeError as error:
+        raise OffloadError(
+            f"host tier: the engine cannot be started: {error}; look at the limits on threads (ulimit -u) and on the "
+            "address space (ulimit -v)"
+        ) from error
 
 
 def _keys_of_higher_order(original: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -4,6 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,14 +13,14 @@ from torch.utils.hooks import RemovableHandle
 from torch_offload import _C
 from torch_offload.activations.paging import PagedActivations
 from torch_offload.hooks.module_hooks import ModuleHook
-from torch_offload.runtime.eligibility import why_not_pageable
+from torch_offload.runtime.eligibility import is_sharded, why_not_pageable
 
 FIRST_SEARCHES = 8
 CALLS_BETWEEN_SEARCHES = 64
 
 _Folder = Mapping[str, torch.Tensor | None]
 OnSubmodule = Callable[["WrappedModule", nn.Module, str], None]
-OnForward = Callable[[], None]
+OnForward = Callable[["WrappedModule", tuple[Any, ...], dict[str, Any]], None]
 
 
 @dataclass
@@ -55,7 +56,7 @@ class WrappedModule:
             engine: Pages the module.
             on_submodule: Told of every submodule that a scan finds: this, the submodule, its qualified name. Must not
                 keep the module alive.
-            on_forward: Called before each forward of the module.
+            on_forward: Called before each forward of the module: this, and the arguments of the call.
             activations: Pages what the module's forward saves; None: it stays in memory.
         """
         self._module = weakref.ref(module)
@@ -64,12 +65,13 @@ class WrappedModule:
         self._on_forward = on_forward
         self._tracked: dict[int, Tracked] = {}
         self._parameters: list[_Folder] = []
+        self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_stale = True
         self._refreshes = 0
         # Some callers (PEFT) run `forward` of the module itself, which calls no hook; its first child is called.
         callable_children = [child for child in module.children() if not isinstance(child, nn.ModuleList)]
         hooked = [module, *callable_children[:1]]
-        self._forward_hooks = [part.register_forward_pre_hook(RefreshHook(self)) for part in hooked]
+        self._forward_hooks = [part.register_forward_pre_hook(RefreshHook(self), with_kwargs=True) for part in hooked]
         if activations is not None:
             self._forward_hooks += [hook for part in hooked for hook in activations.hook(part)]
 
@@ -82,9 +84,9 @@ class WrappedModule:
         """The module has changed: look at all of it before the next forward."""
         self._is_stale = True
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """The module is called. While `torch.func` transforms the call, what it holds is not its own."""
-        self._on_forward()
+        self._on_forward(self, arguments, options)
         if not _C.in_transform():
             self.refresh()
 
@@ -111,15 +113,28 @@ class WrappedModule:
         self._tracked = {key: known for key, known in self._tracked.items() if known.tensor() is not None}
         self._parameters = []
         refusals: list[str] = []
+        sharded = self._sharded_parts(module, refusals)
         for path, submodule in module.named_modules():
             self._on_submodule(self, submodule, path)
-            self._parameters.append(submodule._parameters)
-            for kind, folder in (("parameter", submodule._parameters), ("other", submodule._buffers)):
+            parameters: _Folder = {} if submodule in sharded else submodule._parameters
+            self._parameters.append(parameters)
+            for kind, folder in (("parameter", parameters), ("other", submodule._buffers)):
                 for name, tensor in folder.items():
                     if tensor is not None and not _is_on_loan(tensor):
                         self._adopt(f"{path}.{name}" if path else name, tensor, kind, refusals)
         self._is_stale = False
         warn_unmanaged(refusals)
+
+    def _sharded_parts(self, module: nn.Module, refusals: list[str]) -> set[nn.Module]:
+        """Return the submodules whose parameters are not theirs, and name the outermost when they are first seen."""
+        sharded: set[nn.Module] = set()
+        for path, submodule in module.named_modules():
+            if submodule not in sharded and is_sharded(submodule):
+                sharded.update(submodule.modules())
+                if submodule not in self._sharded:
+                    refusals.append(f"the parameters of {path or 'the module'} are sharded by fully_shard")
+        self._sharded = weakref.WeakSet(sharded)
+        return sharded
 
     def adopt_parameter(self, label: str, parameter: torch.Tensor) -> None:
         """Page a parameter that is about to be registered. One that cannot be paged waits for the next scan."""
@@ -196,12 +211,12 @@ class WrappedModule:
 
 
 class RefreshHook(ModuleHook[WrappedModule]):
-    """Forward pre-hook."""
+    """Forward pre-hook that is given the keyword arguments too."""
 
-    def run(self, owner: WrappedModule, module: nn.Module) -> None:
+    def run(self, owner: WrappedModule, module: nn.Module, arguments: tuple[Any, ...], options: Any) -> None:
         """Tell the wrapped module; nothing while a graph is captured."""
         if not torch.compiler.is_compiling():
-            owner.begin_forward()
+            owner.begin_forward(arguments, options or {})
 
 
 def warn_unmanaged(refusals: list[str]) -> None:

@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from torch.optim import Optimizer
@@ -20,9 +21,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from torch_offload.reporting.engine_dump import dump_text, wait_text, waits_of
+from torch_offload.runtime.surroundings import FreeSpace, RecentWarnings, mapping_line
 from torch_offload.system.dump_socket import DumpSocket
 from torch_offload.system.stacks import StackSignal, python_stacks
 from torch_offload.system.terminal import tell
+from torch_offload.system.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +128,7 @@ class Watchdog:
         self,
         watched: Watched,
         *,
+        directories: Sequence[Path] = (),
         limits: Limits = Limits(),
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -133,6 +137,7 @@ class Watchdog:
 
         Args:
             watched: An engine.
+            directories: Where its pages are.
             limits: When to look and to tell.
             stream: Where it tells; None: what ``sys.stderr`` is then.
             clock: Seconds.
@@ -147,9 +152,11 @@ class Watchdog:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_ending = False
         self._is_asked = False
+        self._warnings = RecentWarnings()
+        self._free_space = FreeSpace(directories)
         self._socket = DumpSocket()
         self._signal = StackSignal(self._ask)
-        self._thread = threading.Thread(target=self._run, name="torch_offload.runtime.watchdog", daemon=True)
+        self._thread: BackgroundThread | None = None
 
     def start(self) -> None:
         """Watch and listen from now on."""
@@ -157,8 +164,12 @@ class Watchdog:
             self._socket.open()
         except OSError as error:
             logger.warning("torch-offload dump will not reach this process: %s", error)
+        self._warnings.install()
         self._hook = register_optimizer_step_post_hook(self._after_step)
-        self._thread.start()
+        self._thread = BackgroundThread(self._run)
+        if not self._thread.start():
+            logger.warning("there is no room for another thread: nothing watches this process or answers dumps")
+            self._socket.close()
         self._signal.install()
 
     def stop(self) -> None:
@@ -166,14 +177,14 @@ class Watchdog:
         if self._process != os.getpid() or self._is_ending:
             return
         is_signal_free = self._signal.remove()
+        self._warnings.remove()
         if self._hook is not None:
             self._hook.remove()
         self._is_ending = True
         os.eventfd_write(self._wake, 1)
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+        has_ended = self._thread is None or (not self._thread.is_current() and self._thread.join())
         self._socket.close()
-        if is_signal_free and not self._thread.is_alive():
+        if is_signal_free and has_ended:
             os.close(self._wake)
 
     def look(self) -> None:
@@ -185,7 +196,7 @@ class Watchdog:
         waits = [wait for wait in waits_of(dump) if wait["seconds"] >= self._limits.period_seconds]
         if waits or self._stillness.steps >= MIN_STEPS:
             self._stillness.note_told()
-            self._tell(f"{self._alarm(dump, waits)}\n{_everything(dump)}")
+            self._tell(f"{self._alarm(dump, waits)}\n{self._everything(dump)}")
 
     def _alarm(self, dump: Mapping[str, Any], waits: list[Mapping[str, Any]]) -> str:
         if waits and any(part["transfers"] for part in dump.values()):
@@ -224,9 +235,10 @@ class Watchdog:
             return
         if self._is_asked:
             self._is_asked = False
-            self._tell(f"torch_offload: the engine of process {self._process}:\n{dump_text(self._watched.dump())}")
+            found = self._without_stacks(self._watched.dump())
+            self._tell(f"torch_offload: the engine of process {self._process}:\n{found}")
         if listening in ready:
-            self._socket.answer(lambda: _everything(self._watched.dump()))
+            self._socket.answer(lambda: self._everything(self._watched.dump()))
         self.look()
 
     def _ask(self) -> None:
@@ -238,12 +250,21 @@ class Watchdog:
         if self._process == os.getpid():
             self._stillness.note_step(self._clock())
 
+    def _everything(self, dump: Mapping[str, Any]) -> str:
+        stacks = f"Python stacks of process {os.getpid()}:\n{python_stacks()}"
+        return f"{stacks}\nThe engine:\n{self._without_stacks(dump)}"
+
+    def _without_stacks(self, dump: Mapping[str, Any]) -> str:
+        return "\n".join([dump_text(dump), *self._process_lines()])
+
+    def _process_lines(self) -> Iterator[str]:
+        yield "process:"
+        yield mapping_line()
+        yield from self._free_space.lines()
+        yield from self._warnings.lines()
+
     def _tell(self, text: str) -> None:
         tell(text, sys.stderr if self._stream is None else self._stream)
-
-
-def _everything(dump: Mapping[str, Any]) -> str:
-    return f"Python stacks of process {os.getpid()}:\n{python_stacks()}\nThe engine:\n{dump_text(dump)}"
 
 
 def _moves(figures: Mapping[str, Any]) -> int:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from torch_offload.errors import OffloadError
+
 logger = logging.getLogger(__name__)
 
 MAX_NAME_BYTES = 255
@@ -48,6 +50,10 @@ def appearing(path: str | os.PathLike[str]) -> Iterator[int]:
                 os.link(f"{_OPEN_FILES}/{descriptor}", temporary, dst_dir_fd=folder, follow_symlinks=True)
             os.replace(temporary, target.name, src_dir_fd=folder, dst_dir_fd=folder)
             temporary = None
+        except OSError as error:
+            if error.filename is None and not isinstance(error, OffloadError):
+                error.filename = os.fspath(target)  # of a call that was given a descriptor
+            raise
         finally:
             os.close(descriptor)
             if temporary is not None:

@@ -2,13 +2,15 @@
 
 import ctypes
 import errno
+import functools
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fcntl import F_GETFL, F_SETFL, fcntl
 from types import TracebackType
 
 import torch
+
+from torch_offload.system.threads import BackgroundWork, Work
 
 SECTOR_BYTES = 4096
 MAX_BLOCK_BYTES = 4 << 20
@@ -64,7 +66,7 @@ class Block:
     """Memory for a part of the file, under the budget as every allocation is."""
 
     memory: torch.Tensor
-    written: "Future[None] | None" = None
+    written: Work | None = None
 
     @classmethod
     def make(cls, size_bytes: int) -> "Block":
@@ -81,7 +83,7 @@ class Block:
 
 
 class DirectFile:
-    """Fills a new file of known size. Threads: one appends; others write blocks behind it."""
+    """Fills a new file of known size. Threads: one appends; others, if there is room for them, write behind it."""
 
     def __init__(self, file: int, *, size_bytes: int, budget_bytes: int) -> None:
         """Give the file all the space that it needs.
@@ -105,7 +107,7 @@ class DirectFile:
         self._filled_bytes = 0
         self._offset = 0
         self._turn = 0
-        self._pool = ThreadPoolExecutor(DEPTH, thread_name_prefix="torch-offload-save")
+        self._writes = BackgroundWork(DEPTH)
 
     def __enter__(self) -> "DirectFile":
         return self
@@ -113,7 +115,10 @@ class DirectFile:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pool.shutdown(wait=True)
+        for block in self._blocks:
+            if block.written is not None:
+                block.written.leave_out()
+        self._writes.close()
         self._blocks = []
 
     def append(self, address: int, size_bytes: int) -> None:
@@ -159,7 +164,7 @@ class DirectFile:
     def _send(self) -> None:
         block = self._blocks[self._turn]
         content = block.view(self._filled_bytes)
-        block.written = self._pool.submit(self._write, content, self._offset)
+        block.written = self._writes.submit(functools.partial(self._write, content, self._offset))
         self._offset += self._filled_bytes
         self._filled_bytes = 0
         self._turn = (self._turn + 1) % DEPTH
@@ -167,7 +172,7 @@ class DirectFile:
     def _wait(self, block: Block) -> None:
         written, block.written = block.written, None
         if written is not None:
-            written.result()
+            written.finish()
 
     def _write(self, content: memoryview, offset: int) -> None:
         """Write all of it; a short write goes on with the rest, from a sector on where that is needed."""

@@ -6,13 +6,18 @@ Settings of the engine come through `Config` alone; a child of the launcher gets
 import json
 import os
 import platform
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from torch_offload.config import Config
 from torch_offload.errors import ConfigError
+from torch_offload.system.kernel_files import field_of
 
 LOADING_IN_SEQUENCE = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 """Read by transformers at each load: no thread converts tensors ahead of those that are paged, since what waits to be
@@ -42,10 +47,10 @@ def configured() -> Config | None:
         return None
     if value.lstrip().startswith("{"):
         return Config.from_text(value, source=CONFIG_SOURCE)
-    if not Path(os.path.expanduser(value)).is_file():
+    if not os.path.isfile(os.path.expanduser(value)):
         raise ConfigError(
             f"{CONFIG_SOURCE}: expected the path of a YAML or JSON file, or a JSON object such as "
-            f'\'{{"ram": "8GiB"}}\', got {value!r}, which is no file'
+            f'\'{{"ram": "8GiB"}}\', got {reprlib.repr(value)}, which is no file'
         )
     try:
         return Config.from_file(value)
@@ -66,6 +71,16 @@ class Launch:
     name: str
     config: Config
     optimizer: str | None = None
+
+
+class _Handed(BaseModel):
+    """The JSON of a launch."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    config: dict[str, Any]
+    optimizer: str | None
 
 
 @contextmanager
@@ -96,13 +111,21 @@ def launch_of_parent() -> Launch | None:
     """Return what a launcher handed to this process, if it was started by one.
 
     Raises:
-        ConfigError: If it holds a setting that this version does not know.
+        ConfigError: If it holds no launch, or a setting that this version does not know. The message names the
+            variable.
     """
     handed = os.environ.get(LAUNCH)
     if handed is None:
         return None
-    content = json.loads(handed)
-    return Launch(name=content["name"], config=Config(**content["config"]), optimizer=content["optimizer"])
+    try:
+        content = _Handed.model_validate_json(handed)
+        return Launch(name=content.name, config=Config.model_validate(content.config), optimizer=content.optimizer)
+    except (ValidationError, ConfigError) as error:
+        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise ConfigError(
+            f"environment variable {LAUNCH}: not what this version of torch-offload run hands to its child processes "
+            f"({problem}); unset it, or start both with one version"
+        ) from None
 
 
 def process_count() -> int:
@@ -126,11 +149,4 @@ def runtime_directory() -> Path | None:
 
 def processor_name(*, root: Path = Path("/")) -> str:
     """Return the name of the processor, or of its architecture where the system does not say it."""
-    try:
-        lines = (root / "proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [
-        value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == "model name"
-    ]
-    return names[0] if names else platform.machine()
+    return field_of(root / "proc/cpuinfo", "model name") or platform.machine()

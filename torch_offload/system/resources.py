@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from torch_offload.errors import ConfigError
+from torch_offload.system.kernel_files import field_of, first_word, lines_of, number_in
 
 DEFAULT_SHARE = 0.8
 RESERVE_BYTES = 256 << 20
@@ -50,10 +51,21 @@ def free_memory_bytes(*, root: Path = _SYSTEM_ROOT) -> int:
     Raises:
         ConfigError: If neither ``/proc/meminfo`` nor a cgroup says it.
     """
-    known = [*_system_free_bytes(root), *_cgroup_free_bytes(root)]
+    known = [*_system_free_bytes(root), *(group.free_bytes for group in _memory_cgroups(root))]
     if not known:
         raise ConfigError("the system does not say how much memory is free; give a budget, such as ram='8GiB'")
     return max(0, min(known))
+
+
+def memory_limit_bytes(*, root: Path = _SYSTEM_ROOT) -> int | None:
+    """Return what this process may have in all: the least of the system's memory and its cgroups' limits.
+
+    None where the system does not say.
+    """
+    total = number_in(field_of(root / "proc/meminfo", "MemTotal"))
+    limits = [group.limit_bytes for group in _memory_cgroups(root)]
+    known = limits if total is None else [total * 1024, *limits]
+    return min(known, default=None)
 
 
 def filesystem_of(directory: Path, *, root: Path = _SYSTEM_ROOT) -> str | None:
@@ -154,7 +166,7 @@ def room_for_pages(directories: Sequence[Path], *, keep_free: int | None, max_sp
 
 def max_mappings(*, root: Path = _SYSTEM_ROOT) -> int | None:
     """Return how many memory mappings a process may have, or None where the system does not say."""
-    return _number(root / "proc/sys/vm/max_map_count")
+    return number_in(first_word(root / "proc/sys/vm/max_map_count"))
 
 
 def _usual_directories() -> Iterator[Path]:
@@ -166,17 +178,24 @@ def _usual_directories() -> Iterator[Path]:
 
 
 def _system_free_bytes(root: Path) -> Iterator[int]:
-    for line in _lines(root / "proc/meminfo"):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            yield int(value.split()[0]) * 1024
+    available = number_in(field_of(root / "proc/meminfo", "MemAvailable"))
+    if available is not None:
+        yield available * 1024
 
 
-def _cgroup_free_bytes(root: Path) -> Iterator[int]:
-    """Yield the free bytes of this process's memory cgroups and of all their parents, version 1 and 2."""
+@dataclass(frozen=True)
+class _MemoryCgroup:
+    limit_bytes: int
+    free_bytes: int
+
+
+def _memory_cgroups(root: Path) -> Iterator[_MemoryCgroup]:
+    """Yield this process's memory cgroups and all their parents that have a limit, version 1 and 2."""
     mounts = list(_mounts(root))
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
+    for line in lines_of(root / "proc/self/cgroup"):
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if not path:
+            continue
         if controllers == "":
             mount = _first(mounts, filesystem="cgroup2", option=None)
             limit_name, usage_name, cache_name = "memory.max", "memory.current", "inactive_file"
@@ -189,10 +208,10 @@ def _cgroup_free_bytes(root: Path) -> Iterator[int]:
         if mount is None:
             continue
         for folder in _folders_upwards(root, mount, path):
-            limit = _number(folder / limit_name)
-            usage = _number(folder / usage_name)
+            limit = number_in(first_word(folder / limit_name))
+            usage = number_in(first_word(folder / usage_name))
             if limit is not None and usage is not None:
-                yield limit - usage + _statistic(folder / "memory.stat", cache_name)
+                yield _MemoryCgroup(limit, limit - usage + _statistic(folder / "memory.stat", cache_name))
 
 
 def _folders_upwards(root: Path, mount: Mount, path: str) -> Iterator[Path]:
@@ -214,7 +233,7 @@ def _first(mounts: Iterable[Mount], *, filesystem: str, option: str | None) -> M
 
 
 def _mounts(root: Path) -> Iterator[Mount]:
-    for line in _lines(root / "proc/self/mountinfo"):
+    for line in lines_of(root / "proc/self/mountinfo"):
         left, separator, right = line.partition(" - ")
         source, kind = left.split(), right.split()
         if not separator or len(source) < 5 or len(kind) < 3:
@@ -234,22 +253,9 @@ def _unescape(path: str) -> str:
     return path
 
 
-def _number(path: Path) -> int | None:
-    """Return the number in a file; None if it is missing, not readable or says ``max``."""
-    words = " ".join(_lines(path)).split()
-    return int(words[0]) if words and words[0].isdigit() else None
-
-
 def _statistic(path: Path, name: str) -> int:
-    for line in _lines(path):
+    for line in lines_of(path):
         key, _, value = line.partition(" ")
         if key == name:
-            return int(value)
+            return number_in(value) or 0
     return 0
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from torch_offload.system.kernel_files import field_of
+
 NUMBER = signal.SIGUSR1
 
 
@@ -74,12 +76,8 @@ def _is_handled() -> bool:
     """Whether there is a handler: of Python, or one that Python does not know, such as another ``faulthandler``'s."""
     if signal.getsignal(NUMBER) is not signal.SIG_DFL:
         return True
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    masks = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
-    return any(int(mask, 16) >> (NUMBER - 1) & 1 for mask in masks)
+    mask = field_of(Path("/proc/self/status"), "SigCgt")
+    return mask is not None and bool(int(mask, 16) >> (NUMBER - 1) & 1)
 
 
 def _stderr_file() -> TextIO | None:

@@ -77,16 +77,6 @@ CaseRunner::CaseRunner(unsigned hang_seconds) : hang_seconds_(hang_seconds) {
 
 CaseRunner::~CaseRunner() { ::munmap(report_, sizeof(Report)); }
 
-void CaseRunner::know(const std::string& part, const std::string& why, Known known) {
-    known_.push_back({part, why, known});
-}
-
-CaseRunner::Defect* CaseRunner::known_defect(const std::string& where) {
-    const auto found = std::ranges::find_if(
-        known_, [&](const Defect& defect) { return where.find(defect.part) != std::string::npos; });
-    return found == known_.end() ? nullptr : &*found;
-}
-
 Verdict CaseRunner::run(const std::string& name, const std::function<void(Report&)>& body) {
     if (wanted_case() && name.find(wanted_case()) == std::string::npos) return Verdict::exact;
     const auto begin = std::chrono::steady_clock::now();
@@ -132,12 +122,7 @@ Verdict CaseRunner::run_in_child(const std::string& name, const std::function<vo
 void CaseRunner::add_failure(const std::string& name, Verdict verdict, const std::string& why) {
     const std::string site = describe(report_->site);
     const std::string what = concat(name_of(verdict), site.empty() ? "" : ", fault in ", site);
-    ++defects_[what];
-    if (Defect* const known = known_defect(concat(name, ", fault in ", site)); known && verdict != Verdict::wrong) {
-        ++known->count;
-        return;
-    }
-    if (++failures_[what] <= kMostShown) ADD_FAILURE() << name << ": " << what << ": " << why;
+    if (++defects_[what] <= kMostShown) ADD_FAILURE() << name << ": " << what << ": " << why;
 }
 
 void CaseRunner::finish(std::uint64_t least_cases, std::uint64_t least_faults) {
@@ -150,24 +135,14 @@ void CaseRunner::finish(std::uint64_t least_cases, std::uint64_t least_faults) {
     }
     testing::Test::RecordProperty("slowest_seconds", std::to_string(slowest_seconds_));
     testing::Test::RecordProperty("transitions", seen_transitions());
-    std::uint64_t of_known_defects = 0;
-    for (const Defect& defect : known_) {
-        of_known_defects += defect.count;
-        const bool is_missed = defect.count == 0 && defect.known == Known::always && !wanted_case();
-        EXPECT_FALSE(is_missed) << "no case of \"" << defect.part
-                                << "\" ends in a defect any more: take it from the list";
-    }
-    testing::Test::RecordProperty("of_known_defects", std::to_string(of_known_defects));
     std::string defects;
     for (const auto& [what, times] : defects_) defects += concat(defects.empty() ? "" : "; ", times, ' ', what);
     testing::Test::RecordProperty("defects", defects);
-    for (const auto& [what, times] : failures_) {
+    for (const auto& [what, times] : defects_) {
         if (times > kMostShown) ADD_FAILURE() << times << " cases in all: " << what;
     }
     testing::Test::RecordProperty("illegal_transitions", illegal_transitions());
-    if (!are_transitions_known_) {
-        EXPECT_EQ(illegal_transitions(), "") << "which the table of transitions.cpp does not have";
-    }
+    EXPECT_EQ(illegal_transitions(), "") << "which the table of transitions.cpp does not have";
     if (wanted_case()) return;
     EXPECT_GE(reached(), least_cases) << "cases in which the fault came to pass";
     EXPECT_GE(injected_, least_faults) << "faults that came to pass";

@@ -6,7 +6,6 @@
 #include <functional>
 #include <map>
 #include <string>
-#include <vector>
 
 #include "fault/injector.h"
 
@@ -54,14 +53,6 @@ public:
     CaseRunner(const CaseRunner&) = delete;
     CaseRunner& operator=(const CaseRunner&) = delete;
 
-    /// Cases that end in a defect and have `part` in their names, or in where their fault came to pass, do not fail the
-    /// test: the defect is known, as `why` says. Wrong bytes are never known. With `Known::always` the test fails where
-    /// no such case does: the defect is mended, and its line has to go.
-    enum class Known : std::uint8_t { always, at_times };
-    void know(const std::string& part, const std::string& why, Known known = Known::at_times);
-    /// Pages change their states as the table does not have it after such a defect: recorded, and no failure.
-    void know_transitions() noexcept { are_transitions_known_ = true; }
-
     /// Returns how it ended; one that was left out counts nowhere.
     Verdict run(const std::string& name, const std::function<void(Report&)>& body);
     /// What the process of the last case said, if it lived to say it.
@@ -76,14 +67,6 @@ public:
     void finish(std::uint64_t least_cases, std::uint64_t least_faults = 0);
 
 private:
-    struct Defect {
-        std::string part;
-        std::string why;
-        Known known = Known::at_times;
-        std::uint64_t count = 0;
-    };
-
-    Defect* known_defect(const std::string& where);
     Verdict run_in_child(const std::string& name, const std::function<void(Report&)>& body);
     void add_failure(const std::string& name, Verdict verdict, const std::string& why);
 
@@ -93,10 +76,8 @@ private:
     std::uint64_t ran_ = 0;
     std::uint64_t injected_ = 0;
     std::uint64_t raised_ = 0;
-    std::vector<Defect> known_;
     double slowest_seconds_ = 0;
-    bool are_transitions_known_ = false;
-    std::map<std::string, std::uint64_t> failures_, defects_;  // the unknown, and all, by kind and place
+    std::map<std::string, std::uint64_t> defects_;  // by kind and place
 };
 
 /// As many as MATRIX=full asks for, or the usual.

@@ -94,7 +94,6 @@ void end_with_hung_disk(Report& report) {
 // Method: reads or writes that do not end, from the first or a later one on; a disk of 4 MB/s; the end of a pager.
 TEST(Fault, HungDisk) {
     CaseRunner runner(6);
-    using enum CaseRunner::Known;
     for (const Tiers tiers : {Tiers::two, Tiers::three}) {
         const char* const which = tiers == Tiers::two ? "two" : "three";
         for (const FaultCall call : {FaultCall::read, FaultCall::write}) {

@@ -8,6 +8,10 @@
 
 namespace torch_offload::test {
 
+/// Between the seeds of one sweep over N and of the next: were they the same ones, a training of few calls would end
+/// all sweeps at its number.
+inline constexpr std::uint64_t kSeedsOfASweep = 10'000;
+
 /// Runs `run(number)` for numbers from 1: the first few, then further and further apart, until a case does not come to
 /// its number or `usual` were run. MATRIX=full runs every number until one is not reached twice in a row: threads make
 /// the count of calls differ.

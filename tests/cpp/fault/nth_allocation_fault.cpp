@@ -41,7 +41,6 @@ void count_blocks(Report& report, const TrainingCase& trained) {
 // are those of a training without a fault.
 TEST(Fault, NthAllocation) {
     CaseRunner runner(2);
-    runner.know_transitions();
     for (const Tiers tiers : {Tiers::two, Tiers::three}) {
         const char* const which = tiers == Tiers::two ? "two" : "three";
         const auto run = [&](const Fault& fault, std::int64_t usual_blocks) {
@@ -62,7 +61,7 @@ TEST(Fault, NthAllocation) {
                 const auto run_nth = [&](std::uint64_t number) {
                     return run({FaultCall::allocation, number, count, thread}, usual_blocks);
                 };
-                if (tiers == Tiers::three || thread <= FaultThread::service) try_numbers(run_nth, 48);
+                if (tiers == Tiers::three || thread <= FaultThread::service) try_numbers(run_nth, 100);
             }
         }
     }

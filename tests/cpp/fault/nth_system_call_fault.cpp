@@ -52,10 +52,10 @@ const std::vector<Refused>& refused_calls() {
     return calls;
 }
 
-TrainingCase training(Tiers tiers, const Refused& refused, int error, const Fault& fault) {
+TrainingCase training(Tiers tiers, std::uint64_t seed, const Refused& refused, int error, const Fault& fault) {
     TrainingCase trained;
     trained.tiers = tiers;
-    trained.seed = base_seed() + fault.first;
+    trained.seed = seed;
     trained.make_engine = [disk = refused.disk, seed = trained.seed]() -> std::unique_ptr<IoEngine> {
         if (disk == Disk::real) return make_io_engine(IoEngineKind::automatic, 8);
         const Spared own;
@@ -83,18 +83,20 @@ TrainingCase training(Tiers tiers, const Refused& refused, int error, const Faul
 // Method: each call x errno x N, once and from then on, over two and three tiers.
 TEST(Fault, NthSystemCall) {
     CaseRunner runner;
-    using enum CaseRunner::Known;
+    std::uint64_t first_seed = base_seed();
     for (const Tiers tiers : {Tiers::two, Tiers::three}) {
         for (const Refused& refused : refused_calls()) {
             for (const int error : refused.errors) {
                 for (const std::uint64_t count : {std::uint64_t{1}, error == EINTR ? kMostInterrupted : kForever}) {
+                    first_seed += kSeedsOfASweep;
                     const auto run = [&](std::uint64_t number) {
                         const std::string name =
                             concat(tiers == Tiers::two ? "two" : "three", " tiers, ", name_of(refused.call), " ",
                                    number, count == 1 ? "" : " on", ", ", ::strerrorname_np(error),
                                    refused.disk == Disk::real ? ", real disk" : "");
                         return runner.run(name, [&](Report& report) {
-                            train(training(tiers, refused, error, {refused.call, number, count}), report);
+                            const Fault fault{refused.call, number, count};
+                            train(training(tiers, first_seed + number, refused, error, fault), report);
                             report.injected = injected_faults();
                         });
                     };

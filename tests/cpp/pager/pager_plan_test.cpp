@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <iterator>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -11,6 +13,7 @@
 #include "support/fake_clock.h"
 #include "support/gated_engine.h"
 #include "support/pager_fixture.h"
+#include "support/sim_engine.h"
 
 namespace torch_offload::test {
 namespace {
@@ -123,6 +126,41 @@ TEST_F(PagerDeadlines, ReadsComeShortlyBeforeTheirUse) {
     }));
     EXPECT_EQ(read_at, kUses - kMargin / kPause);
     EXPECT_EQ(pager_.statistics().prefetches, 1u);
+}
+
+/// Pages that are read in a sweep over twice the budget, once sweeps have come to be alike.
+std::uint64_t reads_of_a_sweep(bool are_passes) {
+    const auto read_bytes = [](const Pager& pager) {
+        const PagerStatistics now = pager.statistics();
+        return std::accumulate(std::begin(now.read_bytes), std::end(now.read_bytes), std::uint64_t{0});
+    };
+    constexpr std::size_t kPages = 128;
+    constexpr int kWarmUp = 4;
+    constexpr std::uint64_t kSweeps = 8;
+    Pager pager(options_with(kPages / 2), std::make_unique<SimEngine>(8, 1));
+    std::vector<std::shared_ptr<Segment>> weights;
+    for (std::uint32_t seed = 0; seed < kPages; ++seed) weights.push_back(with_role(pager, seed));
+    std::uint64_t before = 0;
+    for (int sweep = 0; sweep < kWarmUp + static_cast<int>(kSweeps); ++sweep) {
+        if (sweep == kWarmUp) before = read_bytes(pager);
+        if (are_passes) pager.begin_pass(1);
+        for (std::uint32_t seed = 0; seed < kPages; ++seed) {
+            pager.touch(weights[seed]);
+            const PinGuard guard = pin(pager, weights[seed], Access::read);
+            EXPECT_TRUE(holds(*weights[seed], seed));
+        }
+    }
+    return (read_bytes(pager) - before) / (kSweeps * weights.front()->page_bytes());
+}
+
+// A program that only runs forward keeps most of what it can of the weights from pass to pass, where one that says
+// nothing of its passes reads all of them again. Method: sweeps over twice the budget; the least that has to be read is
+// half.
+TEST(PagerPlan, PassesKeepWhatFits) {
+    EXPECT_EQ(reads_of_a_sweep(false), 128u);
+    const std::uint64_t reads = reads_of_a_sweep(true);
+    EXPECT_GE(reads, 64u);
+    EXPECT_LE(reads, 96u);  // what is read ahead takes memory, too: more of it where threads are slow
 }
 
 // Requests are kept until their turn comes, in their order, and are worthless after a use. Method: forty segments at

@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "storage/thread_engine.h"
+#include "support/gated_engine.h"
 #include "support/pager_fixture.h"
 #include "support/sanitizer_options.h"
 #include "support/scratch_directory.h"
@@ -307,6 +308,28 @@ TEST(PagerFaultNet, KernelWithoutPinsMakesProgress) {
     for (std::size_t i = 0; i < words; ++i) {
         ASSERT_EQ(sums[i], word_of(3, i) + 2 * (word_of(0, i) + word_of(1, i) + word_of(2, i))) << i;
     }
+}
+
+// Where raw accesses go forwards the next page is read beside the one that is waited for; elsewhere it is not. Method:
+// a disk that finishes nothing until the reads that are expected are under way.
+TEST(PagerFaultNet, PagesBehindAFaultAreReadAhead) {
+    auto made = std::make_unique<GatedEngine>();
+    GatedEngine& disk = *made;
+    Pager pager(options_with(12), std::move(made));
+    const auto segment = filled_segment(pager, 4, 1);
+    const auto reads_for = [&](std::size_t index, std::size_t expected) {
+        EXPECT_EQ(pager.evict(segment), 0u);
+        disk.shut();
+        std::thread reader([&] { EXPECT_NE(segment->range()[index * kPageBytes], std::byte{0xFF}); });
+        while (disk.order().size() < expected) std::this_thread::yield();
+        disk.open();
+        reader.join();
+        return disk.order();
+    };
+    EXPECT_EQ(reads_for(0, 2), "rr");
+    EXPECT_EQ(reads_for(2, 1), "r");
+    EXPECT_EQ(pager.statistics().prefetches, 1u);
+    EXPECT_TRUE(holds(*segment, 1));
 }
 
 // What faults have brought gives way to who needs the memory. Method: raw reads fill half of the budget, then a pin

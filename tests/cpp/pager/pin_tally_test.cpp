@@ -25,7 +25,7 @@ TEST(PinTally, CountsTheSharesOfOthers) {
     std::thread([&] { EXPECT_TRUE(tally.has_others()); }).join();
     moved = {};
     std::thread([&] { EXPECT_FALSE(tally.has_others()); }).join();
-    EXPECT_EQ(tally.begun(), 3u);
+    EXPECT_EQ(tally.accessed(), 3u);
 }
 
 // A thread with shares of several tallies is asked about each. Method: one of its own, one of another thread's.
@@ -127,6 +127,29 @@ TEST(PagerOperators, ThoseOfOtherThreadsAreWaitedFor) {
     EXPECT_LE(operators.pager.statistics().memory.peak_bytes, 10 * kPageBytes);
 }
 
+// The same where the other thread holds pages for an update. Method: latches in place of the pin.
+TEST(PagerOperators, UpdatesOfOtherThreadsAreWaitedFor) {
+    Operators operators;
+    const std::uint64_t pins = operators.pager.statistics().pins;
+    std::latch has_begun(1);
+    std::latch may_end(1);
+    std::future<void> update = started([&] {
+        std::vector<UpdateLatch> latches;
+        for (std::size_t page = 0; page < 8; ++page) {
+            latches.push_back(operators.pager.latch_for_update({&operators.large, 1}, page, true));
+        }
+        has_begun.count_down();
+        may_end.wait();
+    });
+    has_begun.wait();
+    std::future<void> other = started([&] { operators.allocate(4); });
+    EXPECT_EQ(other.wait_for(milliseconds(50)), std::future_status::timeout);
+    may_end.count_down();
+    EXPECT_TRUE(ends_soon(other));
+    EXPECT_NO_THROW(other.get());
+    EXPECT_EQ(operators.pager.statistics().pins, pins) << "updates are no pins";
+}
+
 // A thread does not wait for itself, nor for what other threads keep. Method: allocate under an own pin; under one that
 // another thread keeps.
 TEST(PagerOperators, OwnAndKeptPinsAreNotWaitedFor) {
@@ -183,18 +206,22 @@ TEST(PagerOperators, ThatWaitForAPageOfTheCallerEnd) {
     Operators operators;
     const auto page = filled_segment(operators.pager, 1, 2);
     ASSERT_EQ(operators.pager.evict(page), 0u);
-    std::optional<UpdateLatch> latch(operators.pager.latch_for_update({&page, 1}, 0, true));
+    std::latch is_latched(1);
     std::latch has_begun(1);
+    std::future<void> own = started([&] {
+        const UpdateLatch latch = operators.pager.latch_for_update({&page, 1}, 0, true);
+        is_latched.count_down();
+        has_begun.wait();
+        operators.allocate(4);
+    });
     std::future<void> other = started([&] {
+        is_latched.wait();
         const PinGuard guard = pin(operators.pager, operators.large, Access::read);
         has_begun.count_down();
         static_cast<void>(pin(operators.pager, page, Access::read));
     });
-    has_begun.wait();
-    std::future<void> own = started([&] { operators.allocate(4); });
     EXPECT_TRUE(ends_soon(own));
     EXPECT_THROW(own.get(), OutOfTierMemory);
-    latch.reset();
     EXPECT_NO_THROW(other.get());
 }
 

@@ -43,10 +43,10 @@ TEST(UsePredictor, SaysWhatWasUsedSince) {
     EXPECT_EQ(predictor.hold()->recorded(1), TraceId{2});
     EXPECT_FALSE(predictor.hold()->has_prediction());
     predictor.hold().end_step();
-    EXPECT_EQ(predictor.hold().step_count(), 1u);
+    EXPECT_EQ(predictor.hold().prediction_count(), 1u);
     EXPECT_EQ(predictor.hold()->recorded_count(), 0u);
     predictor.hold().note_use(4, 0);
-    EXPECT_EQ(predictor.hold()->next_in_step(2), 0u);
+    EXPECT_EQ(predictor.hold()->next_in_pass(2), 0u);
     EXPECT_EQ(predictor.hold()->upcoming(0)->other_bytes, 9u);
 }
 
@@ -64,7 +64,7 @@ TEST(UsePredictor, PagerThatFollowsRecordsNothing) {
     pager.touch(segment);
     pager.end_step();
     EXPECT_EQ(predictor->hold()->recorded_count(), 1u);
-    EXPECT_EQ(predictor->hold().step_count(), 0u);
+    EXPECT_EQ(predictor->hold().prediction_count(), 0u);
     for (int i = 0; i < 1000 && total_stall_ns(pager.statistics()) == 0; ++i) {  // until one was not there at once
         ASSERT_EQ(pager.evict(segment), 0u);
         static_cast<void>(pin(pager, segment, Access::read));
@@ -74,6 +74,18 @@ TEST(UsePredictor, PagerThatFollowsRecordsNothing) {
     const auto waited_ns = static_cast<std::int64_t>(total_stall_ns(pager.statistics()));
     ASSERT_GT(waited_ns, 0);
     EXPECT_LE(computed_ns, passed_ns - waited_ns);
+}
+
+// Who follows can tell that another program runs, and no more of a module that another one calls. Method: two programs
+// in turn, one of which begins twice.
+TEST(UsePredictor, SaysThatAnotherProgramRuns) {
+    UsePredictor predictor;
+    EXPECT_TRUE(predictor.hold().begin_pass(1));
+    EXPECT_FALSE(predictor.hold().begin_pass(2));
+    predictor.hold().note_use(4, 7);
+    EXPECT_TRUE(predictor.hold().begin_pass(2));
+    EXPECT_EQ(predictor.hold().prediction_count(), 2u);
+    EXPECT_EQ(predictor.hold()->next_in_pass(4), 0u);
 }
 
 }  // namespace

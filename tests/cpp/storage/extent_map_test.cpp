@@ -14,9 +14,9 @@ namespace {
 // The smallest hole that fits is taken, of equals the lowest. Method: three holes, three takes.
 TEST(ExtentMap, TakesTheSmallestHoleThatFits) {
     ExtentMap map;
-    map.release(0, 300);
-    map.release(1000, 100);
-    map.release(2000, 100);
+    map.add(0, 300);
+    map.add(1000, 100);
+    map.add(2000, 100);
     EXPECT_EQ(map.take(100), 1000u);
     EXPECT_EQ(map.take(80), 2000u);
     EXPECT_EQ(map.take(200), 0u);
@@ -29,27 +29,34 @@ TEST(ExtentMap, NeighboursAreJoined) {
     std::vector<std::uint64_t> order{0, 100, 200};
     do {
         ExtentMap map;
-        for (const std::uint64_t offset_bytes : order) map.release(offset_bytes, 100);
+        for (const std::uint64_t offset_bytes : order) map.add(offset_bytes, 100);
         EXPECT_EQ(map.hole_count(), 1u);
         EXPECT_EQ(map.take(300), 0u);
     } while (std::ranges::next_permutation(order).found);
 }
 
-// What is free already cannot be freed. Method: the same, inside, over either edge, around, and past the last byte.
+// What is free already cannot be freed, and no more than was taken. Method: the same, inside, over either edge, around,
+// past the last byte, with and without something taken; all of the rest as new space.
 TEST(ExtentMap, DoubleFreeIsADefect) {
     ExtentMap map;
-    map.release(100, 100);
-    EXPECT_THROW(map.release(100, 100), LogicError);
-    EXPECT_THROW(map.release(120, 10), LogicError);
-    EXPECT_THROW(map.release(50, 51), LogicError);
-    EXPECT_THROW(map.release(199, 10), LogicError);
-    EXPECT_THROW(map.release(0, 1000), LogicError);
-    EXPECT_THROW(map.release(~std::uint64_t{0}, 2), LogicError);
-    EXPECT_THROW(map.release(300, 0), LogicError);
+    map.add(100, 110);
+    EXPECT_THROW(map.release(0, 50), LogicError);
+    EXPECT_EQ(map.take(10), 100u);
+    for (const auto give : {&ExtentMap::add, &ExtentMap::release}) {
+        EXPECT_THROW((map.*give)(110, 100), LogicError);
+        EXPECT_THROW((map.*give)(120, 10), LogicError);
+        EXPECT_THROW((map.*give)(60, 51), LogicError);
+        EXPECT_THROW((map.*give)(209, 10), LogicError);
+        EXPECT_THROW((map.*give)(0, 1000), LogicError);
+        EXPECT_THROW((map.*give)(~std::uint64_t{0}, 2), LogicError);
+        EXPECT_THROW((map.*give)(300, 0), LogicError);
+    }
     EXPECT_THROW(map.take(0), LogicError);
     EXPECT_EQ(map.free_bytes(), 100u);
-    map.release(0, 100);
-    map.release(200, 1);
+    map.release(100, 10);
+    EXPECT_THROW(map.release(0, 50), LogicError);
+    map.add(0, 100);
+    map.add(210, 1);
     EXPECT_EQ(map.hole_count(), 1u);
 }
 
@@ -59,7 +66,7 @@ TEST(ExtentMap, AgreesWithAByteMap) {
     for (std::uint64_t seed = 0; seed < 200; ++seed) {
         std::mt19937_64 random(seed);
         ExtentMap map;
-        map.release(0, kBytes);
+        map.add(0, kBytes);
         std::vector<bool> used(kBytes, false);
         std::vector<std::pair<std::uint64_t, std::size_t>> extents;
         std::size_t used_bytes = 0;

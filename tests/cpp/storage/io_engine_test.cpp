@@ -104,7 +104,7 @@ TEST(MakeIoEngine, OneLineSaysWhatWasChosen) {
 // the system call is refused, as in a container (EPERM) and on a system without it (ENOSYS).
 TEST(MakeIoEngine, FallsBackToThreads) {
     for (const int error : {EPERM, ENOSYS}) {
-        LogCapture log(LogLevel::info);
+        LogCapture log(LogLevel::warning);
         std::string name = "none";
         in_own_thread([&] {
             if (!refuse_system_call({.number = __NR_io_uring_setup, .error = error})) return;

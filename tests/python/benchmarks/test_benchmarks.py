@@ -98,18 +98,25 @@ def test_train_step_compares_equal_work(scratch):
         assert row["variants"]["plain"]["final"]["weights_sha256"] == quarter["final"]["weights_sha256"]
 
 
+def test_pins_are_counted_in_each_build(scratch):
+    """A result without a paged call is refused; here each call took a pin, of either build."""
+    result = smoke("pins", scratch, "--before", str(BENCHMARKS.parent))
+    assert result["builds"].keys() == result["trees"].keys() == {"before", "after"}
+    assert all(build["paged_ns"]["min"] > build["pin_ns"]["min"] for build in result["builds"].values())
+
+
 def test_builds_run_the_package_of_each_tree(scratch):
     """Here twice the same one: equal weights, and traffic that says it paged."""
     result = smoke("builds", scratch, "--before", str(BENCHMARKS.parent))
-    (pair,) = result["pairs"]
-    assert pair["builds"].keys() == {"before", "after"}
-    assert all(build["ssd_written_bytes"]["min"] > 0 for build in pair["builds"].values())
-    assert pair["after_over_before"]["ssd_written_bytes"]["median"] == pytest.approx(1, abs=0.2)
+    (compared,) = result["workloads"]
+    assert compared["builds"].keys() == {"before", "after"}
+    assert all(build["ssd_written_bytes"]["min"] > 0 for build in compared["builds"].values())
+    assert compared["after_over_before"]["ssd_written_bytes"]["median"] == pytest.approx(1, abs=0.2)
     assert len(result["bars"]) == 1
     assert set(result["trees"]) == {"before", "after"}
     assert len(set(result["trees"].values())) == 1
     assert result["trees"]["after"].startswith(result["code"]["commit"])
-    assert pair["ratio_by_pair"] == [pair["after_over_before"]["seconds"]["median"]]
+    assert compared["ratio_by_pair"] == [compared["after_over_before"]["seconds"]["median"]]
 
 
 def test_lock_waits_counts_the_locks_of_the_engine(scratch):
@@ -141,6 +148,24 @@ def test_adapters_read_the_base_and_do_not_write_it(scratch):
     assert report["written_bytes"]["parameter"] <= row["description"]["base_bytes"]  # once, when it first left
     assert len({step["steps"]["paged"]["loss"] for step in row["rounds"]}) > 1
     assert len(result["bars"]) == 4
+
+
+def test_generating_says_what_plain_torch_says(scratch):
+    """A model of twice the budget was read again and again, beside a mapped file and accelerate's disk offload."""
+    result = smoke("generate", scratch)
+    (task,) = result["tasks"]
+    assert task["seconds"].keys() == {"plain", "paged", "mapped", "disk"}
+    assert task["replay"]["passes"] == task["task"]["new_tokens"]
+    assert 0 < task["replay"]["least_read_bytes"] <= task["replay"]["read_bytes"]
+    assert len(result["bars"]) == 2
+
+
+def test_embedding_reads_pages_of_its_rows(scratch):
+    """A table of eight times the budget was loaded, and rows of it were read."""
+    result = smoke("embedding", scratch)
+    assert result["table_bytes"] >= 8 * result["report"]["budget_bytes"]
+    assert result["pages_per_row"]["min"] > 0
+    assert len(result["bars"]) == 3
 
 
 def test_load_save_moves_a_model_of_three_times_the_budget(scratch):

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.any_torch
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD, PAGE = "benchmarks/results/faults.json", "docs/reliability.md"
+LONG_RECORD = "benchmarks/results/faults_long.json"
 OPERATIONS = "benchmarks/results/operations.json"
 
 
@@ -23,7 +24,7 @@ def run_tool(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """This repository's records and page."""
-    for name in (RECORD, OPERATIONS, PAGE):
+    for name in (RECORD, LONG_RECORD, OPERATIONS, PAGE):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
@@ -48,6 +49,7 @@ def test_page_that_says_something_else_is_found(tree):
         (RECORD, ("harnesses", "NthIo", "reached"), 2399, "no whole, passing run of NthIo"),
         (RECORD, ("harnesses", "Kill", "injected"), 1499, "no whole, passing run of Kill"),
         (RECORD, ("harnesses", "FullDisk", "has_failed"), True, "no whole, passing run of FullDisk"),
+        (LONG_RECORD, ("harnesses", "Kill", "injected"), 1499, "no whole, passing run of Kill: make fault-long"),
         (OPERATIONS, ("operations", "operations"), 999_999, "no passing run of 1,000,000 operations"),
         (OPERATIONS, ("has_failed",), True, "no passing run of 1,000,000 operations"),
         (OPERATIONS, ("code", "modified_files"), ["csrc/pager/pager.cpp"], "measured with files that differ"),

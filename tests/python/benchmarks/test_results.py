@@ -49,6 +49,9 @@ def tree(tmp_path: Path) -> Path:
     write(tmp_path / "benchmarks/results/io.json", measured())
     (tmp_path / "docs/contributing").mkdir(parents=True)
     (tmp_path / "README.md").write_text(MARKED)
+    coding = tmp_path / "docs/concepts/coded-experts.md"
+    coding.parent.mkdir()
+    coding.write_text("Nothing was coded.\n")
     assert run_tool(tmp_path).returncode == 0
     return tmp_path
 
@@ -122,6 +125,40 @@ def test_a_result_from_before_commits_were_recorded_is_refused_among_the_others(
     assert "| io (old) | share | at least 0.85 | 0.58 |" in text
 
 
+CODED = {"bits": 0.8, "loss_adapted": 4.1, "loss_dense_adapted": 3.9}
+
+
+def coded(model: str, loss: float) -> dict[str, Any]:
+    """The result of one model of one seed."""
+    variants = [("bf16", 16.0, 4.0, 1.0), ("zeroed", 0.0, 9.0, 0.0), ("ours", 0.7999, loss, 0.95)]
+    keys = ("method", "bits", "loss", "value_retained")
+    rows = [dict(zip(keys, variant, strict=True)) for variant in variants]
+    shares = ("rate_at_qmoes_error", "recovered", "recovered_at_most_bits")
+    of_dense = [f"{name}_of_dense_with_adapters" for name in shares[1:]]
+    summary = {name: {"median": 0.5, "min": 0.25, "max": 0.75} for name in [*shares, *of_dense]}
+    return measured() | {
+        "results": [{"model": model, "seed": 0, "variants": rows, "adapters": CODED}],
+        "summary": {model: summary},
+    }
+
+
+def test_the_page_on_coded_experts_says_what_coding_cost(tree):
+    """By model, from two results; one without the other is refused, and so is a page without a place for them."""
+    page = tree / "docs/concepts/coded-experts.md"
+    marked = "".join(f"<!-- generated: coding {name} -->\n<!-- end -->\n" for name in ("losses", "shares"))
+    write(tree / "benchmarks/results/expert_quality_upcycled.json", coded("upcycled", 4.25))
+    write(tree / "benchmarks/results/expert_quality_small.json", coded("qwen3", 4.0625))
+    assert "needs the results" in run_tool(tree).stderr
+    page.write_text(marked)
+    assert run_tool(tree).returncode == 0
+    assert "| this project | 0.80 b: 0.25 (0.25 to 0.25; 0.95) | 0.80 b: 0.0625 (0.0625 to 0.0625; 0.95) |" in (
+        page.read_text()
+    )
+    assert "won back by adapters | 0.50 (0.25 to 0.75) | 0.50 (0.25 to 0.75) |" in page.read_text()
+    (tree / "benchmarks/results/expert_quality_small.json").unlink()
+    assert "needs the results" in run_tool(tree).stderr
+
+
 def test_a_disturbed_result_says_so(tree):
     """Wherever in the result it stands."""
     assert "Disturbed" not in page_of(tree)
@@ -165,6 +202,7 @@ def test_a_chart_that_differs_is_found(tmp_path):
     """And drawn anew. Method: this repository's results, and a chart with another number."""
     shutil.copytree(ROOT / "benchmarks/results", tmp_path / "benchmarks/results")
     shutil.copy(ROOT / "README.md", tmp_path / "README.md")
+    shutil.copytree(ROOT / "docs/concepts", tmp_path / "docs/concepts")
     assert run_tool(tmp_path).returncode == 0
     chart = tmp_path / "docs/images/step_by_memory.svg"
     drawn = chart.read_text()

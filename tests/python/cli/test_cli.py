@@ -314,6 +314,10 @@ def test_a_file_can_hide_the_status_line(monkeypatch, launched, tmp_path, capsys
         ("emulation:\n  gppu: true\n", "{file}:2: unknown setting 'emulation.gppu'; did you mean 'emulation.gpu'?"),
         ("ram: 2GiB\n1: 2\n", "{file}:2: expected the name of a setting, such as 'ram', got 1"),
         ("ram: [\n", "{file}:2: not valid YAML or JSON"),
+        ("[" * 5000, "{file}: expected settings such as 'ram: 24GiB': maximum recursion depth"),
+        (f"ram: {'9' * 5000}\n", "{file}: expected settings such as 'ram: 24GiB': Exceeds the limit"),
+        ("ram: 2001-02-31\n", "{file}: expected settings such as 'ram: 24GiB': day is out of range"),
+        ("&x {ram: *x}\n", "{file}:1: ram: "),
         ("- ram\n", "{file}: expected settings such as 'ram: 24GiB', got list"),
     ],
 )

@@ -68,14 +68,14 @@ def test_what_was_measured_is_used_again(measured, scratch):
     assert len(measured) == 2
 
 
-@pytest.mark.parametrize("damage", ["", "{", '{"ssd_read": 1}', "other machine"])
+@pytest.mark.parametrize("damage", ["", "{", '{"ssd_read": 1}', "\xe9", "other machine"])
 def test_what_is_kept_and_cannot_be_used_is_measured_again(measured, scratch, tmp_path, damage):
     """An unfinished file, one of another version, one of another machine under the same name."""
     first = measure(scratch)
     [file] = (tmp_path / "cache" / "torch_offload").iterdir()
     if damage == "other machine":
         damage = first.model_copy(update={"key": {"processor": "another"}}).model_dump_json()
-    file.write_text(damage)
+    file.write_text(damage, encoding="latin-1")
     assert measure(scratch).key == first.key
     assert len(measured) == 2
     assert json.loads(file.read_text())["key"] == first.key

@@ -14,7 +14,7 @@ import pytest
 from support.script_runs import SCRIPTS, Ended, Running, start, start_paged
 from torch import nn
 
-from torch_offload import Config
+from torch_offload import Config, ConfigError
 from torch_offload.launch import autopage
 from torch_offload.system import environment
 
@@ -228,6 +228,22 @@ def test_processes_that_train_together_share_the_budget(scratch, monkeypatch):
     finally:
         watching._listening.remove()
         watching._budget_note.close()
+
+
+@pytest.mark.parametrize(
+    ("handed", "problem"),
+    [
+        ("{", "Invalid JSON"),
+        ("null", "Input should be an object"),
+        ('{"name": "a", "config": {}}', "Field required"),
+        ('{"name": "a", "config": {"ramm": 1}, "optimizer": null}', "unknown setting 'ramm'"),
+    ],
+)
+def test_what_no_launcher_of_this_version_wrote_is_refused(monkeypatch, handed, problem):
+    """The message names the variable."""
+    monkeypatch.setenv(environment.LAUNCH, handed)
+    with pytest.raises(ConfigError, match=rf"{environment.LAUNCH}: .*{problem}.*; unset it, or start both with one"):
+        environment.launch_of_parent()
 
 
 def test_children_inherit_settings_and_nothing_else(scratch, monkeypatch):

@@ -1,5 +1,6 @@
 """Recording a run, and what is made of it: figures per step, JSON, a table, an HTML page."""
 
+import _thread
 import copy
 import html.parser
 import io
@@ -9,7 +10,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import threading
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from support.bits import digest, same_bits
 from support.confined import command_line
 from support.figures import device_statistics, statistics
 from support.models import tiny_model
-from support.paging import assert_was_paged, wait_until
+from support.no_threads import refuse_thread
+from support.paging import assert_was_paged, has_thread_in, wait_until
 from torch import nn
 
 import torch_offload
@@ -105,6 +106,7 @@ def test_a_training_run_is_recorded_when_asked(config, scratch):
     torch_offload.wrap(model, config=config.replace(ram="3MiB", report=scratch / "reports"))
     train(model, steps=4)
     timeline = torch_offload.report().timeline
+    wait_until(lambda: has_thread_in(recorders), "the recorder's thread had begun")
     assert [end.steps for end in timeline.step_ends] == [1, 2, 3, 4]
     assert [end.tokens for end in timeline.step_ends] == [0, 16, 32, 48]  # counted from the end of the first step on
     steady = timeline.steady()
@@ -115,8 +117,19 @@ def test_a_training_run_is_recorded_when_asked(config, scratch):
     final = torch_offload.report()
     assert final.timeline.step_ends == timeline.step_ends
     assert all(final.read_bytes[kind] >= size for kind, size in final.timeline.recent[-1].read_bytes.items())
-    threads = {thread.name for thread in threading.enumerate()}
-    assert "torch_offload.reporting.recorder" not in threads
+    assert not has_thread_in(recorders)
+
+
+def test_steps_are_recorded_where_there_is_no_room_for_a_thread(config, scratch, monkeypatch, caplog):
+    """Training goes on, the log says what is left out."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", refuse_thread)
+        model = tiny_model("llama", tied=True)
+        torch_offload.wrap(model, config=config.replace(report=scratch / "reports"))
+        train(model, steps=3)
+        assert [end.steps for end in torch_offload.report().timeline.step_ends] == [1, 2, 3]
+        PROCESS.close_session()
+    assert "no room for another thread" in caplog.text
 
 
 def test_nothing_is_recorded_unless_asked(config):
@@ -178,6 +191,24 @@ def test_a_report_is_written_when_the_process_ends(scratch):
         assert len(Report.read_json(path).timeline.step_ends) == 3
     shown = command_line("report", str(scratch / "reports"))
     assert "bottleneck" in shown.stdout
+
+
+def test_a_process_that_records_ends_with_its_own_status(scratch):
+    """Python ends threads that ask for its lock once it is ending, and one inside the engine takes the process along.
+
+    Method: the thread that takes samples never waits between them.
+    """
+    script = textwrap.dedent("""
+        import sys, torch, torch_offload
+        from torch_offload.reporting import recorder
+        recorder.MIN_PERIOD_SECONDS = 0
+        config = torch_offload.Config(ram="8MiB", ssd=sys.argv[1], min_paged_bytes=0, page_elements=4096)
+        module = torch_offload.wrap(torch.nn.Linear(64, 64), config=config.replace(report=sys.argv[2]))
+        sys.exit(3)
+    """)
+    command = [sys.executable, "-c", script, str(scratch), str(scratch / "report.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (3, "")
 
 
 def test_where_nothing_was_wrapped_no_report_is_written(scratch, monkeypatch):

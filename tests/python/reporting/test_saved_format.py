@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from support.command import run_main
-from support.figures import device_statistics, statistics
+from support.figures import sample, statistics, whole_report
 
 from torch_offload import ConfigError, Report
 from torch_offload.activations.recompute import ActivationChoice
@@ -24,20 +24,6 @@ from torch_offload.reporting.timeline import Sample, Timeline
 pytestmark = pytest.mark.any_torch
 
 REFUSED = r"is not a report that this version of torch_offload wrote \(.+\); write one with `torch-offload run --report"
-
-
-def sample(number: int) -> Sample:
-    content = statistics(read=3 * number, written=5 * number, stalls={"read": 0.5 * number}, used=number)
-    content["device"] = device_statistics(to_device=7 * number, used=number)
-    return Sample.from_statistics(content, seconds=2.0 * number, steps=number, tokens=4 * number, is_step_end=True)
-
-
-def whole() -> Report:
-    """Everything that a report can have."""
-    samples = [sample(number) for number in range(1, 5)]
-    content = statistics(used=7) | {"device": device_statistics(to_device=1)}
-    timeline = Timeline(recent=samples, step_ends=samples)
-    return Report.from_statistics(content, timeline=timeline, activations=ActivationChoice(["a"], ["b"]))
 
 
 def read(tmp_path, content) -> Report:
@@ -62,7 +48,7 @@ def test_what_is_read_is_what_is_written(saved, written):
 
 
 def test_a_whole_report_comes_back_equal(tmp_path):
-    assert read(tmp_path, whole().to_json()) == whole()
+    assert read(tmp_path, whole_report().to_json()) == whole_report()
 
 
 LONG = "x" * (saved_format.MAX_NAME_CHARACTERS + 1)
@@ -88,7 +74,7 @@ LONG = "x" * (saved_format.MAX_NAME_CHARACTERS + 1)
     ],
 )
 def test_a_field_that_cannot_be_is_named_with_its_value(tmp_path, monkeypatch, capsys, place, value, expected):
-    content = whole().to_dict() | {place: value}
+    content = whole_report().to_dict() | {place: value}
     with pytest.raises(ConfigError, match=REFUSED):
         read(tmp_path, content)
     assert run_main(monkeypatch, "report", str(tmp_path / "r.json")) == 2
@@ -105,7 +91,7 @@ def test_what_is_too_long_or_no_file_is_refused(tmp_path, monkeypatch):
     """Method: a bound that a report is beyond; a pipe that nobody writes to, by its name and as the newest report."""
     monkeypatch.setattr(report, "MAX_REPORT_BYTES", 100)
     with pytest.raises(ConfigError, match=r"\(more than 100 bytes\)"):
-        read(tmp_path, whole().to_json())
+        read(tmp_path, whole_report().to_json())
     os.mkfifo(tmp_path / "torch-offload-report-1.json")
     with pytest.raises(ConfigError, match="no regular file"):
         Report.read_json(tmp_path / "torch-offload-report-1.json")
@@ -145,7 +131,7 @@ def test_a_changed_report_is_shown_or_refused(tmp_path_factory, data):
     """Method: values of a real report changed, dropped, doubled or moved, up to eight at once; what is read is shown
     as a table, as text, as JSON and as a page.
     """
-    root = {"": whole().to_dict()}
+    root = {"": whole_report().to_dict()}
     for _ in range(data.draw(st.integers(1, 8))):
         places = list(nodes(root))
         if not places:
@@ -174,7 +160,7 @@ def test_a_changed_report_is_shown_or_refused(tmp_path_factory, data):
 @settings(max_examples=200)
 @given(said=st.binary(max_size=40), at=st.integers(0, 10_000), is_insert=st.booleans())
 def test_bytes_of_a_report_may_be_anything(tmp_path_factory, said, at, is_insert):
-    text = whole().to_json().encode()
+    text = whole_report().to_json().encode()
     at %= len(text)
     path = tmp_path_factory.getbasetemp() / "changed-report.json"
     path.write_bytes(text[:at] + said + text[at if is_insert else at + len(said) :])
@@ -185,7 +171,9 @@ def test_bytes_of_a_report_may_be_anything(tmp_path_factory, said, at, is_insert
 def test_a_run_that_stands_still_is_shown(tmp_path, field):
     """Method: steps that end at one moment, or that are the same one."""
     samples = [dataclasses.replace(sample(number), **{field: 3}) for number in range(1, 5)]
-    found = read(tmp_path, dataclasses.replace(whole(), timeline=Timeline(recent=samples, step_ends=samples)).to_json())
+    found = read(
+        tmp_path, dataclasses.replace(whole_report(), timeline=Timeline(recent=samples, step_ends=samples)).to_json()
+    )
     Console(file=io.StringIO(), width=200).print(found)
     page_of(found, endurance_bytes=1)
 
@@ -209,7 +197,7 @@ def test_names_in_charts_are_no_html():
 
 
 def test_the_page_may_load_nothing_and_run_only_itself():
-    page = page_of(whole())
+    page = page_of(whole_report())
     [policy] = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == "'none'"

@@ -4,9 +4,21 @@ Method: two processes; the first begins, has what it uses sent away, and only th
 use bare addresses in system calls, which fail where a page is absent and end the process.
 """
 
+import os
+import warnings
+
 import pytest
+import torch
+import torch.distributed as dist
 from support import collectives
 from support.collectives import BUDGET_BYTES, ELEMENTS, MANY, RANKS, Outcome, run_ranks
+from support.isolation import in_child
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import torch_offload
+from torch_offload import Config
+from torch_offload.runtime.process import PROCESS
 
 BYTES = 4 * ELEMENTS
 UNDER_WAY = [
@@ -55,3 +67,33 @@ def test_more_at_once_than_the_budget_holds(scratch):
     for outcome in outcomes:
         assert outcome.statistics["evictions"] > 0
         assert outcome.statistics["memory"]["peak_bytes"] <= BUDGET_BYTES
+
+
+def train_sharded(folder: str, is_sharded_first: bool) -> list[str]:
+    """Shard and wrap a module in a group of one process, train it for three steps and return what was warned of."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", f"file://{folder}/group", rank=0, world_size=1)
+    config = Config(ram="8MiB", ssd=folder, min_paged_bytes=0, page_elements=4096)
+    module = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64)))
+    if is_sharded_first:
+        fully_shard(module[1])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch_offload.wrap(module, config=config)
+        if not is_sharded_first:
+            fully_shard(module[1])
+        optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+        for _ in range(3):
+            module(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert {label for label, _ in PROCESS.session.tensors()} == {"0.weight", "0.bias"}
+    dist.destroy_process_group()
+    return [str(warning.message) for warning in caught if "torch_offload" in str(warning.message)]
+
+
+@pytest.mark.parametrize("is_sharded_first", [True, False])
+def test_parameters_that_fully_shard_takes_are_named_once(scratch, is_sharded_first):
+    """They are gathered anew for each forward, and are not paged; the others are."""
+    said = in_child(train_sharded, str(scratch), is_sharded_first)
+    assert said == ["torch_offload leaves these tensors in memory: the parameters of 1 are sharded by fully_shard"]

@@ -340,6 +340,23 @@ def test_a_forked_child_raises_and_the_parent_is_unharmed(paged):
     assert_bitwise_equal(paged.w.detach(), Holder().w.detach())
 
 
+def test_a_forked_child_begins_no_pass(paged):
+    """A lock that the parent held as it forked is held for ever. Method: the list of uses, in the child and here."""
+    engine = PROCESS.session.engine
+    engine.start_use_log()
+    child = os.fork()
+    if child == 0:
+        try:
+            engine.begin_pass(1)
+            os._exit(len(engine.take_use_log()))
+        finally:
+            os._exit(100)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    engine.begin_pass(1)
+    assert len(engine.take_use_log()) == 1
+
+
 def test_workers_of_a_data_loader_read_their_tensors(paged):
     """Fork keeps its meaning for tensors that are not paged, large ones included."""
     rows = torch.arange(300_000.0).reshape(100, 3000)

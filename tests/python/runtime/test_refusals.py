@@ -10,7 +10,8 @@ from torch import nn
 
 import torch_offload
 from torch_offload import Config, ConfigError, OffloadError, OutOfTierMemory
-from torch_offload.runtime import preflight
+from torch_offload.runtime import preflight, session
+from torch_offload.runtime.monitors import Monitors
 from torch_offload.runtime.process import PROCESS
 from torch_offload.system import resources
 
@@ -36,6 +37,36 @@ def test_a_budget_that_does_not_parse_is_refused(scratch, ram):
     with pytest.raises(ConfigError, match="ram"):
         torch_offload.wrap(make_module(), ram=ram, ssd=scratch)
     assert PROCESS.session is None
+    assert_usable(scratch)
+
+
+def test_an_engine_that_the_system_has_no_thread_for_is_refused(scratch, monkeypatch):
+    """What C++ raises then is the system's own words, and no type of this package."""
+
+    def refuse(**options):
+        raise RuntimeError("Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session._C, "Engine", refuse)
+        with pytest.raises(OffloadError, match=r"cannot be started: Resource temporarily unavailable; .*ulimit -u"):
+            torch_offload.wrap(make_module(), ram=8 * MIB, ssd=scratch)
+    assert PROCESS.session is None
+    assert_usable(scratch)
+
+
+@pytest.mark.parametrize("function", [(Monitors, "begin"), (session.Session, "report")], ids=["begin", "report"])
+def test_an_engine_is_closed_where_what_watches_it_fails(config, scratch, monkeypatch, function):
+    """While it opens, and while it closes."""
+
+    def fail(*args, **options):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*function, fail)
+        with pytest.raises(MemoryError):
+            torch_offload.unwrap(torch_offload.wrap(make_module(), config=config))
+    assert PROCESS.session is None
+    assert "numpy" not in vars(torch.Tensor)
     assert_usable(scratch)
 
 
@@ -136,3 +167,10 @@ def test_a_disk_too_small_for_gradients_and_moments_is_said(monkeypatch, caplog,
     caplog.clear()
     preflight.resolve(config, [weight.requires_grad_(False)])
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("limit_bytes", "is_warned"), [((8 << 20) - 1, True), (8 << 20, False), (None, False)])
+def test_a_budget_beyond_what_a_process_may_have_is_said(monkeypatch, caplog, scratch, limit_bytes, is_warned):
+    monkeypatch.setattr(resources, "memory_limit_bytes", lambda: limit_bytes)
+    preflight.resolve(Config(ram="8MiB", ssd=scratch))
+    assert ("the system would end it before the budget is full; lower ram" in caplog.text) == is_warned

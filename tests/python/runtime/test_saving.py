@@ -3,26 +3,31 @@
 Method: tiny models under a budget below their size, disks that are full at every place where one can be.
 """
 
+import _thread
 import errno
 import fcntl
 import functools
 import os
 import resource
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import safetensors
 import safetensors.torch
 import torch
 from support.bits import fingerprint
 from support.models import tiny_model
+from support.no_threads import die_at_birth, refuse_thread
 from support.paging import assert_bitwise_equal, page_out
 from support.training import digest_run
 from torch import nn
 
 import torch_offload
+from torch_offload.runtime import safetensors_writer
 from torch_offload.system import direct_file
-from torch_offload.system.atomic_files import appearing
+from torch_offload.system.atomic_files import appearing, readable_path
 from torch_offload.system.direct_file import SECTOR_BYTES, DirectFile
 
 
@@ -197,3 +202,35 @@ def test_a_direct_file_holds_what_was_appended(scratch, monkeypatch, size_bytes,
             done_bytes += part_bytes
         file.finish()
     assert path.read_bytes() == content.numpy().tobytes()
+
+
+@pytest.mark.parametrize("start", [refuse_thread, die_at_birth], ids=["refused", "dead at birth"])
+def test_a_model_is_saved_where_there_is_no_room_for_threads(config, tmp_path, monkeypatch, start):
+    """None can be started, or each ends before it has begun: Python's own threads are then waited for for ever."""
+    module = torch_offload.wrap(nn.Linear(256, 256), config=config, ram="1MiB")
+    safetensors.torch.save_file(module.state_dict(), tmp_path / "usual")
+    with monkeypatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", start)
+        patch.setattr(threading, "_start_new_thread", start)
+        safetensors.torch.save_file(module.state_dict(), tmp_path / "alone")
+    assert (tmp_path / "alone").read_bytes() == (tmp_path / "usual").read_bytes()
+
+
+def test_a_file_that_cannot_be_read_back_is_an_error_of_the_system(config, tmp_path, monkeypatch):
+    """Method: a name that is not there; and torch must not be what maps the file, which keeps it open if that fails."""
+    module = torch_offload.wrap(nn.Linear(256, 256), config=config, ram="1MiB")
+    (tmp_path / "model").write_bytes(b"older")
+
+    def refuse(*args, **options):
+        raise RuntimeError("unable to mmap")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "from_file", refuse)
+        patch.setattr(safetensors_writer, "readable_path", lambda descriptor: "/proc/self/fd/no-number")
+        with pytest.raises(FileNotFoundError):
+            safetensors.torch.save_file(module.state_dict(), tmp_path / "model")
+        patch.setattr(safetensors_writer, "readable_path", readable_path)
+        safetensors.torch.save_file(module.state_dict(), tmp_path / "other")
+    (tmp_path / "other").unlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+    assert (tmp_path / "model").read_bytes() == b"older"

@@ -1,8 +1,10 @@
 """What the watchdog tells: once where nothing moves, at once where somebody asks, and nothing else."""
 
+import _thread
 import io
 import logging
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -13,13 +15,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.paging import wait_until
+import torch
+from support.no_threads import refuse_thread
+from support.paging import has_thread_in, wait_until
 from support.small_module import TIGHT, adamw, make_module, snapshot, step
 from torch import nn
 
 import torch_offload
 from torch_offload import Config
 from torch_offload.errors import OffloadError
+from torch_offload.runtime import surroundings, watchdog
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.watchdog import Limits, Watchdog
 from torch_offload.system import dump_socket, stacks
@@ -192,6 +197,7 @@ def test_a_hung_disk_is_told_while_a_thread_waits_for_it(scratch, caplog, runtim
     waiting.start()
     wait_until(lambda: "The engine:" in stream.getvalue(), "the watchdog tells")
     wait_until(lambda: "the disk may hang" in caplog.text, "the log is delivered")
+    dump = dog._everything(PROCESS.session.dump())
     waiting.join()
     dog.stop()
     assert raised
@@ -201,21 +207,59 @@ def test_a_hung_disk_is_told_while_a_thread_waits_for_it(scratch, caplog, runtim
     assert "ssd tier: writing page 0 of weight (offset 0 of the scratch file" in text
     assert "test_watchdog.py" in text
     assert "1 evicting" in text
+    warned = r"  last warnings: 1\n    \d\d:\d\d:\d\d ssd tier: writing page 0 of weight .*the disk may hang"
+    assert re.search(warned, dump)
+    assert dog._warnings not in logging.getLogger("torch_offload").handlers
+
+
+def test_a_file_system_that_does_not_answer_holds_nothing_up(tmp_path):
+    """It is asked once, until it answers; the others are asked each time."""
+    answers, asked = threading.Event(), []
+
+    def ask(directory: Path) -> int:
+        asked.append(directory.name)
+        if directory.name == "hung":
+            answers.wait()
+        return 3 << 20
+
+    space = surroundings.FreeSpace([tmp_path / "hung", tmp_path / "good"], ask=ask)
+    silent = f"  free in {tmp_path / 'hung'}: not known, the file system has not answered for a second"
+    good = f"  free in {tmp_path / 'good'}: 3 MiB"
+    assert [list(space.lines()), list(space.lines())] == [[silent, good]] * 2
+    assert sorted(asked) == ["good", "good", "hung"]
+    answers.set()
+    wait_until(lambda: next(iter(space.lines())).endswith("hung: 3 MiB"), "it has answered")
+
+
+def test_a_directory_that_is_gone_is_said(tmp_path):
+    [line] = surroundings.FreeSpace([tmp_path / "gone"]).lines()
+    assert line.startswith(f"  free in {tmp_path / 'gone'}: not known, [Errno 2]")
+
+
+def test_the_last_warnings_are_kept():
+    warnings = surroundings.RecentWarnings()
+    warnings.install()
+    for number in range(surroundings.KEPT_WARNINGS + 1):
+        logging.getLogger("torch_offload.runtime").warning("number %d", number)
+    warnings.remove()
+    logging.getLogger("torch_offload").error("no more")
+    first, *lines = warnings.lines()
+    assert first == f"  last warnings: {surroundings.KEPT_WARNINGS}"
+    assert [line.split(" ", 5)[-1] for line in lines] == [
+        f"number {n}" for n in range(1, surroundings.KEPT_WARNINGS + 1)
+    ]
 
 
 def test_a_session_has_one_watchdog_and_leaves_nothing(scratch, runtime_directory):
     """The thread, the handler of SIGUSR1 and the socket are there while the session is."""
 
-    def names() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
-
     module = torch_offload.wrap(nn.Linear(64, 64), config=Config(**SETTINGS, ssd=scratch, watchdog=True))
-    assert names() == ["torch_offload.runtime.watchdog"]
+    wait_until(lambda: has_thread_in(watchdog), "the thread had begun")
     assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
     assert (runtime_directory / f"torch_offload-{os.getpid()}.sock").is_socket()
     torch_offload.unwrap(module)
     PROCESS.close_session()
-    assert names() == []
+    assert not has_thread_in(watchdog)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     assert not stacks._is_handled()
     assert list(runtime_directory.iterdir()) == []
@@ -223,7 +267,7 @@ def test_a_session_has_one_watchdog_and_leaves_nothing(scratch, runtime_director
 
 def test_nothing_is_there_unless_it_is_asked_for(scratch, runtime_directory):
     torch_offload.wrap(nn.Linear(64, 64), config=Config(**SETTINGS, ssd=scratch))
-    assert not [thread for thread in threading.enumerate() if "watchdog" in thread.name]
+    assert not has_thread_in(watchdog)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     assert list(runtime_directory.iterdir()) == []
 
@@ -264,6 +308,16 @@ def test_without_a_directory_for_the_socket_there_is_one_warning(scratch, caplog
         "torch-offload dump will not reach this process: AF_UNIX path too long"
     ]
     assert list(long.iterdir()) == []
+
+
+def test_training_goes_on_where_there_is_no_room_for_a_thread(scratch, caplog, monkeypatch, runtime_directory):
+    """Nobody waits for a thread that has not begun, and nobody is sent to a socket that nothing listens to."""
+    monkeypatch.setattr(_thread, "start_new_thread", refuse_thread)
+    model = torch_offload.wrap(nn.Linear(64, 64), config=Config(**SETTINGS, ssd=scratch, watchdog=True))
+    assert "no room for another thread: nothing watches this process or answers dumps" in caplog.text
+    assert list(runtime_directory.iterdir()) == []
+    model(torch.ones(2, 64)).sum().backward()
+    PROCESS.close_session()
 
 
 # --- A process that is asked ---------------------------------------------------------------------------------------
@@ -312,6 +366,9 @@ def test_a_signal_shows_the_stacks_and_the_engine(tmp_path, scratch, runtime_dir
     assert "Current thread" in text
     assert "script.py" in text
     assert f"torch_offload: the engine of process {running.pid}:\nhost tier:\n  memory: 576 KiB limit" in text
+    assert re.search(
+        rf"process:\n  memory mappings: [\d,]+ of [\d,]+\n  free in {scratch}: [\d.]+ \w+\n  last warn", text
+    )
 
 
 def test_both_answer_while_the_program_waits_for_the_disk(tmp_path, scratch, runtime_directory):

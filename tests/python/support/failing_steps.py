@@ -45,9 +45,10 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 class Run:
     """One module and its optimizer; batches by the number of the step."""
 
-    def __init__(self, make: Callable[[Any], Optimizer], config: Config | None) -> None:
+    def __init__(self, make: Callable[[Any], Optimizer], config: Config | None, *, width: int = WIDTH) -> None:
+        self.width = width
         torch.manual_seed(0)
-        layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
         self.module = layers if config is None else torch_offload.wrap(layers, config=config)
         self.optimizer = make(self.module.parameters())
         self.step_began = False
@@ -56,7 +57,7 @@ class Run:
         """Train; raises what the engine raises."""
         self.step_began = False
         self.optimizer.zero_grad()
-        inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+        inputs = torch.randn(8, self.width, generator=torch.Generator().manual_seed(number))
         self.module(inputs).square().mean().backward()
         self.step_began = True
         self.optimizer.step()

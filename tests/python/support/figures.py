@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from torch_offload import Probe
+from torch_offload import Probe, Report
+from torch_offload.activations.recompute import ActivationChoice
+from torch_offload.reporting.timeline import Sample, Timeline
 
 MACHINE = Probe(
     key={},
@@ -40,3 +42,18 @@ def statistics(
         "engine": "threads",
         **dict.fromkeys(("pins", "misses", "faults", "evictions", "clean_drops", "prefetches", "odd_counter"), 1),
     }
+
+
+def sample(number: int) -> Sample:
+    """One of a run whose figures all grow."""
+    content = statistics(read=3 * number, written=5 * number, stalls={"read": 0.5 * number}, used=number)
+    content["device"] = device_statistics(to_device=7 * number, used=number)
+    return Sample.from_statistics(content, seconds=2.0 * number, steps=number, tokens=4 * number, is_step_end=True)
+
+
+def whole_report() -> Report:
+    """Everything that a report can have."""
+    samples = [sample(number) for number in range(1, 5)]
+    content = statistics(used=7) | {"device": device_statistics(to_device=1)}
+    timeline = Timeline(recent=samples, step_ends=samples)
+    return Report.from_statistics(content, timeline=timeline, activations=ActivationChoice(["a"], ["b"]))

@@ -8,6 +8,7 @@ milliseconds, so it proves less; `kind` says which one it was.
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 
 UNLIMITED = 1 << 60
 SAMPLE_SECONDS = 0.005
+REMOVAL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,48 @@ VERSION_1 = CgroupFiles(
     "cgroup v1", ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), "memory.max_usage_in_bytes"
 )
 VERSION_2 = CgroupFiles("cgroup v2", ("memory.max",), "memory.peak")
+
+
+class MemoryGroup:
+    """A memory cgroup for processes that enter it; what they had before counts elsewhere."""
+
+    def __init__(self, limit_bytes: int = UNLIMITED) -> None:
+        """Make one.
+
+        Raises:
+            OSError: If this machine lets us make none.
+        """
+        for files, parent in _writable_parents():
+            self.files, self.folder = files, parent / f"torch-offload-group-{os.getpid()}"
+            with suppress(OSError):
+                self.folder.mkdir()
+                if _set_limits(self.folder, files, limit_bytes):
+                    return
+                self.folder.rmdir()
+        raise OSError("no memory cgroup can be made here")
+
+    @property
+    def peak_bytes(self) -> int:
+        return int((self.folder / self.files.peak).read_text())
+
+    def enter(self) -> None:
+        """Count what this process takes from now on."""
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def leave(self) -> None:
+        """Count what this process takes from now on where the group's maker counts."""
+        (self.folder.parent / "cgroup.procs").write_text(str(os.getpid()))
+
+    def remove(self) -> None:
+        """Remove it, once the last of its processes has ended, which those around them may not have seen yet."""
+        deadline = time.monotonic() + REMOVAL_SECONDS
+        while True:
+            try:
+                return self.folder.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(SAMPLE_SECONDS)
 
 
 def run_limited(command: Sequence[str], limit_bytes: int = UNLIMITED, *, cwd: Path | None = None) -> LimitedRun:

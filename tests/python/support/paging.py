@@ -1,8 +1,11 @@
 """Ways to page things out, to see what was fetched, and to compare paged with plain."""
 
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,6 +45,17 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"two minutes passed before {what}"
         time.sleep(0.001)
+
+
+def has_thread_in(module: ModuleType) -> bool:
+    """True if a thread of Python other than this one runs code of the module."""
+    ours = threading.get_ident()
+    frames = [frame for ident, frame in sys._current_frames().items() if ident != ours]
+    while frames:
+        if any(frame.f_code.co_filename == module.__file__ for frame in frames):
+            return True
+        frames = [frame.f_back for frame in frames if frame.f_back is not None]
+    return False
 
 
 def assert_was_paged() -> None:

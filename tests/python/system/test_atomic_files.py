@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 import threading
 
@@ -148,3 +149,15 @@ def test_a_killed_writer_leaves_no_file_with_the_name(folder):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert (folder / "file").read_bytes() == b"before"
     assert all(path.name == "file" or path.name.startswith(".file.") for path in folder.iterdir())
+
+
+def test_an_error_of_a_descriptor_names_the_file(tmp_path, monkeypatch):
+    """The system knows only the descriptor: a user is to be told which disk is full."""
+
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=f"No space left on device: '{re.escape(str(tmp_path / 'file'))}'"):
+        write_whole(tmp_path / "file", b"content")
+    assert list(tmp_path.iterdir()) == []

@@ -100,6 +100,16 @@ def test_usage_above_the_limit_is_no_free_memory(machine):
     assert resources.free_memory_bytes(root=machine.root) == 0
 
 
+def test_what_a_process_may_have_in_all(machine):
+    """The system's memory where no cgroup has less, the tightest limit of a cgroup otherwise; used or not."""
+    assert resources.memory_limit_bytes(root=machine.root) is None
+    machine.write("proc/meminfo", f"MemTotal: {8 * GIB // 1024} kB\nMemAvailable: 1 kB")
+    assert resources.memory_limit_bytes(root=machine.root) == 8 * GIB
+    machine.mounts(V2_MOUNT).write("proc/self/cgroup", "0::/slice/job")
+    machine.v2("/slice/job", 9 * GIB, 1 * GIB).v2("/slice", 6 * GIB, 5 * GIB)
+    assert resources.memory_limit_bytes(root=machine.root) == 6 * GIB
+
+
 def test_a_silent_system_asks_for_a_budget(machine):
     """No guess."""
     with pytest.raises(ConfigError, match="give a budget, such as ram='8GiB'"):
@@ -202,3 +212,16 @@ def test_temporary_directories_come_in_the_usual_order(monkeypatch):
     monkeypatch.delenv("TEMP", raising=False)
     monkeypatch.delenv("TMP", raising=False)
     assert list(resources._usual_directories())[:2] == [Path("/tmp"), Path("/var/tmp")]
+
+
+def test_what_the_kernel_says_otherwise_is_not_known(machine, tmp_path):
+    """Lines that no kernel of today writes, and a mount point whose name is not UTF-8."""
+    machine.available(10 * GIB).write("proc/self/cgroup", "2:memory\n0::/user").v2("/user", limit="\u00b2", usage=1)
+    (tmp_path / "proc/self/mountinfo").write_bytes(
+        f"{V2_MOUNT}\n22 1 8:1 / /m\xe9dia rw - ext4 d rw\n".encode("latin-1")
+    )
+    assert resources.free_memory_bytes(root=machine.root) == 10 * GIB
+    assert resources.filesystem_of(Path(os.fsdecode(b"/m\xe9dia/a")), root=machine.root) == "ext4"
+    machine.write("proc/meminfo", "MemAvailable:")
+    with pytest.raises(ConfigError, match="does not say how much memory"):
+        resources.free_memory_bytes(root=machine.root)

@@ -1,0 +1,126 @@
+"""Where a pass begins that no optimizer step ends, and what its prediction is good for."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.isolation import in_child
+from torch import nn
+
+from torch_offload import Config
+from torch_offload.runtime.passes import MAX_INSIDE_A_STEP, TRAINING, Passes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+from harness.belady_check import least_traffic
+
+LAYERS, WIDTH = 256, 256
+WEIGHT_BYTES = 4 * LAYERS * WIDTH * WIDTH
+FIRST_PASSES = 4
+COUNTED_PASSES = 6
+ROWS = torch.zeros(1, 4)
+
+
+class Recorder:
+    """An engine that lists the programs whose passes begin."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def begin_pass(self, program: int) -> None:
+        self.begun.append(program)
+
+
+def begun_by(*calls: str) -> list[str]:
+    """Return the programs that begin: "f" a forward without gradients, "F" one with them, "r" one of another module,
+    "t" a training step that ends."""
+    engine = Recorder()
+    passes = Passes(engine)
+    modules = {"f": object(), "r": object()}
+    for call in "".join(calls):
+        if call == "t":
+            passes.end_step()
+        else:
+            with torch.set_grad_enabled(call == "F"):
+                passes.begin_forward(modules.get(call, modules["f"]), (ROWS,), {})
+    names: dict[int, str] = {TRAINING: "training"}
+    return [names.setdefault(program, f"program {len(names)}") for program in engine.begun]
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        pytest.param("FtFt", [], id="training only"),
+        pytest.param("FFFtFFFt", [], id="accumulated gradients"),
+        pytest.param("fff", ["program 1"] * 3, id="generation only"),
+        pytest.param("FtffFt", ["program 1", "program 1", "training"], id="evaluation between steps"),
+        pytest.param("FrtFrt", [], id="a reference model inside of a step"),
+        pytest.param("rFtrFt", ["program 1", "training"] * 2, id="a reference model before a step"),
+        pytest.param("ffrFt", ["program 1", "program 1", "program 2", "training"], id="generate, refer, train"),
+        pytest.param(
+            "F" + "f" * (MAX_INSIDE_A_STEP + 2), ["program 1"] * 2, id="generation after a forward that was no step"
+        ),
+    ],
+)
+def test_passes_begin(calls, expected):
+    """Method: calls in that order, and which programs the engine is told of."""
+    assert begun_by(calls) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "is_other"),
+    [
+        pytest.param((torch.zeros(1, 5),), {}, False, id="a token more"),
+        pytest.param((torch.zeros(1, 4, 64),), {}, False, id="embedded"),
+        pytest.param((), {"input_ids": torch.zeros(1, 4)}, False, id="by keyword"),
+        pytest.param((torch.zeros(16, 4),), {}, True, id="sixteen times the rows"),
+        pytest.param((), {}, True, id="no tensor"),
+    ],
+)
+def test_rows_tell_programs_apart(arguments, options, is_other):
+    """Method: a call of one row of four, and one of the same module with other arguments."""
+    engine = Recorder()
+    passes = Passes(engine)
+    module = object()
+    with torch.no_grad():
+        passes.begin_forward(module, (ROWS,), {})
+        passes.begin_forward(module, arguments, options)
+    assert (len(set(engine.begun)) == 2) is is_other
+
+
+def sweep(scratch: str, budget_share: float) -> tuple[list[int], int, int, bool]:
+    """Return bytes read in each pass over a module, the least one could, those written in all, and equality."""
+    import torch_offload
+    from torch_offload.runtime.process import PROCESS
+
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).requires_grad_(False)
+    batch = torch.randn(4, WIDTH)
+    expected = module(batch)
+    budget_bytes = int(budget_share * WEIGHT_BYTES)
+    torch_offload.wrap(module, config=Config(ram=budget_bytes, ssd=scratch, min_paged_bytes=0, page_elements=4096))
+    counts = []
+    is_equal = True
+    with torch.no_grad():
+        for number in range(FIRST_PASSES + COUNTED_PASSES):
+            if number == FIRST_PASSES:
+                PROCESS.session.engine.start_use_log()
+            is_equal &= same_bits(module(batch), expected)
+            counts.append(torch_offload.report().ssd_read_bytes)
+    least, _ = least_traffic(PROCESS.session.engine.take_use_log(), budget_bytes)
+    read = [after - before for before, after in zip(counts[FIRST_PASSES - 1 :], counts[FIRST_PASSES:], strict=False)]
+    return read, least, torch_offload.report().ssd_written_bytes, is_equal
+
+
+@pytest.mark.parametrize("budget_share", [0.5, 0.75])
+def test_forward_reads_what_has_to_be_read(budget_share, scratch):
+    """A module larger than its budget that only runs forward; with LRU, each pass reads all of it.
+
+    Method: counters of the engine, the median pass, and the same uses replayed with the best eviction.
+    """
+    read, least, written, is_equal = in_child(sweep, str(scratch), budget_share)
+    assert is_equal
+    assert written <= WEIGHT_BYTES  # each page once, when it leaves for the first time
+    usual = sorted(read)[len(read) // 2]
+    assert least <= usual <= least + 0.25 * (WEIGHT_BYTES - least)  # what is read ahead takes memory, too
