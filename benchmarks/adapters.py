@@ -24,7 +24,7 @@ from harness.process_memory import PLAIN_HUGE
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import Round, take_turns
-from harness.worker_process import WorkerProcess, worker_command
+from harness.worker_process import WorkerProcess, option_words, worker_command
 from models.workloads import TINY, Workload
 
 BASE_OVER_BUDGET = 2
@@ -62,7 +62,7 @@ def start(name: str, workload: Workload, ssd: str) -> WorkerProcess:
     """Start the process of a variant; its model is built when this returns."""
     shape = {key: value for key, value in asdict(workload).items() if key not in ("name", "dtype")}
     shape |= {"budget_bytes": budget_of(workload) if name == "paged" else 0, "ssd": ssd}
-    options = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    options = option_words(shape)
     environment = PLAIN_HUGE if name == "plain_huge" else {}
     return WorkerProcess(name, [*worker_command("adapters"), *options], log_directory=ssd, **environment)
 

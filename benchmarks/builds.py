@@ -15,7 +15,9 @@ import argparse
 import os
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,9 +29,16 @@ from harness.rounds import take_turns
 from harness.worker_process import BENCHMARKS, WorkerProcess
 from models.workloads import FEW, RESIDENT, TINY, Workload
 
-NUMBERS = ("seconds", "process_cpu_seconds", "ssd_read_bytes", "ssd_written_bytes", "peak_resident_bytes")
+NUMBERS = (
+    "seconds",
+    "process_cpu_seconds",
+    "ssd_read_bytes",
+    "ssd_written_bytes",
+    "cpu_seconds_per_gb",
+    "peak_resident_bytes",
+)
 QUARTER = 0.25
-PAIRS = (
+WORKLOADS = (
     (Workload("resident, 256 tokens", batch=1, sequence=256, checkpointing=0), RESIDENT),
     (replace(FEW, name="quarter, 128 tokens"), QUARTER),
     (Workload("quarter, 2048 tokens", batch=8, sequence=256, checkpointing=1), QUARTER),
@@ -37,64 +46,124 @@ PAIRS = (
 )
 
 
-def start(tree: Path, name: str, workload: Workload, share: float, ssd: str) -> WorkerProcess:
-    """Start a worker of this tree over the package of another."""
-    options = workload.step_options(budget_bytes=int(share * workload.state_bytes), ssd=ssd)
-    search_path = os.pathsep.join([str(BENCHMARKS), str(tree)])
-    command = ["env", f"PYTHONPATH={search_path}", "PYTHONSAFEPATH=1", sys.executable, "-m", "workers.step", *options]
-    return WorkerProcess(name, command, log_directory=ssd)
-
-
-def run_pair(
-    trees: dict[str, Path], workload: Workload, share: float, ssd: str, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Begin a process of each build and let them take turns; return the rounds, and whether the weights differ."""
-    probe = DiskProbe(ssd, probe_bytes=(16 if options.smoke else 256) << 20)
+@contextmanager
+def pair_of(
+    trees: dict[str, Path], worker: str, options: Sequence[str], ssd: str
+) -> Iterator[dict[str, WorkerProcess]]:
+    """Have a worker of this tree over the package of each tree; they end with the block."""
     workers: dict[str, WorkerProcess] = {}
     try:
         for name, tree in trees.items():
-            workers[name] = start(tree, name, workload, share, ssd)
-            for _ in range(options.warmup):
-                workers[name].step()
-        turns = {name: worker.step for name, worker in workers.items()}
-        rounds = take_turns(turns, wanted=options.rounds, most=3 * options.rounds, probe=probe)
-        final = {name: worker.ask("finish") for name, worker in workers.items()}
+            search_path = os.pathsep.join([str(BENCHMARKS), str(tree)])
+            python = ["env", f"PYTHONPATH={search_path}", "PYTHONSAFEPATH=1", sys.executable]
+            workers[name] = WorkerProcess(name, [*python, "-m", f"workers.{worker}", *options], log_directory=ssd)
+        yield workers
     finally:
-        for worker in workers.values():
-            worker.close()
+        for one in workers.values():
+            one.close()
+
+
+def finished(workers: dict[str, WorkerProcess], trees: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """Return what workers say at their end; refuses one that measured another package."""
+    final = {name: worker.ask("finish") for name, worker in workers.items()}
     for name, tree in trees.items():
         if Path(final[name]["package"]).parent != tree:
             raise SystemExit(f"{name}: measured {final[name]['package']}, which is not in {tree}")
-    weights = {state["weights_sha256"] for state in final.values()}
-    return {"rounds": rounds, "weights_differ": len(weights) > 1}
+    return final
 
 
-def compare(
-    trees: dict[str, Path], workload: Workload, share: float, ssd: str, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Let both builds take turns at a workload; return the spreads of each and of the ratios, and the rounds."""
-    progress(workload.name)
-    pairs = [run_pair(trees, workload, share, ssd, options) for _ in range(options.pairs)]
-    chosen = [usable(pair["rounds"], wanted=options.rounds) for pair in pairs]
-    used = [row for rows, _ in chosen for row in rows]
-    steps = {name: [row["steps"][name] for row in used] for name in trees}
-    return {
-        "workload": asdict(workload),
-        "budget_share": share,
-        "disturbed": any(is_disturbed for _, is_disturbed in chosen),
-        "weights_differ": any(pair["weights_differ"] for pair in pairs),
-        "builds": {
-            name: {key: spread([step[key] for step in steps[name]]) for key in NUMBERS if key in steps[name][0]}
-            for name in trees
-        },
-        "after_over_before": {
-            key: spread([after[key] / before[key] for before, after in zip(*steps.values(), strict=True)])
-            for key in NUMBERS
-            if all(step.get(key) for both in steps.values() for step in both)
-        },
-        "ratio_by_pair": [ratio_of(rows) for rows, _ in chosen],
-        "rounds": [pair["rounds"] for pair in pairs],
-    }
+def make_parser(description: str | None, *, smoke: str, rounds: int) -> argparse.ArgumentParser:
+    """Return the options of a driver that compares builds; `smoke` is what its short run does."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, required=True, help="a tree with its extension built in place")
+    parser.add_argument("--after", type=Path, default=BENCHMARKS.parent, help="the same; default: this tree")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
+    parser.add_argument("--smoke", action="store_true", help=f"{smoke}: shows that it runs")
+    parser.add_argument("--pairs", type=int, default=3, help="of processes, for each workload")
+    parser.add_argument("--rounds", type=int, default=rounds, help="of each pair")
+    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
+    return parser
+
+
+def trees_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Path]:
+    """Return the trees, each with an extension."""
+    trees = {"before": options.before.resolve(), "after": options.after.resolve()}
+    for tree in trees.values():
+        if not list((tree / "torch_offload").glob("_C.*.so")):
+            parser.error(f"no extension in {tree / 'torch_offload'}; run there: python setup.py build_ext --inplace")
+    return trees
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both builds, and how often they take turns.
+
+    Attributes:
+        trees: By what they are called.
+        ssd: Where they page.
+        pairs: Of processes, for each workload.
+        rounds: Of each pair.
+        warmup: Steps of each process before.
+        probe_bytes: Of the disk's rate, looked at between rounds.
+    """
+
+    trees: dict[str, Path]
+    ssd: str
+    pairs: int
+    rounds: int
+    warmup: int
+    probe_bytes: int = 256 << 20
+
+    def of(self, workload: Workload, share: float) -> dict[str, Any]:
+        """Let both take turns at a workload; return the spreads of each and of the ratios, and the rounds."""
+        progress(workload.name)
+        pairs = [self._run_pair(workload, share) for _ in range(self.pairs)]
+        chosen = [usable(pair["rounds"], wanted=self.rounds) for pair in pairs]
+        used = [row for rows, _ in chosen for row in rows]
+        steps = {name: [with_cost(row["steps"][name]) for row in used] for name in self.trees}
+        return {
+            "workload": asdict(workload),
+            "budget_share": share,
+            "disturbed": any(is_disturbed for _, is_disturbed in chosen),
+            "weights_differ": any(pair["weights_differ"] for pair in pairs),
+            "builds": {name: spreads_of(of_build) for name, of_build in steps.items()},
+            "after_over_before": {
+                key: ratios_of(steps, key)
+                for key in NUMBERS
+                if all(step.get(key) for both in steps.values() for step in both)
+            },
+            "ratio_by_pair": [ratio_of(rows) for rows, _ in chosen],
+            "rounds": [pair["rounds"] for pair in pairs],
+        }
+
+    def _run_pair(self, workload: Workload, share: float) -> dict[str, Any]:
+        """Begin a process of each build and let them take turns; return the rounds, and whether the weights differ."""
+        options = workload.step_options(budget_bytes=int(share * workload.state_bytes), ssd=self.ssd)
+        probe = DiskProbe(self.ssd, probe_bytes=self.probe_bytes)
+        with pair_of(self.trees, "step", options, self.ssd) as workers:
+            for worker in workers.values():
+                for _ in range(self.warmup):
+                    worker.step()
+            turns = {name: worker.step for name, worker in workers.items()}
+            rounds = take_turns(turns, wanted=self.rounds, most=3 * self.rounds, probe=probe)
+            final = finished(workers, self.trees)
+        weights = {state["weights_sha256"] for state in final.values()}
+        return {"rounds": rounds, "weights_differ": len(weights) > 1}
+
+
+def with_cost(step: dict[str, Any]) -> dict[str, Any]:
+    """Add the processor's time by what was moved, computing included, where anything was."""
+    moved_bytes = step["ssd_read_bytes"] + step["ssd_written_bytes"]
+    return step | ({"cpu_seconds_per_gb": step["process_cpu_seconds"] / moved_bytes * 1e9} if moved_bytes else {})
+
+
+def spreads_of(steps: list[dict[str, Any]], keys: Sequence[str] = NUMBERS) -> dict[str, Any]:
+    return {key: spread([step[key] for step in steps]) for key in keys if all(key in step for step in steps)}
+
+
+def ratios_of(steps: dict[str, list[dict[str, Any]]], key: str) -> dict[str, float]:
+    """Return the spread of after over before, round by round."""
+    return spread([after[key] / before[key] for before, after in zip(*steps.values(), strict=True)])
 
 
 def ratio_of(rows: list[dict[str, Any]]) -> float:
@@ -111,27 +180,19 @@ def commits_of(trees: dict[str, Path]) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, required=True, help="a tree with its extension built in place")
-    parser.add_argument("--after", type=Path, default=BENCHMARKS.parent, help="the same; default: this tree")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, in seconds: shows that it runs")
+    parser = make_parser(__doc__, smoke="a tiny model, in seconds", rounds=3)
     parser.add_argument("--only", default="", help="workloads whose name contains this")
-    parser.add_argument("--pairs", type=int, default=3, help="of processes, for each workload")
-    parser.add_argument("--rounds", type=int, default=3, help="of each pair")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
-    if options.smoke:
-        options.pairs, options.rounds, options.warmup = 1, 1, 1
-    trees = {"before": options.before.resolve(), "after": options.after.resolve()}
-    for tree in trees.values():
-        if not list((tree / "torch_offload").glob("_C.*.so")):
-            parser.error(f"no extension in {tree / 'torch_offload'}; run there: python setup.py build_ext --inplace")
+    trees = trees_of(parser, options)
     about = {"benchmark": "builds", "machine": machine(options.ssd), "trees": commits_of(trees)}
-    pairs = ((TINY, QUARTER),) if options.smoke else tuple(pair for pair in PAIRS if options.only in pair[0].name)
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
-        results = [compare(trees, workload, share, scratch, options) for workload, share in pairs]
+        if options.smoke:
+            once = Comparison(trees, scratch, pairs=1, rounds=1, warmup=1, probe_bytes=16 << 20)
+            results = [once.of(TINY, QUARTER)]
+        else:
+            comparison = Comparison(trees, scratch, options.pairs, options.rounds, options.warmup)
+            results = [comparison.of(*workload) for workload in WORKLOADS if options.only in workload[0].name]
     bars = [
         at_most(f"weights that differ, {result['workload']['name']}", int(result["weights_differ"]), 0)
         for result in results
@@ -139,7 +200,7 @@ def main() -> None:
     if not options.smoke:
         ratios = {row["workload"]["name"]: row["after_over_before"]["seconds"]["median"] for row in results}
         bars += [at_most(f"step after over before, {name}", ratio, 1) for name, ratio in ratios.items()]
-    emit(about | {"pairs": results, "bars": bars}, as_json=options.json)
+    emit(about | {"workloads": results, "bars": bars}, as_json=options.json)
 
 
 if __name__ == "__main__":

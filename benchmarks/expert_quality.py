@@ -1,6 +1,6 @@
 """What coding experts costs in held-out loss, against file bytes, on models whose experts have learned something.
 
-    python benchmarks/expert_quality.py --json --work DIR > benchmarks/results/expert_quality.json     (some hours)
+    python benchmarks/expert_quality.py --json --models upcycled --work DIR > build/quality.json     (hours, once)
     python benchmarks/expert_quality.py --smoke
 
 Models of trained_experts.py, several seeds each; every one is judged as it is in bf16, with its experts zeroed, and

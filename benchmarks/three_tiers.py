@@ -27,7 +27,7 @@ from typing import Any
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import take_turns
-from harness.worker_process import WorkerProcess, worker_command
+from harness.worker_process import WorkerProcess, option_words, worker_command
 
 CARD_OPERATIONS = 165e12
 OPERATIONS_PER_LINK_BYTE = CARD_OPERATIONS / 25e9
@@ -107,7 +107,7 @@ def start(name: str, point: Point, rates: Rates, ssd: str, *extra: str) -> Worke
     shape = {key: value for key, value in asdict(point).items() if key not in ("binding", "ram_bytes")}
     shape |= {"budget_bytes": point.ram_bytes, "ssd": ssd}
     shape |= {"link": rates.link_bytes_per_second, "ssd_rate": rates.ssd_bytes_per_second}
-    options = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    options = option_words(shape)
     return WorkerProcess(name, [*worker_command("tiers"), *options, *extra], log_directory=ssd)
 
 

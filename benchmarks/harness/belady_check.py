@@ -18,7 +18,7 @@ def events_of(log: Sequence[LoggedUse]) -> tuple[Pages, list[PageUse]]:
     numbers: dict[tuple[int, int], int] = {}
     events = []
     for kind, segment, first, count, page_bytes, segment_bytes, other_bytes in log:
-        if kind == "step":
+        if kind == "pass":
             events.append(PageUse(Use.mark))
         for index in range(first, first + count):
             if (segment, index) not in numbers:
@@ -29,17 +29,23 @@ def events_of(log: Sequence[LoggedUse]) -> tuple[Pages, list[PageUse]]:
     return pages, events
 
 
-def least_traffic(log: Sequence[LoggedUse], limit_bytes: int) -> tuple[int, int]:
-    """Return the bytes that the last but one recorded step had to read and write.
+def least_of_passes(log: Sequence[LoggedUse], limit_bytes: int) -> list[tuple[int, int]]:
+    """Return the bytes that each recorded pass had to read and write.
 
     Args:
-        log: What the engine listed over at least three steps. The first starts cold, after the last comes nothing.
+        log: What the engine listed over some passes, such as training steps. The first starts cold, after the last
+            comes nothing.
         limit_bytes: The budget.
     """
     pages, events = events_of(log)
     created = {event.page for event in events if event.use is Use.create}
     memory = Memory(pages, limit_bytes, stored=set(range(len(pages.kinds))) - created)
-    steps = list(memory.replay(events))
-    if len(steps) < 3:
-        raise ValueError(f"a replay needs three recorded steps, got {len(steps)}")
-    return steps[-2].read_bytes, steps[-2].written_bytes
+    return [(each.read_bytes, each.written_bytes) for each in memory.replay(events)]
+
+
+def least_traffic(log: Sequence[LoggedUse], limit_bytes: int) -> tuple[int, int]:
+    """Return the bytes that the last but one of at least three passes had to read and write."""
+    passes = least_of_passes(log, limit_bytes)
+    if len(passes) < 3:
+        raise ValueError(f"a replay needs three recorded passes, got {len(passes)}")
+    return passes[-2]

@@ -1,5 +1,6 @@
-"""Files of a benchmark that the next call goes on with."""
+"""Files of a benchmark that the next call goes on with, and those that the system is not to have read already."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,3 +12,12 @@ def kept(path: Path, write: Callable[[Path], object]) -> Path:
         write(unfinished)
         unfinished.rename(path)
     return path
+
+
+def forget_cached(folder: Path) -> None:
+    """Have the system read the weights of a folder from the disk."""
+    for path in folder.glob("*.safetensors"):
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)

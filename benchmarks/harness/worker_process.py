@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,11 @@ def worker_command(name: str, *, python: str = sys.executable) -> list[str]:
     """Return the command that runs a module of workers/, from any directory."""
     search_path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return ["env", f"PYTHONPATH={search_path}", python, "-m", f"workers.{name}"]
+
+
+def option_words(values: Mapping[str, Any]) -> list[str]:
+    """Return options of a command: `budget_bytes` is --budget-bytes."""
+    return [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
 class WorkerFailed(RuntimeError):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from harness.worker_process import option_words
 from optimum import BYTES_OF_KIND
 
 
@@ -39,7 +40,7 @@ class Workload:
         """Return what workers.step is called with, `more` included."""
         values = {key: value for key, value in asdict(self).items() if key != "name"}
         values |= {"optimizer": self.optimizer, **more}
-        return [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        return option_words(values)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.cached_files import forget_cached
 from harness.machine import CpuSeconds
 from transformers import LlamaForCausalLM
 
@@ -37,19 +38,10 @@ class Phase:
         return {"ssd_read_bytes": report.ssd_read_bytes, "ssd_written_bytes": report.ssd_written_bytes}
 
 
-def forget_cached(folder: str) -> None:
-    """Have the system read the files from the disk."""
-    for path in Path(folder).glob("*.safetensors"):
-        file = os.open(path, os.O_RDONLY)
-        os.fsync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
-
-
 def main() -> None:
     folder, output, budget, ssd = sys.argv[1:]
     torch.set_num_threads(os.cpu_count() or 1)
-    forget_cached(folder)
+    forget_cached(Path(folder))
     loading = Phase()
     with torch_offload.loading(ram=int(budget), ssd=ssd):
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)

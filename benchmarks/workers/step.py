@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,7 +202,9 @@ class Worker:
         if self.paged:
             import torch_offload
 
-            summary["report"] = json.loads(torch_offload.report().to_json())
+            with tempfile.TemporaryDirectory() as folder:  # older builds, which builds.py compares, only write it
+                torch_offload.report().write_json(Path(folder, "report.json"))
+                summary["report"] = json.loads(Path(folder, "report.json").read_text())
             summary["package"] = str(Path(torch_offload.__file__).resolve().parent)
         return summary
 
