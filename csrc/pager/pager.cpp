@@ -296,8 +296,11 @@ void Pager::prefetch_page(const std::shared_ptr<Segment>& segment, std::size_t i
 }
 
 std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
-    impl_->release_faulted(*segment);
     const InterruptibleWait wait;
+    const auto is_moving = [](PageWord seen) {
+        const bool is_served = seen.state() == PageState::mapped && seen.has(PageWord::kFaulted);  // and still pinned
+        return is_served || seen.state() == PageState::loading || seen.state() == PageState::busy;
+    };
     const auto wait_for_move = [&](const Page& page, PageWord seen) {
         impl_->raise_if_late(page, seen);
         const bool is_read = seen.state() == PageState::loading;
@@ -307,12 +310,9 @@ std::size_t Pager::evict(const std::shared_ptr<Segment>& segment) {
     std::size_t pinned_bytes = 0;
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         Page& page = segment->page(i);
+        for (PageWord seen = page.load(); is_moving(seen); seen = page.load()) wait_for_move(page, seen);
+        if (page.load().pin_count() != 0) impl_->release_faulted(*segment);
         while (page.load().pin_count() != 0 && impl_->wait_for_oldest_use()) {
-        }
-        PageWord seen = page.load();
-        while (seen.state() == PageState::loading || seen.state() == PageState::busy) {
-            wait_for_move(page, seen);
-            seen = page.load();
         }
         if (!impl_->evict_page(page) && page.load().in_memory()) pinned_bytes += segment->frame_bytes(i);
     }

@@ -46,13 +46,15 @@ void Pager::Impl::serve_fault(Page& page) {
     for (int attempt = 0;; ++attempt) {
         try {
             OFFLOAD_CHECK(segment, LogicError, "access to a segment that is going away");
-            PinGuard guard;
-            const std::size_t index = segment->index_of(page);
-            PageAccess::hold(guard, segment, index, 1);
-            const PageGoal goal = page.load().has(PageWord::kFaultedWrite) ? PageGoal::write : PageGoal::read;
-            start_from_fault(segment, index, goal);
-            advance(page, goal, Patience::wait);
-            hold_faulted(page);
+            {
+                PinGuard guard;
+                const std::size_t index = segment->index_of(page);
+                PageAccess::hold(guard, segment, index, 1);
+                const PageGoal goal = page.load().has(PageWord::kFaultedWrite) ? PageGoal::write : PageGoal::read;
+                start_from_fault(segment, index, goal);
+                advance(page, goal, Patience::wait);
+                hold_faulted(page);
+            }  // Pager::evict waits for what follows: the pin is gone by then
             page.clear_flag(PageWord::kFaulted | PageWord::kFaultedWrite);
             return;
         } catch (const std::exception& error) {

@@ -349,6 +349,18 @@ TEST(PagerFaultNet, PagesThatFaultsBroughtGiveWay) {
     EXPECT_EQ(pager.evict(read), 0u);
 }
 
+// Who was waiting for a page goes on as soon as it is mapped, before the thread that brought it has let it go. Method: a
+// page is evicted at once after each of many accesses.
+TEST(PagerFaultNet, PageIsEvictedRightAfterItsFault) {
+    Pager pager(options_with(16));
+    const auto segment = filled_segment(pager, 1, 1);
+    for (int round = 0; round < 500; ++round) {
+        ASSERT_EQ(pager.evict(segment), 0u) << round;
+        ASSERT_NE(segment->range()[0], std::byte{0xFF});
+    }
+    EXPECT_GE(pager.statistics().faults, 500u);
+}
+
 /// What the kernel says of this process's threads whose name begins with `prefix`: name and blocked signals, in hex.
 std::map<std::string, std::uint64_t> threads_named(const std::string& prefix) {
     std::map<std::string, std::uint64_t> found;
