@@ -104,6 +104,7 @@ class Comparison:
         pairs: Of processes, for each workload.
         rounds: Of each pair.
         warmup: Steps of each process before.
+        activations: A mode of `Config.activations`; "": the default of each build.
         probe_bytes: Of the disk's rate, looked at between rounds.
     """
 
@@ -112,6 +113,7 @@ class Comparison:
     pairs: int
     rounds: int
     warmup: int
+    activations: str = ""
     probe_bytes: int = 256 << 20
 
     def of(self, workload: Workload, share: float) -> dict[str, Any]:
@@ -138,7 +140,9 @@ class Comparison:
 
     def _run_pair(self, workload: Workload, share: float) -> dict[str, Any]:
         """Begin a process of each build and let them take turns; return the rounds, and whether the weights differ."""
-        options = workload.step_options(budget_bytes=int(share * workload.state_bytes), ssd=self.ssd)
+        options = workload.step_options(
+            budget_bytes=int(share * workload.state_bytes), activations=self.activations, ssd=self.ssd
+        )
         probe = DiskProbe(self.ssd, probe_bytes=self.probe_bytes)
         with pair_of(self.trees, "step", options, self.ssd) as workers:
             for worker in workers.values():
@@ -183,15 +187,16 @@ def main() -> None:
     parser = make_parser(__doc__, smoke="a tiny model, in seconds", rounds=3)
     parser.add_argument("--only", default="", help="workloads whose name contains this")
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--activations", default="", help="a mode of Config.activations; default: that of each build")
     options = parser.parse_args()
     trees = trees_of(parser, options)
     about = {"benchmark": "builds", "machine": machine(options.ssd), "trees": commits_of(trees)}
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
         if options.smoke:
-            once = Comparison(trees, scratch, pairs=1, rounds=1, warmup=1, probe_bytes=16 << 20)
+            once = Comparison(trees, scratch, 1, 1, 1, options.activations, probe_bytes=16 << 20)
             results = [once.of(TINY, QUARTER)]
         else:
-            comparison = Comparison(trees, scratch, options.pairs, options.rounds, options.warmup)
+            comparison = Comparison(trees, scratch, options.pairs, options.rounds, options.warmup, options.activations)
             results = [comparison.of(*workload) for workload in WORKLOADS if options.only in workload[0].name]
     bars = [
         at_most(f"weights that differ, {result['workload']['name']}", int(result["weights_differ"]), 0)
