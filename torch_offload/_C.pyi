@@ -90,12 +90,14 @@ class Engine:
         remedy: str = "",
         keep_free_bytes: list[int] = ...,
         max_file_bytes: int | None = None,
+        copies_checkpoints: bool = False,
     ) -> None:
         """Start one; `remedy` ends messages about a full budget, after "raise `ram`".
 
         After `io_timeout` seconds a transfer is an error for who waits for it; one that fails for a reason that may
         pass is tried again after each of `retry_delays_ms`.
         `keep_free_bytes` are left on the disk of each directory; no list, no limits. `max_file_bytes`: of each file.
+        Pages of weights that are loaded from files lie there until they are written, unless `copies_checkpoints`.
         """
     @property
     def torch_device(self) -> str:

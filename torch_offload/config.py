@@ -37,6 +37,7 @@ DEFAULT_IO_TIMEOUT = 120
 IoEngine = Literal["auto", "uring_fixed", "uring", "threads"]
 Activations = Literal["page", "keep", "ram", "recompute", "auto"]
 OptimizerDevice = Literal["auto", "gpu", "cpu"]
+CheckpointPages = Literal["in_place", "copy"]
 RESERVED_GPU_SHARE = 4
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 RENAMED = MappingProxyType({"device": "gpu", "offload_dir": "ssd", "offload_folder": "ssd", "max_memory": "gpu"})
@@ -155,6 +156,11 @@ class Config(BaseModel):
     max_spill: Bytes | None = Field(default=None, gt=0)
     """What scratch files may take on the disk together, as much in each ``ssd`` directory; beyond it the disk counts as
     full. None: all but ``keep_free``."""
+    checkpoint_pages: CheckpointPages = "in_place"
+    """Place of the pages of loaded weights until they are first written. ``in_place``: the checkpoint's own file, which
+    they are read from whenever they are needed. Nothing may write into it meanwhile; it may be deleted or replaced.
+    Files on a network, and all of them with ``gpu``, are copied. ``copy``: ``ssd``, for files that something writes to,
+    or that lie on a slower disk."""
     activations: Activations = "page"
     """Treatment of the tensors that autograd saves for the backward pass. ``page``: they leave memory when it is
     short, down to the SSD. ``ram``: the same, but no further than ``ram``. ``keep``: they stay where the module
@@ -208,6 +214,7 @@ class Config(BaseModel):
             ssd: Directories = (),
             keep_free: int | str | None = None,
             max_spill: int | str | None = None,
+            checkpoint_pages: CheckpointPages = "in_place",
             activations: Activations = "page",
             optimizer_device: OptimizerDevice = "auto",
             gpu_reserved: int | str | None = None,

@@ -29,6 +29,7 @@ struct EngineOptions {
     std::vector<ScratchLimits> scratch_limits;  // of each directory of pages; empty: there are none
     std::optional<DeviceTier> device;           // without one, the host's memory is compute memory
     std::size_t min_paged_bytes = 0;            // smaller tensors stay ordinary
+    bool copies_checkpoints = false;            // instead of leaving pages in the files that they are loaded from
     double ssd_bytes_per_second = 0;            // to try a slower SSD; 0: as fast as it is
 };
 
@@ -38,7 +39,8 @@ struct EngineCounters {
     Counter norms_from_cache;
     Counter adopted_bytes;  // became pages where they lay
     Counter copied_bytes;   // were copied into pages
-    Counter direct_bytes;   // of those, read past the page cache from the file that they were mapped from
+    Counter home_bytes;     // became pages that lie in the file that they were mapped from
+    Counter direct_bytes;   // of those copied, read past the page cache from the file that they were mapped from
     Counter zero_segments;  // made without bytes
     Counter saved_bytes;    // of activations that became pages
 };
@@ -69,6 +71,7 @@ public:
     DeferredOps& deferred() noexcept { return *deferred_; }
     MappedCopy& mapped_copy() noexcept { return *mapped_copy_; }
     std::size_t min_paged_bytes() const noexcept { return options_.min_paged_bytes; }
+    bool copies_checkpoints() const noexcept { return options_.copies_checkpoints; }
     std::size_t live_segments() const noexcept { return live_segments_.load(std::memory_order_relaxed); }
 
     /// Pins, and where memory is short drops dead leases, waits for collectives under way and tries again.

@@ -26,10 +26,11 @@ std::size_t ahead_bytes(Engine& engine) {
 }
 
 /// Copies part after part of `source` by `copy(offset in source, target)`, so that the pager can let pages go while the
-/// next ones are copied.
+/// next ones are copied. From page `first` on.
 template <typename Copy>
-void copy_by_page(Engine& engine, const std::shared_ptr<Segment>& segment, std::size_t size_bytes, Copy copy) {
-    for (std::size_t page = 0; page < segment->page_count(); ++page) {
+void copy_by_page(Engine& engine, const std::shared_ptr<Segment>& segment, std::size_t size_bytes, Copy copy,
+                  std::size_t first = 0) {
+    for (std::size_t page = first; page < segment->page_count(); ++page) {
         const std::size_t begin = page * segment->page_bytes();
         const PinGuard guard = engine.pin_pages(segment, page, 1, Access::overwrite);
         copy(begin, segment->range().subspan(begin, std::min(segment->page_bytes(), size_bytes - begin)));
@@ -104,6 +105,32 @@ bool MappedCopy::Stream::is_of(const MappedFile& file) const noexcept {
     return thread_ == std::this_thread::get_id() && blocks_->file().is_same_content(file);
 }
 
+/// The file that `source` lies in, or nothing if pages cannot lie there.
+std::shared_ptr<const HomeFile> MappedCopy::home_under(std::span<const std::byte> source, std::uint64_t& offset_bytes) {
+    std::optional<MappedFile> file = file_under(source);
+    if (!file || !file->is_private || !is_on_local_disk(file->file.get())) return nullptr;
+    offset_bytes = file->offset_bytes;
+    const std::lock_guard lock(mutex_);
+    std::erase_if(homes_, [](const auto& home) { return home.expired(); });
+    for (const auto& known : homes_) {
+        if (auto home = known.lock(); home && home->is_same_content(*file)) return home;
+    }
+    auto home = std::make_shared<const HomeFile>(std::move(*file));
+    homes_.push_back(home);
+    return home;
+}
+
+/// As many pages as can lie in the file under `source`; those behind them are to be copied.
+std::size_t MappedCopy::leave_in_file(Segment& segment, std::span<const std::byte> source) {
+    if (engine_.copies_checkpoints() || engine_.has_device()) return 0;
+    std::uint64_t offset_bytes = 0;
+    const std::shared_ptr<const HomeFile> home = home_under(source, offset_bytes);
+    if (!home) return 0;
+    // safetensors looks at the first element of each tensor: that of the next one lies behind this one.
+    advise_single_touches(source.data(), source.size() + kTouchedNextBytes);
+    return engine_.pager().set_home(segment, home, offset_bytes);
+}
+
 /// The stream of the file that `source` lies in, or nothing if it is better read through the mapping.
 std::unique_ptr<MappedCopy::Stream> MappedCopy::stream_for(std::span<const std::byte> source,
                                                            std::uint64_t& offset_bytes) {
@@ -130,6 +157,19 @@ std::unique_ptr<MappedCopy::Stream> MappedCopy::stream_for(std::span<const std::
 }
 
 void MappedCopy::copy_in(const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
+    if (const std::size_t page_count = leave_in_file(*segment, source); page_count > 0) {
+        const std::size_t left_bytes = std::min(page_count * segment->page_bytes(), source.size());
+        engine_.counters.home_bytes.add(left_bytes);
+        engine_.counters.copied_bytes.add(source.size() - left_bytes);
+        copy_by_page(
+            engine_, segment, source.size(),
+            [&](std::size_t begin, std::span<std::byte> target) {
+                std::memcpy(target.data(), source.data() + begin, target.size());
+            },
+            page_count);
+        return;
+    }
+    engine_.counters.copied_bytes.add(source.size());
     if (source.size() < kMinDirectBytes) {
         // Nothing is read ahead of it: a large tensor behind it would be found in the page cache, and read the slow
         // way.

@@ -8,9 +8,11 @@
 #include <mutex>
 #include <span>
 #include <thread>
+#include <vector>
 
 #include "pager/pager.h"
 #include "storage/block_stream.h"
+#include "storage/home_file.h"
 
 namespace torch_offload {
 
@@ -21,17 +23,19 @@ class Engine;
 void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<const std::byte> source,
              c10::Device source_device);
 
-/// Copies memory that may be a mapped file into pages. Tensors are mostly loaded in the order of the file: what follows
-/// one is read meanwhile, past the page cache and into huge pages, several times as fast as through the mapping. Memory
-/// that is no such file, or lies in the page cache already, is read through the mapping.
-/// Threads: any; each has a file of its own under way.
+/// Makes pages of memory that may be a mapped file. Where it is, on a disk of this machine, they lie in the file until
+/// they are written, and nothing is copied. Otherwise, or if the engine is to copy: tensors are mostly loaded in the
+/// order of the file: what follows one is read meanwhile, past the page cache and into huge pages, several times as
+/// fast as through the mapping. Memory that is no such file, or lies in the page cache already, is read through the
+/// mapping. Threads: any; each has a file of its own under way.
 class MappedCopy {
 public:
     explicit MappedCopy(Engine& engine) noexcept : engine_(engine) {}
     MappedCopy(const MappedCopy&) = delete;
     MappedCopy& operator=(const MappedCopy&) = delete;
 
-    /// Throws: what a pin throws; TierIoError if the file cannot be read. Pre: pages and source are the host's.
+    /// Throws: what a pin throws; TierIoError if the file cannot be read. Pre: the segment is new; pages and source are
+    /// the host's.
     void copy_in(const std::shared_ptr<Segment>& segment, std::span<const std::byte> source);
 
     /// Gives back the memory that waits for the next tensor of a file. Call it when loading has ended.
@@ -56,11 +60,14 @@ private:
         std::unique_ptr<BlockStream> blocks_;
     };
 
+    std::shared_ptr<const HomeFile> home_under(std::span<const std::byte> source, std::uint64_t& offset_bytes);
+    std::size_t leave_in_file(Segment& segment, std::span<const std::byte> source);
     std::unique_ptr<Stream> stream_for(std::span<const std::byte> source, std::uint64_t& offset_bytes);
 
     Engine& engine_;
-    std::mutex mutex_;                 // guards the next; never held during I/O
+    std::mutex mutex_;                 // guards the next two; never held during I/O
     std::unique_ptr<Stream> resting_;  // between two tensors
+    std::vector<std::weak_ptr<const HomeFile>> homes_;
 };
 
 }  // namespace torch_offload

@@ -97,8 +97,8 @@ void copy_storage(const std::shared_ptr<Engine>& engine, c10::StorageImpl& stora
         engine->mapped_copy().copy_in(segment, source);
     } else {
         copy_in(*engine, segment, source, storage.device());
+        engine->counters.copied_bytes.add(storage.nbytes());
     }
-    engine->counters.copied_bytes.add(storage.nbytes());
     storage.set_data_ptr_noswap(data_ptr_over(engine, std::move(segment)));
 }
 

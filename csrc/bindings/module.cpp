@@ -122,7 +122,7 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
                                     double ssd_bytes_per_second, const std::string& device_kind, int device_ordinal,
                                     int io_timeout, const std::vector<int>& retry_delays_ms, std::string remedy,
                                     const std::vector<std::uint64_t>& keep_free_bytes,
-                                    std::optional<std::uint64_t> max_file_bytes) {
+                                    std::optional<std::uint64_t> max_file_bytes, bool copies_checkpoints) {
     EngineOptions options;
     for (const std::uint64_t kept_bytes : keep_free_bytes) {
         options.scratch_limits.push_back(
@@ -147,6 +147,7 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
     options.pager.remedy = std::move(remedy);
     options.pager.fault_notice = fault_notice();
     options.min_paged_bytes = min_paged_bytes;
+    options.copies_checkpoints = copies_checkpoints;
     std::shared_ptr<Engine> engine = waiting([&] { return Engine::make(options); });
     watch_faults(engine);
     return engine;
@@ -211,7 +212,7 @@ EngineClass make_engine_class(py::module_& module) {
              py::arg("ssd_bytes_per_second") = 0.0, py::arg("device_kind") = "emulated", py::arg("device_ordinal") = 0,
              py::arg("io_timeout") = 120, py::arg("retry_delays_ms") = std::vector<int>{10, 100, 1'000, 5'000},
              py::arg("remedy") = "", py::arg("keep_free_bytes") = std::vector<std::uint64_t>(),
-             py::arg("max_file_bytes") = py::none())
+             py::arg("max_file_bytes") = py::none(), py::arg("copies_checkpoints") = false)
         .def_property_readonly("torch_device", [](const Engine& self) { return py::cast(self.torch_device().str()); })
         .def("statistics",
              [](Engine& self) {

@@ -38,6 +38,7 @@ void add_host(py::dict& result, const PagerStatistics& pager) {
     result["retried_writes"] = pager.store.retried_writes;
     result["healed_mismatches"] = pager.store.healed_mismatches;
     result["quarantined_bytes"] = pager.store.quarantined_bytes;
+    result["home_bytes"] = pager.store.home_bytes;
     result["engine"] = pager.store.engine;
 }
 
@@ -82,6 +83,7 @@ void add_counters(py::dict& result, const EngineCounters& counters) {
     result["adopted_bytes"] = counters.adopted_bytes.get();
     result["copied_bytes"] = counters.copied_bytes.get();
     result["direct_bytes"] = counters.direct_bytes.get();
+    result["left_in_file_bytes"] = counters.home_bytes.get();
     result["saved_bytes"] = counters.saved_bytes.get();
     result["zero_segments"] = counters.zero_segments.get();
 }

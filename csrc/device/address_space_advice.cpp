@@ -34,6 +34,11 @@ void advise_few_touches(std::span<const std::byte> mapping) noexcept {
     if (advise(begin, end, MADV_HUGEPAGE)) advise(begin, end, MADV_RANDOM);
 }
 
+void advise_single_touches(const std::byte* begin, std::size_t size_bytes) noexcept {
+    const auto first = reinterpret_cast<std::uintptr_t>(begin);
+    advise(first / kSectorBytes * kSectorBytes, first + size_bytes, MADV_RANDOM);
+}
+
 void advise_huge_pages(std::span<std::byte> memory) noexcept {
     if (advise_sectors(memory, MADV_HUGEPAGE)) advise_sectors(memory, MADV_DONTNEED);
 }

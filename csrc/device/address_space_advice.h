@@ -17,6 +17,10 @@ void advise_read_ahead(const std::byte* begin, std::size_t size_bytes) noexcept;
 /// nothing changes. Method: do_sync_mmap_readahead() in mm/filemap.c of Linux.
 void advise_few_touches(std::span<const std::byte> mapping) noexcept;
 
+/// Has the system read only the sectors that are touched of what is mapped of a file at [begin, begin + size_bytes),
+/// for who looks at single elements there. Holds as long as the mapping.
+void advise_single_touches(const std::byte* begin, std::size_t size_bytes) noexcept;
+
 /// Has memory lie in huge pages where it can, from the next touch on. Its bytes are lost: what was touched before, such
 /// as memory that malloc gives out again, would stay in small pages.
 void advise_huge_pages(std::span<std::byte> memory) noexcept;

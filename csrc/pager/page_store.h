@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "pager/page_table.h"
+#include "storage/home_file.h"
 #include "storage/io_engine.h"
 
 namespace torch_offload {
@@ -83,6 +84,7 @@ struct StoreStatistics {
     std::uint64_t retried_writes = 0;     // the same
     std::uint64_t healed_mismatches = 0;  // checksums that differed at the first read and agreed at the second
     std::uint64_t quarantined_bytes = 0;  // extents that failed and are not used again
+    std::uint64_t home_bytes = 0;         // of pages that lie in files of somebody else's
     std::string engine;
 };
 
@@ -106,6 +108,9 @@ public:
     virtual void read(std::shared_ptr<Segment> segment, Page& page) = 0;
     /// Pre: the page is `evicting` and its bytes lie in its frame's slot.
     virtual void write(std::shared_ptr<Segment> segment, Page& page) = 0;
+    /// A page that has no bytes lies at `home` until it is written. False: this store reads no such files.
+    /// Throws: std::bad_alloc.
+    virtual bool set_home(const Page&, HomePlace) { return false; }
     /// Sends what the store itself holds of the segment in memory to SSD, and waits. Throws: what a write throws.
     virtual void evict(Segment& segment) = 0;
     /// Nothing of the segment is in flight, and nobody will read it again.

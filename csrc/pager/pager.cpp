@@ -218,6 +218,28 @@ std::shared_ptr<Segment> Pager::adopt_range(std::span<std::byte> range, std::siz
     return segment;
 }
 
+std::size_t Pager::set_home(Segment& segment, const std::shared_ptr<const HomeFile>& file, std::uint64_t offset_bytes) {
+    std::size_t count = 0;
+    for (; count < segment.page_count(); ++count) {
+        Page& page = segment.page(count);
+        HomePlace home{file, offset_bytes + count * segment.page_bytes()};
+        if (!home.can_be_read(segment.page_range(count).size())) break;
+        PageWord seen = page.load();
+        OFFLOAD_CHECK(seen.state() == PageState::zero && page.change(seen, seen.with(PageState::busy)), LogicError,
+                      "page ", count, " of ", segment.label, " has bytes already");
+        bool is_read_there = false;
+        try {
+            is_read_there = impl_->store->set_home(page, std::move(home));
+        } catch (...) {
+            page.enter(PageState::zero);
+            throw;
+        }
+        page.enter(is_read_there ? PageState::stored : PageState::zero, is_read_there ? PageWord::kStored : 0);
+        if (!is_read_there) break;
+    }
+    return count;
+}
+
 /// If the memory cannot be moved, it goes with the segment's addresses.
 void Pager::Impl::take_out_of_segment(Page& page) noexcept {
     try {

@@ -161,6 +161,10 @@ public:
     /// mapped and dirty. The range is the segment's from now on.
     std::shared_ptr<Segment> adopt_range(std::span<std::byte> range, std::size_t size_bytes, std::size_t element_bytes,
                                          SegmentRole role);
+    /// The first pages of a new segment of zeros lie in `file`, one after the other from `offset_bytes` on, until they
+    /// are written: none is read now. Returns how many; those behind them, which direct reads do not reach, or all
+    /// where a device computes, stay zeros.
+    std::size_t set_home(Segment& segment, const std::shared_ptr<const HomeFile>& file, std::uint64_t offset_bytes);
 
     // --- The verbs ------------------------------------------------------------------------------------------------
     /// Brings all pages of the segments into memory, maps them and keeps them there while the guard lives.

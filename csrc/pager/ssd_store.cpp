@@ -67,19 +67,39 @@ void SsdStore::write(std::shared_ptr<Segment> segment, Page& page) {
     enqueue(IoDirection::write, std::move(segment), page);
 }
 
+bool SsdStore::set_home(const Page& page, HomePlace home) {
+    stored_page(page).home = std::move(home);
+    home_bytes_.fetch_add(page.segment->frame_bytes(page.segment->index_of(page)), std::memory_order_relaxed);
+    return true;
+}
+
+/// Its bytes lie elsewhere now, or are lost.
+void SsdStore::leave_home(StoredPage& stored, std::size_t size_bytes) noexcept {
+    if (!stored.home) return;
+    stored.home = {};
+    home_bytes_.fetch_sub(size_bytes, std::memory_order_relaxed);
+}
+
 void SsdStore::forget(Segment& segment) noexcept {
-    const std::lock_guard lock(stored_mutex_);
     for (std::size_t i = 0; i < segment.page_count(); ++i) {
-        const auto found = stored_.find(&segment.page(i));
-        if (found == stored_.end()) continue;
-        if (found->second.extent) file_.free(*found->second.extent);
-        stored_.erase(found);
+        decltype(stored_)::node_type entry;  // outlives the lock: it may close a file
+        const std::lock_guard lock(stored_mutex_);
+        entry = stored_.extract(&segment.page(i));
+        if (!entry) continue;
+        if (entry.mapped().extent) file_.free(*entry.mapped().extent);
+        if (entry.mapped().home) home_bytes_.fetch_sub(segment.frame_bytes(i), std::memory_order_relaxed);
     }
 }
 
 StoreStatistics SsdStore::statistics() const {
-    return {file_.allocated_bytes(),  file_.size_bytes(),       retried_reads_.get(), retried_writes_.get(),
-            healed_mismatches_.get(), quarantined_bytes_.get(), engine_->name()};
+    return {file_.allocated_bytes(),
+            file_.size_bytes(),
+            retried_reads_.get(),
+            retried_writes_.get(),
+            healed_mismatches_.get(),
+            quarantined_bytes_.get(),
+            home_bytes_.load(std::memory_order_relaxed),
+            engine_->name()};
 }
 
 std::vector<std::string> SsdStore::describe_transfers(std::size_t most) {
@@ -315,53 +335,6 @@ void SsdStore::check_ages() {
     for (Transfers* late : {&submitted_, &ready_reads_, &ready_writes_}) std::ranges::for_each(*late, note_late);
 }
 
-std::string SsdStore::describe(const Transfer& transfer, Clock::time_point now) const {
-    const bool is_read = transfer.request.direction == IoDirection::read;
-    const Extent& extent = is_read ? *transfer.stored->extent : *transfer.target;
-    return concat("ssd tier: ", is_read ? "reading" : "writing", " page ", transfer.segment->index_of(*transfer.page),
-                  " of ", transfer.segment->label, " (offset ", extent.offset_bytes, " of the scratch file in ",
-                  file_.directory(extent), ") has taken ",
-                  std::chrono::duration<double>(now - transfer.submitted).count(), " s");
-}
-
-std::string SsdStore::under_way() const {
-    const std::size_t reads = reads_in_flight();
-    return concat(reads, " reads and ", std::max(in_flight(), reads) - reads, " writes are under way");
-}
-
-/// Of the transfers that have begun, and how many there are of all.
-std::vector<std::string> SsdStore::describe_oldest(std::size_t most) const {
-    std::vector<const Transfer*> begun;
-    const auto collect = [&](const Transfer& transfer) {
-        if (transfer.submitted != Clock::time_point{}) begun.push_back(&transfer);
-    };
-    for (const Transfers* transfers : {&submitted_, &ready_reads_, &ready_writes_}) {
-        std::ranges::for_each(*transfers, collect);
-    }
-    std::ranges::stable_sort(begun, {}, &Transfer::submitted);
-    begun.resize(std::min(begun.size(), most));
-    std::vector<std::string> lines;
-    const auto now = Clock::now();
-    for (const Transfer* transfer : begun) lines.push_back(describe(*transfer, now));
-    if (in_flight() == 0) return lines;
-    lines.push_back(
-        concat("ssd tier: ", under_way(), ", ", delayed_.size(), " of them failed and wait to be tried again"));
-    return lines;
-}
-
-/// If there is no memory for the lines, there are none.
-void SsdStore::answer_inquiry() noexcept {
-    const std::size_t most = inquiry_.wanted();
-    if (most == 0) return;
-    std::vector<std::string> lines;
-    try {
-        lines = describe_oldest(most);
-    } catch (const std::bad_alloc&) {
-        lines.clear();
-    }
-    inquiry_.answer(std::move(lines));
-}
-
 IoLoad SsdStore::load() const noexcept { return {ready_reads_.size(), ready_writes_.size(), submitted_.size()}; }
 
 /// Ends every transfer that the engine does not have.
@@ -384,9 +357,16 @@ PageIdentity SsdStore::identity_of(const Page& page, std::uint64_t version) cons
     return {store_id_, page.segment->id() << 24 | page.segment->index_of(page), version};
 }
 
-bool SsdStore::frame_matches(const Transfer& transfer) const {
-    const PageIdentity identity = identity_of(*transfer.page, transfer.stored->version);
-    return page_checksum(transfer.page->frame.slot, identity) == transfer.stored->checksum;
+/// All of it has come. What is first read from a file that nobody has written to is as stored.
+bool SsdStore::is_as_stored(Transfer& transfer) const noexcept {
+    StoredPage& stored = *transfer.stored;
+    if (transfer.home_read) transfer.home_read->put_in_place();
+    const std::uint64_t checksum =
+        page_checksum(transfer.page->frame.slot, identity_of(*transfer.page, stored.version));
+    if (stored.checksum) return *stored.checksum == checksum;
+    if (!stored.home || !stored.home.file->is_unchanged()) return false;
+    stored.checksum = checksum;
+    return true;
 }
 
 /// A new extent; on a full disk the one that the page has, whose bytes nobody reads any more.
@@ -427,6 +407,11 @@ bool SsdStore::prepare(Transfer& transfer) noexcept {
         transfer.stored = &stored_page(page);
         register_frame(page.frame);
         if (is_write) prepare_write(transfer);
+        if (!is_write && transfer.stored->home && !transfer.home_read) {
+            const std::size_t index = transfer.segment->index_of(page);
+            const std::size_t page_bytes = transfer.segment->page_range(index).size();
+            transfer.home_read.emplace(transfer.stored->home, page_bytes, page.frame.slot);
+        }
     } catch (const std::exception& error) {
         const auto* const of_disk = dynamic_cast<const TierIoError*>(&error);
         const int number = of_disk ? of_disk->error_number() : ENOMEM;
@@ -434,12 +419,18 @@ bool SsdStore::prepare(Transfer& transfer) noexcept {
                        is_write ? write_error(transfer, error.what(), number) : read_error(transfer, number)});
         return false;
     }
-    const Extent& extent = is_write ? *transfer.target : *transfer.stored->extent;
-    request.file_descriptor = file_.file_descriptor(extent);
-    request.offset_bytes = extent.offset_bytes;
-    request.buffer = page.frame.slot;
-    request.fixed_index = page.frame.fixed_index;
-    request.fixed_address = page.frame.slot.data();
+    if (transfer.home_read) {
+        transfer.home_read->fill(request);
+    } else {
+        const Extent& extent = is_write ? *transfer.target : *transfer.stored->extent;
+        request.file_descriptor = file_.file_descriptor(extent);
+        request.offset_bytes = extent.offset_bytes;
+        request.buffer = page.frame.slot;
+    }
+    if (request.buffer.data() == page.frame.slot.data()) {
+        request.fixed_index = page.frame.fixed_index;
+        request.fixed_address = page.frame.slot.data();
+    }
     request.context = &transfer;
     return true;
 }
@@ -505,21 +496,18 @@ void SsdStore::settle_write(Transfers& one) noexcept {
     }
     if (stored.extent && stored.extent != transfer.target) file_.free(*stored.extent);
     stored.extent = transfer.target;
+    leave_home(stored, transfer.page->frame.slot.size());
     stored.version = transfer.version;
     stored.checksum = transfer.checksum;
     for (const Extent& extent : transfer.refused) quarantined_bytes_.add(extent.size_bytes);
     end(transfer, {TransferStatus::ok, nullptr, transfer.begin_ns});
 }
 
-std::exception_ptr SsdStore::write_error(const Transfer& transfer, const char* why, int error_number) const noexcept {
-    return exception_from([&] {
-        const std::string place =
-            transfer.target ? concat(" to the scratch file in ", file_.directory(*transfer.target)) : std::string();
-        return TierIoError(
-            concat("ssd tier: writing page ", transfer.segment->index_of(*transfer.page), " of ",
-                   transfer.segment->label, place, " failed: ", why, "; nothing is lost, the page stays in memory"),
-            error_number);
-    });
+/// A read, before all others.
+void SsdStore::submit_again(Transfers& one) noexcept {
+    one.front().submitted = {};
+    one.front().request = IoRequest{};
+    ready_reads_.splice(ready_reads_.begin(), one);
 }
 
 void SsdStore::settle_read(Transfers& one) noexcept {
@@ -529,45 +517,23 @@ void SsdStore::settle_read(Transfers& one) noexcept {
     if (error != 0) {
         if (try_again_later(one)) return;
         end(transfer, {TransferStatus::not_now, read_error(transfer, error)});
-    } else if (frame_matches(transfer)) {
+    } else if (transfer.home_read && transfer.home_read->go_on()) {
+        submit_again(one);
+    } else if (is_as_stored(transfer)) {
         if (transfer.is_second_read) healed_mismatches_.increment();
         end(transfer, {TransferStatus::ok, nullptr, transfer.begin_ns});
     } else if (!transfer.is_second_read) {
         OFFLOAD_LOG(warning, "checksum mismatch at offset ", transfer.request.offset_bytes, ", reading again");
         transfer.is_second_read = true;
-        transfer.submitted = {};
-        transfer.request = IoRequest{};
-        ready_reads_.splice(ready_reads_.begin(), one);
+        if (transfer.home_read) transfer.home_read->restart();
+        submit_again(one);
     } else {
         const std::exception_ptr why = corruption_error(transfer);
-        quarantined_bytes_.add(stored.extent->size_bytes);
+        if (stored.extent) quarantined_bytes_.add(stored.extent->size_bytes);
         stored.extent.reset();
+        leave_home(stored, transfer.page->frame.slot.size());
         end(transfer, {TransferStatus::lost, why});
     }
-}
-
-std::string SsdStore::failed_read(const Transfer& transfer) const {
-    const Extent& extent = *transfer.stored->extent;
-    return concat("ssd tier: reading page ", transfer.segment->index_of(*transfer.page), " of ",
-                  transfer.segment->label, " at offset ", extent.offset_bytes, " of the scratch file in ",
-                  file_.directory(extent), " failed: ");
-}
-
-std::exception_ptr SsdStore::read_error(const Transfer& transfer, int error_number) const noexcept {
-    return exception_from([&] {
-        return TierIoError(concat(failed_read(transfer), std::strerror(error_number),
-                                  "; nothing is lost if the disk comes back: the next access reads it again"),
-                           error_number);
-    });
-}
-
-/// The bytes came, and are not the ones that were written.
-std::exception_ptr SsdStore::corruption_error(const Transfer& transfer) const noexcept {
-    return exception_from([&] {
-        return CorruptPage(concat(failed_read(transfer),
-                                  "checksum mismatch, also when read again; the page is lost: overwrite the tensor, or "
-                                  "restart from the last checkpoint on a sound disk"));
-    });
 }
 
 void SsdStore::give_back_registered() noexcept {

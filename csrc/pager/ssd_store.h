@@ -29,9 +29,10 @@ namespace torch_offload {
 /// Where the latest bytes of a page lie that were written whole, and what they are.
 struct StoredPage {
     std::optional<Extent> extent;
-    std::uint64_t checksum = 0;
-    std::uint64_t version = 0;       // of the bytes in the extent
-    std::uint64_t last_version = 0;  // that any write had
+    HomePlace home;                         // without an extent
+    std::optional<std::uint64_t> checksum;  // of a page in its home: once it was read
+    std::uint64_t version = 0;              // of the bytes in the extent
+    std::uint64_t last_version = 0;         // that any write had
 };
 
 struct Transfer;
@@ -45,6 +46,7 @@ struct Transfer {
     std::shared_ptr<Segment> segment;
     Page* page = nullptr;
     StoredPage* stored = nullptr;                 // of the page
+    std::optional<HomeRead> home_read;            // of a page in its home
     std::optional<Extent> target;                 // of a write: where it goes, to be the page's when it has succeeded
     std::vector<Extent> refused;                  // of a write: where it failed before, one for each retry at most
     std::uint64_t checksum = 0;                   // of a write: of what is written
@@ -71,6 +73,7 @@ public:
     bool stop() override;
     void read(std::shared_ptr<Segment> segment, Page& page) override;
     void write(std::shared_ptr<Segment> segment, Page& page) override;
+    bool set_home(const Page& page, HomePlace home) override;
     void evict(Segment&) override {}
     void forget(Segment& segment) noexcept override;
     void kick() noexcept override;
@@ -115,6 +118,7 @@ private:
     bool prepare(Transfer& transfer) noexcept;
     void prepare_write(Transfer& transfer);
     Extent place_for(const Transfer& transfer);
+    void submit_again(Transfers& one) noexcept;
     void settle_read(Transfers& one) noexcept;
     void settle_write(Transfers& one) noexcept;
     bool try_again_later(Transfers& one) noexcept;
@@ -126,7 +130,10 @@ private:
 
     StoredPage& stored_page(const Page& page);
     PageIdentity identity_of(const Page& page, std::uint64_t version) const;
-    bool frame_matches(const Transfer& transfer) const;
+    bool is_as_stored(Transfer& transfer) const noexcept;
+    void leave_home(StoredPage& stored, std::size_t size_bytes) noexcept;
+    std::string place_of(const Transfer& transfer) const;
+    bool has_changed_home(const Transfer& transfer) const noexcept;
     std::string failed_read(const Transfer& transfer) const;
     std::exception_ptr read_error(const Transfer& transfer, int error_number) const noexcept;
     std::exception_ptr corruption_error(const Transfer& transfer) const noexcept;
@@ -155,6 +162,7 @@ private:
     std::atomic<std::size_t> in_flight_{0};  // queued, ready, delayed or submitted
     std::atomic<std::size_t> reads_in_flight_{0};
     RateMeter read_rate_;
+    std::atomic<std::size_t> home_bytes_{0};
     Counter retried_reads_, retried_writes_, healed_mismatches_, quarantined_bytes_;
     Inquiry inquiry_;  // what is under way?
     std::atomic<bool> kicked_{false};

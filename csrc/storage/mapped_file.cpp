@@ -2,10 +2,11 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/sysmacros.h>
 
 #include <algorithm>
+#include <array>
 #include <fstream>
 #include <sstream>
 #include <vector>
@@ -19,6 +20,7 @@ struct Mapping {
     std::uintptr_t begin = 0;
     std::uintptr_t end = 0;
     std::uint64_t offset_bytes = 0;
+    bool is_private = false;
     dev_t device = 0;
     ino_t inode = 0;
     std::string path;
@@ -48,20 +50,36 @@ std::optional<Mapping> parse(const std::string& line) {
     words >> std::hex >> mapping.begin >> separator >> mapping.end >> permissions >> mapping.offset_bytes >> major >>
         separator >> minor >> std::dec >> mapping.inode >> std::ws;
     std::getline(words, mapping.path);
+    mapping.is_private = permissions.ends_with('p');
     mapping.device = makedev(major, minor);
     return mapping.path.starts_with('/') ? std::optional(mapping) : std::nullopt;
 }
 
+/// Whether the file goes on where the first ends: one mapping of which parts were given different advice.
+bool goes_on(const Mapping& first, const Mapping& next) {
+    return first.end == next.begin && first.offset_bytes + (first.end - first.begin) == next.offset_bytes &&
+           first.is_private == next.is_private && first.device == next.device && first.inode == next.inode &&
+           first.path == next.path;
+}
+
+/// From the part on in which `begin` lies.
 std::optional<Mapping> find_mapping(std::uintptr_t begin, std::uintptr_t end) {
     std::ifstream maps("/proc/self/maps");
+    std::optional<Mapping> whole;
     for (std::string line; std::getline(maps, line);) {
         const std::uintptr_t line_end = std::stoull(line.substr(line.find('-') + 1), nullptr, 16);
         if (line_end <= begin) continue;
-        std::optional<Mapping> mapping = parse(line);
-        const bool is_whole = mapping && mapping->begin <= begin && end <= mapping->end;
-        return is_whole ? mapping : std::nullopt;
+        std::optional<Mapping> part = parse(line);
+        if (!whole) {
+            if (!part || begin < part->begin) return std::nullopt;
+            whole = std::move(part);
+        } else if (part && goes_on(*whole, *part)) {
+            whole->end = part->end;
+        } else {
+            break;
+        }
     }
-    return std::nullopt;
+    return whole && end <= whole->end ? whole : std::nullopt;
 }
 
 /// Whether no page has been written to: a private mapping then shows memory of the process, not the file.
@@ -97,11 +115,25 @@ std::optional<MappedFile> file_under(std::span<const std::byte> memory) {
     found.path = mapping->path;
     found.offset_bytes = mapping->offset_bytes + (reinterpret_cast<std::uintptr_t>(memory.data()) - mapping->begin);
     found.mapping = {reinterpret_cast<const std::byte*>(mapping->begin), mapping->end - mapping->begin};
+    found.is_private = mapping->is_private;
     found.size_bytes = static_cast<std::uint64_t>(status.st_size);
     found.device = status.st_dev;
     found.inode = status.st_ino;
-    found.modified_ns = std::int64_t{status.st_mtim.tv_sec} * 1'000'000'000 + status.st_mtim.tv_nsec;
+    found.modified_ns = modified_ns(status);
     return found;
+}
+
+std::int64_t modified_ns(const struct stat& status) noexcept {
+    return std::int64_t{status.st_mtim.tv_sec} * 1'000'000'000 + status.st_mtim.tv_nsec;
+}
+
+bool is_on_local_disk(int file_descriptor) noexcept {
+    // NFS, SMB, CIFS, SMB2, FUSE, 9P, Ceph, AFS: see statfs(2).
+    constexpr std::array<std::uint32_t, 8> kElsewhere = {0x6969,     0x517B,     0xFF534D42, 0xFE534D42,
+                                                         0x65735546, 0x01021997, 0x00C36400, 0x5346414F};
+    struct statfs status{};
+    if (::fstatfs(file_descriptor, &status) != 0) return false;
+    return std::ranges::find(kElsewhere, static_cast<std::uint32_t>(status.f_type)) == kElsewhere.end();
 }
 
 bool is_mostly_cached(std::span<const std::byte> memory) {

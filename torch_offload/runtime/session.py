@@ -102,6 +102,7 @@ class Session:
             remedy=REMEDIES[config.activations],
             keep_free_bytes=[resources.kept_bytes(directory, keep_free=config.keep_free) for directory in config.ssd],
             max_file_bytes=None if config.max_spill is None else config.max_spill // len(config.ssd),
+            copies_checkpoints=config.checkpoint_pages == "copy",
         )
         if config.trace:
             self.engine.start_activity_log(TRACE_CAPACITY)

@@ -349,8 +349,8 @@ TEST(PagerFaultNet, PagesThatFaultsBroughtGiveWay) {
     EXPECT_EQ(pager.evict(read), 0u);
 }
 
-// Who was waiting for a page goes on as soon as it is mapped, before the thread that brought it has let it go. Method: a
-// page is evicted at once after each of many accesses.
+// Who was waiting for a page goes on as soon as it is mapped, before the thread that brought it has let it go. Method:
+// a page is evicted at once after each of many accesses.
 TEST(PagerFaultNet, PageIsEvictedRightAfterItsFault) {
     Pager pager(options_with(16));
     const auto segment = filled_segment(pager, 1, 1);

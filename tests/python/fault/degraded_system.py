@@ -270,7 +270,8 @@ def train_loaded(folder: Path, plain: Plain) -> None:
     if loaded_bits(file, config_for(folder / "scratch", keep_free=0, ram=12 * MIB)) != expected:
         raise DefectError(Verdict.WRONG, "not the bits of training in memory")
     check_paged()
-    if torch_offload.report().counters["direct_bytes"] != 0:
+    counters = torch_offload.report().counters
+    if counters["direct_bytes"] != 0 or counters["left_in_file_bytes"] != 0:
         raise DefectError(Verdict.UNTYPED, "it was read past the page cache all the same: the case shows nothing")
 
 

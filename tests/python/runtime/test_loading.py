@@ -1,6 +1,7 @@
 """Models larger than the budget are built and loaded without ever being in memory as a whole.
 
-Method: tiny models under a budget below their size, counters of the engine, digests of the weights.
+Method: tiny models under a budget below their size, counters of the engine, digests of the weights. Pages are copied
+out of checkpoints; those that stay there are in test_checkpoint_pages.py.
 """
 
 import copy
@@ -19,9 +20,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import torch_offload
-from torch_offload import _C, ConfigError, OutOfTierMemory, TierIOError
+from torch_offload import _C, Config, ConfigError, OutOfTierMemory, TierIOError
 from torch_offload.runtime.process import PROCESS
 from torch_offload.system.environment import LOADING_IN_SEQUENCE
+
+
+@pytest.fixture
+def config(config: Config) -> Config:
+    return config.replace(checkpoint_pages="copy")
 
 
 @pytest.fixture
