@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lost_commits
 from generated_parts import differences, write
 from markdown_parts import table
 
@@ -110,7 +111,8 @@ def origin(content: Json) -> str:
     code, machine = content["code"], content["machine"]
     seconds = sum(run["time"] for run in content["harnesses"].values())
     return (
-        f"Commit {code['commit'][:12]}, {code['date'][:10]}, first seed {content['first_seed']} (hexadecimal); "
+        f"Commit {lost_commits.named(code['commit'])}, {code['date'][:10]}, "
+        f"first seed {content['first_seed']} (hexadecimal); "
         f"{machine['processor']}, {machine['cores']} cores, kernel {machine['kernel']}, "
         f"{machine['disk']['file_system']}; {seconds:.0f} s in all, two harnesses at once. Again: `{code['command']}`."
     )
@@ -152,7 +154,8 @@ def operations_part(content: Json) -> list[str]:
         "What threads do next with a page is a table (`csrc/pager/page_steps.h`). Four threads with any wishes and a "
         f"transfer, in every order of their steps: {orders['models']:,} models, {orders['states']:,} states, "
         f"{orders['moves']:,} moves between them, none of them unsound.\n",
-        f"Commit {code['commit'][:12]}, {code['date'][:10]}, first seed {content['first_seed']} (hexadecimal); "
+        f"Commit {lost_commits.named(code['commit'])}, {code['date'][:10]}, "
+        f"first seed {content['first_seed']} (hexadecimal); "
         f"{content['machine']['processor']}, {content['machine']['cores']} cores. Again: `{code['command']}`.\n",
     ]
 
