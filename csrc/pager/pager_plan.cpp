@@ -22,6 +22,8 @@ constexpr std::size_t kShareOfWanted = 8;
 // Of the budget, that is made free for segments that were requested and not used yet: the rest is for what is used
 // meanwhile.
 constexpr std::size_t kOutstandingShare = 4;
+// An activation that leaves is written and read, a page that lies below already only read.
+constexpr Distance kMovesOfActivation = 2;
 constexpr UsePosition kOutstanding = 0;
 constexpr UsePosition kUnrequested = kNever - 1;
 constexpr std::int64_t kKickEveryNs = 1'000'000;
@@ -45,10 +47,11 @@ TraceId work_role(const Segment& segment) {
 }  // namespace
 
 /// When the segment is next used; the lock is held, as for all that takes `uses`. What a caller said is used soon comes
-/// before all else. A segment without uses of its own in the rest of the pass (a moment, a finished gradient) is next
-/// used by its deferred work, which runs when the parameter it belongs to is first pinned: now, if it is pending, else
-/// in a pass that follows. What is requested for each use, as routed experts are, is used by what the numbers say: what
-/// a pass without gradients used of it predicts little.
+/// before all else. An activation is used nearer than it is, so much as it costs more to send it away. A segment
+/// without uses of its own in the rest of the pass (a moment, a finished gradient) is next used by its deferred work,
+/// which runs when the parameter it belongs to is first pinned: now, if it is pending, else in a pass that follows.
+/// What is requested for each use, as routed experts are, is used by what the numbers say: what a pass without
+/// gradients used of it predicts little.
 UsePosition Pager::Impl::next_use(const Segment& segment, const UsePredictor::Held& uses) const {
     if (segment.outstanding_since.load(std::memory_order_relaxed) != 0) return kOutstanding;
     const bool is_requested = segment.requested_uses.load(std::memory_order_relaxed) != 0;
@@ -59,7 +62,9 @@ UsePosition Pager::Impl::next_use(const Segment& segment, const UsePredictor::He
     const Distance own = uses->next_in_pass(segment.trace_id);
     const Distance anchor = is_anchored && segment.has_pending() ? uses->next_in_pass(segment.anchor_id) : kNever;
     const Distance soonest = std::min(own, anchor);
-    if (soonest != kNever) return uses->position_of(soonest);
+    if (soonest != kNever) {
+        return uses->position_of(segment.kind() == SegmentKind::activation ? soonest / kMovesOfActivation : soonest);
+    }
     return uses->position_of(uses->first_in_following(is_anchored ? segment.anchor_id.load() : segment.trace_id));
 }
 

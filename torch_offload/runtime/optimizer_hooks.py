@@ -34,7 +34,7 @@ Signature = tuple[tuple[int, int], ...]
 class Known:
     """Result of the last search through an optimizer."""
 
-    has_pages: bool = False
+    is_ours: bool = False  # it trains something of a wrapped module, paged or not
     signature: Signature = ()
     steps: int = 0
     is_searched: bool = False
@@ -56,7 +56,7 @@ class OptimizerHooks:
         unpickled: UnpickledTensors,
         *,
         refresh: Callable[[], None],
-        label_of: Callable[[torch.Tensor], str],
+        label_of: Callable[[torch.Tensor], str | None],
     ) -> None:
         """Install no hooks; :meth:`install` does.
 
@@ -64,7 +64,7 @@ class OptimizerHooks:
             engine: Pages gradients and states.
             unpickled: Knows which tensors a file brought.
             refresh: Pages what the modules got since they were last looked at.
-            label_of: The name of a parameter.
+            label_of: The name of a parameter of a wrapped module; None of others.
         """
         self._engine = engine
         self._unpickled = unpickled
@@ -110,8 +110,8 @@ class OptimizerHooks:
         known.signature = signature
         known.steps += 1
         if known.is_searched:
-            known.has_pages = any(_C.is_managed(parameter) for parameter in _parameters(optimizer))
-        if not known.has_pages:
+            known.is_ours = any(self._is_ours(parameter) for parameter in _parameters(optimizer))
+        if not known.is_ours:
             return
         if known.is_searched:
             self._refresh()
@@ -135,7 +135,7 @@ class OptimizerHooks:
 
     def _after(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         known = self._known.get(optimizer)
-        if known is None or not known.has_pages:
+        if known is None or not known.is_ours:
             return
         self._unfinished.pop(id(optimizer), None)
         try:
@@ -145,6 +145,10 @@ class OptimizerHooks:
         finally:
             self._calls.frame = None
             self._engine.end_optimizer_step()
+
+    def _is_ours(self, parameter: torch.Tensor) -> bool:
+        """Say whether a step of it ends the pass: adapters may be too small to be paged, what they adapt is not."""
+        return _C.is_managed(parameter) or self._label_of(parameter) is not None
 
     def _adopt_gradients(self, optimizer: Optimizer) -> bool:
         """Page the gradients that no hook saw being completed; returns whether there were any."""
@@ -172,7 +176,7 @@ class OptimizerHooks:
             return False
         if why_not_pageable(value, self._engine.torch_device) is not None:
             return False
-        label = f"{self._label_of(parameter)}.{name}"
+        label = f"{self._label_of(parameter) or 'parameter'}.{name}"
         return self._engine.manage(value, kind="state", label=label, anchor=parameter)
 
     def _after_loading(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **options: Any) -> Any:

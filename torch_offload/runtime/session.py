@@ -354,7 +354,7 @@ class Session:
         """Page a copy of a paged parameter while modules are loaded: a reference model, say."""
         copied = original(parameter, *args)
         if self.pending.is_open and _C.is_managed(parameter) and isinstance(copied, nn.Parameter):
-            label = f"copy of {self._label_of(parameter)}"
+            label = f"copy of {self._label_of(parameter) or 'parameter'}"
             self.engine.manage(copied, kind="parameter", label=label, of_module=True)
         return copied
 
@@ -413,9 +413,9 @@ class Session:
         for wrapped in list(self._wrapped.values()):
             wrapped.refresh()
 
-    def _label_of(self, parameter: torch.Tensor) -> str:
+    def _label_of(self, parameter: torch.Tensor) -> str | None:
         labels = (wrapped.label_of(parameter) for wrapped in list(self._wrapped.values()))
-        return next((label for label in labels if label is not None), "parameter")
+        return next((label for label in labels if label is not None), None)
 
 
 def _started_engine(**options: Any) -> _C.Engine:
