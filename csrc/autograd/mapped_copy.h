@@ -27,7 +27,8 @@ void copy_in(Engine& engine, const std::shared_ptr<Segment>& segment, std::span<
 /// they are written, and nothing is copied. Otherwise, or if the engine is to copy: tensors are mostly loaded in the
 /// order of the file: what follows one is read meanwhile, past the page cache and into huge pages, several times as
 /// fast as through the mapping. Memory that is no such file, or lies in the page cache already, is read through the
-/// mapping. Threads: any; each has a file of its own under way.
+/// mapping.
+/// Threads: any; each has a file of its own under way.
 class MappedCopy {
 public:
     explicit MappedCopy(Engine& engine) noexcept : engine_(engine) {}
