@@ -238,18 +238,20 @@ TEST(TierStore, HostLetsGoWhatHasBeenUpdated) {
 }
 
 // What is evicted goes through the host to the SSD, and a segment that ends leaves nothing below. Method: two that were
-// evicted, dropped.
+// evicted, dropped. A thread that moved its pages may be its last owner for a moment.
 TEST(TierStore, SegmentThatEndsLeavesNothingBelow) {
     EmulatedDevice device;
     ThreeTiers tiers(device, 8, 24);
+    const auto is_below = [&](std::size_t pages) {
+        const PagerStatistics host = tiers.host.statistics();
+        return host.memory.frame_bytes == 0 && host.store.stored_bytes == pages * kPageBytes;
+    };
     for (std::uint32_t i = 0; i < 2; ++i) {
         const auto segment = filled_segment(tiers.top, 4, i);
         EXPECT_EQ(tiers.top.evict(segment), 0u);
-        EXPECT_EQ(tiers.host.statistics().memory.frame_bytes, 0u);
-        EXPECT_EQ(tiers.host.statistics().store.stored_bytes, 4 * kPageBytes);
+        EXPECT_TRUE(comes_true([&] { return is_below(4); }));
     }
-    EXPECT_EQ(tiers.host.statistics().memory.frame_bytes, 0u);
-    EXPECT_EQ(tiers.host.statistics().store.stored_bytes, 0u);
+    EXPECT_TRUE(comes_true([&] { return is_below(0); }));
 }
 
 // A read that fails on the SSD is a typed error above, at every access; another page goes on. Method: scripted EIO.
