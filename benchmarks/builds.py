@@ -193,7 +193,9 @@ def main() -> None:
     about = {"benchmark": "builds", "machine": machine(options.ssd), "trees": commits_of(trees)}
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
         if options.smoke:
-            once = Comparison(trees, scratch, 1, 1, 1, options.activations, probe_bytes=16 << 20)
+            once = Comparison(
+                trees, scratch, pairs=1, rounds=1, warmup=1, activations=options.activations, probe_bytes=16 << 20
+            )
             results = [once.of(TINY, QUARTER)]
         else:
             comparison = Comparison(trees, scratch, options.pairs, options.rounds, options.warmup, options.activations)
