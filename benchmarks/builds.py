@@ -185,7 +185,7 @@ def commits_of(trees: dict[str, Path]) -> dict[str, str]:
 
 def main() -> None:
     parser = make_parser(__doc__, smoke="a tiny model, in seconds", rounds=3)
-    parser.add_argument("--only", default="", help="workloads whose name contains this")
+    parser.add_argument("--only", action="append", help="workloads whose name contains this; may be repeated")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--activations", default="", help="a mode of Config.activations; default: that of each build")
     options = parser.parse_args()
@@ -199,7 +199,8 @@ def main() -> None:
             results = [once.of(TINY, QUARTER)]
         else:
             comparison = Comparison(trees, scratch, options.pairs, options.rounds, options.warmup, options.activations)
-            results = [comparison.of(*workload) for workload in WORKLOADS if options.only in workload[0].name]
+            wanted = options.only or [""]
+            results = [comparison.of(*one) for one in WORKLOADS if any(part in one[0].name for part in wanted)]
     bars = [
         at_most(f"weights that differ, {result['workload']['name']}", int(result["weights_differ"]), 0)
         for result in results
