@@ -134,6 +134,8 @@ class Engine:
         """The step that this thread is in raised before its end."""
     def end_optimizer_step(self) -> None:
         """End of a step: also the end of a recorded pass."""
+    def expect_pass(self, program: int, tensors: list[torch.Tensor]) -> None:
+        """What the first pass of the program is thought to use, in this order; what is not managed is left out."""
     def begin_pass(self, program: int) -> None:
         """Begin a pass of the program: its uses are predicted by those of its last one. 0 is training; any thread."""
     def finish_loading(self) -> None:

@@ -213,6 +213,10 @@ void Engine::end_optimizer_step() {
     pager_->end_step();
 }
 
+void Engine::expect_pass(ProgramId program, std::span<const std::shared_ptr<Segment>> segments) {
+    if (!in_forked_child()) pager_->expect_pass(program, segments);
+}
+
 void Engine::begin_pass(ProgramId program) {
     if (!in_forked_child()) pager_->begin_pass(program);
 }

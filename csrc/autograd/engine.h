@@ -96,6 +96,8 @@ public:
     void begin_optimizer_step();
     /// Also the end of a recorded pass.
     void end_optimizer_step();
+    /// What the first pass of the program is thought to use, in this order. As begin_pass().
+    void expect_pass(ProgramId program, std::span<const std::shared_ptr<Segment>> segments);
     /// A pass begins: training, or another program, which no optimizer step ends. Any thread; nothing in a forked
     /// child, where a lock may be held for ever.
     void begin_pass(ProgramId program);

@@ -193,6 +193,17 @@ std::size_t evict_tensor(Engine& engine, const at::Tensor& tensor) {
     });
 }
 
+void expect_pass(Engine& engine, ProgramId program, const std::vector<at::Tensor>& tensors) {
+    waiting([&] {
+        std::vector<std::shared_ptr<Segment>> segments;
+        segments.reserve(tensors.size());
+        for (const at::Tensor& tensor : tensors) {
+            if (block_of(tensor)) segments.push_back(segment_of(tensor));
+        }
+        engine.expect_pass(program, segments);
+    });
+}
+
 void flush_engine(Engine& engine) {
     waiting([&] {
         engine.deferred().force_all();
@@ -255,6 +266,7 @@ void bind_engine(py::module_& module) {
         .def("end_saving", [](Engine& self) { waiting([&] { self.drop_kept(); }); })
         .def("begin_optimizer_step", [](Engine& self) { waiting([&] { self.begin_optimizer_step(); }); })
         .def("abandon_optimizer_step", &Engine::abandon_optimizer_step)
+        .def("expect_pass", &expect_pass, py::arg("program"), py::arg("tensors"))
         .def("begin_pass", &Engine::begin_pass, py::call_guard<py::gil_scoped_release>())
         .def("end_optimizer_step", [](Engine& self) { waiting([&] { self.end_optimizer_step(); }); })
         .def("finish_loading", [](Engine& self) { waiting([&] { self.finish_loading(); }); })

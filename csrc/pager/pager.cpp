@@ -52,6 +52,12 @@ bool is_whole_in_place(const Segment& segment) {
     return true;
 }
 
+/// The segment is the one of its role from now on; the lock is held. Pre: it has one.
+void give_role(Pager::Impl& pager, const std::shared_ptr<Segment>& segment) {
+    if (pager.roles.size() <= segment->trace_id) pager.roles.resize(segment->trace_id + 1);
+    pager.roles[segment->trace_id] = segment;
+}
+
 /// A store whose transfers do not end: its files and buffers stay as they are until the process ends.
 void keep_for_good(std::unique_ptr<PageStore> store) {
     static std::mutex mutex;
@@ -415,8 +421,7 @@ void Pager::touch(const std::shared_ptr<Segment>& segment) {
         const std::lock_guard lock(impl_->mutex);
         UsePredictor::Held uses = impl_->predictor->hold();
         if (!impl_->follows) uses.note_use(segment->trace_id, impl_->arena.take_other_peak_bytes());
-        if (impl_->roles.size() <= segment->trace_id) impl_->roles.resize(segment->trace_id + 1);
-        impl_->roles[segment->trace_id] = segment;
+        give_role(*impl_, segment);
         if (segment->eviction_rank) impl_->rank(*segment, uses);
     }
     impl_->kick_if_due();
@@ -445,6 +450,18 @@ void Pager::Impl::log_use(const Segment& segment, std::size_t first, std::size_t
     }
     use_log.add({segment.id(), first, count, segment.page_bytes(), segment.size_bytes(),
                  usage.range_bytes + usage.small_bytes + usage.reserve_bytes, kind});
+}
+
+void Pager::expect_pass(ProgramId program, std::span<const std::shared_ptr<Segment>> segments) {
+    std::vector<TraceId> order;
+    order.reserve(segments.size());
+    const std::lock_guard lock(impl_->mutex);
+    for (const std::shared_ptr<Segment>& segment : segments) {
+        if (segment->trace_id == kNoTrace) continue;
+        give_role(*impl_, segment);
+        order.push_back(segment->trace_id);
+    }
+    impl_->predictor->hold().expect(program, order);
 }
 
 void Pager::begin_pass(ProgramId program) {

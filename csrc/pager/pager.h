@@ -215,6 +215,8 @@ public:
     void set_anchor(Segment& segment, TraceId anchor);
     void touch(const std::shared_ptr<Segment>& segment);
     void kick();  // looks ahead soon
+    /// What the first pass of the program is thought to use, in this order; read ahead if nothing better is known.
+    void expect_pass(ProgramId program, std::span<const std::shared_ptr<Segment>> segments);
     /// A pass of the program begins: its uses are predicted by those of its last one.
     void begin_pass(ProgramId program);
     void end_step();  // throws, once, TierIoError for a page that could not be written and still has to be

@@ -46,6 +46,14 @@ void Trace::follow(TraceId id) {
     }
 }
 
+void Trace::expect(ProgramId program, std::span<const TraceId> order) {
+    if (has_prediction()) return;
+    std::vector<RecordedUse> uses;
+    uses.reserve(order.size());
+    for (const TraceId id : order) uses.push_back({id, {}});
+    programs_[find_or_add(program)].last_pass.replace(uses, 0);
+}
+
 bool Trace::begin_pass(ProgramId program, std::int64_t busy_ns) {
     if (has_begun_ && !has_used_any()) return false;
     const bool is_expected = !has_begun_ && programs_[running_].id == program;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "pager/recording.h"
@@ -39,6 +40,10 @@ public:
 
     /// Notes a pin of role `id` and moves the cursor past its next recorded occurrence.
     void touch(TraceId id, const TraceMoment& moment = {});
+
+    /// The roles that the program is thought to use, in this order, until a pass has been recorded: all of them at
+    /// once, since nothing tells how long it computes in between. Nothing where there is a recording to predict from.
+    void expect(ProgramId program, std::span<const TraceId> order);
 
     /// A pass of the program begins, and the one that ran has ended: what was recorded of it is its prediction now.
     /// What was used between a step and this is the start of this pass. A program without a recording is predicted as

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "pager/stall_clock.h"
@@ -27,6 +28,8 @@ public:
         std::int64_t since_last_ns() const noexcept { return predictor_.busy_ns() - predictor_.last_ns_; }
         /// `other_bytes`: the most memory of the recording tier that was not in pages since the use before.
         void note_use(TraceId role, std::size_t other_bytes);
+        /// What a pass that begins later may use, as in Trace.
+        void expect(ProgramId program, std::span<const TraceId> order) { predictor_.trace_.expect(program, order); }
         /// False if the prediction stays as it is.
         bool begin_pass(ProgramId program);
         void end_step();

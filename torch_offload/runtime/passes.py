@@ -4,7 +4,8 @@ The engine predicts a pass from the last one of the same program. A forward with
 which the optimizer ends, and so does a forward without them that comes after it: DPO's reference model, a teacher.
 """
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 
@@ -14,6 +15,13 @@ TRAINING = 0  # the number of the program that optimizer steps end
 # Forwards without gradients, one after the other, that a training step may have inside; with more it is over, or was
 # none: who evaluates a single time with gradients never steps.
 MAX_INSIDE_A_STEP = 8
+
+
+class Module(Protocol):
+    """What a pass is the forward of."""
+
+    def expected_uses(self) -> Iterable[torch.Tensor]:
+        """Return what a forward is likely to use, in this order."""
 
 
 class Passes:
@@ -32,8 +40,9 @@ class Passes:
         self._is_in_step = False  # a forward with gradients has run since the last step
         self._forwards_inside = 0  # without gradients, since that forward
         self._is_without_gradients = False  # the pass that runs
+        self._seen: set[int] = set()  # programs without gradients
 
-    def begin_forward(self, module: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def begin_forward(self, module: Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A wrapped module is called.
 
         Args:
@@ -53,7 +62,11 @@ class Passes:
             return
         self._is_in_step = False
         self._is_without_gradients = True
-        self._engine.begin_pass(_program_of(module, arguments, options))
+        program = _program_of(module, arguments, options)
+        if program not in self._seen:
+            self._seen.add(program)
+            self._engine.expect_pass(program, list(module.expected_uses()))
+        self._engine.begin_pass(program)
 
     def end_step(self) -> None:
         """An optimizer has stepped."""

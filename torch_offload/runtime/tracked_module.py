@@ -195,6 +195,16 @@ class WrappedModule:
             if tensor is not None:
                 yield known.label, tensor
 
+    def expected_uses(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters in the order in which the modules are, which most forwards go by.
+
+        Tables of embeddings are left out: of these a forward looks up rows.
+        """
+        module = self._module()
+        for part in () if module is None else module.modules():
+            if not isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                yield from part.parameters(recurse=False)
+
     def label_of(self, tensor: torch.Tensor) -> str | None:
         """Return the qualified name of a tracked tensor."""
         known = self._tracked.get(id(tensor))

@@ -163,6 +163,32 @@ TEST(PagerPlan, PassesKeepWhatFits) {
     EXPECT_LE(reads, 96u);  // what is read ahead takes memory, too: more of it where threads are slow
 }
 
+// What a first pass is expected to use is read before it is used, in this order, though nothing is recorded. Method:
+// pages on the disk, and a pass that begins, without and with an expectation.
+TEST(PagerPlan, FirstPassIsReadAhead) {
+    constexpr std::uint32_t kPages = 64;
+    Pager pager(options_with(kPages / 2), std::make_unique<SimEngine>(8, 1));
+    std::vector<std::shared_ptr<Segment>> weights;
+    for (std::uint32_t seed = 0; seed < kPages; ++seed) {
+        weights.push_back(with_role(pager, seed));
+        ASSERT_EQ(pager.evict(weights.back()), 0u);
+    }
+    pager.expect_pass(1, weights);
+    pager.kick();
+    EXPECT_EQ(pager.statistics().prefetches, 0u);  // no pass of the program has begun
+    pager.begin_pass(1);
+    ASSERT_TRUE(comes_true([&] {
+        pager.kick();
+        return pager.is_resident(*weights[7]);
+    }));
+    EXPECT_FALSE(pager.is_resident(*weights.back()));
+    for (std::uint32_t seed = 0; seed < kPages; ++seed) {
+        pager.touch(weights[seed]);
+        const PinGuard guard = pin(pager, weights[seed], Access::read);
+        EXPECT_TRUE(holds(*weights[seed], seed));
+    }
+}
+
 // Requests are kept until their turn comes, in their order, and are worthless after a use. Method: forty segments at
 // once, far more than the disk is given; all arrive, the first before the last. Then one that is used before its turn.
 TEST(PagerPlan, PrefetchRequestsWaitForTheirTurn) {

@@ -202,6 +202,26 @@ TEST(Trace, NewProgramIsPredictedAsTheOneBefore) {
     EXPECT_EQ(trace.next_in_pass(2), 0u);
 }
 
+// The first pass of all is predicted to use what its caller expects, at once; what is recorded then counts for more.
+// Method: an order that the pass does not keep to, and another one for a second program.
+TEST(Trace, FirstPassIsExpected) {
+    const std::vector<TraceId> order = {0, 1, 2};
+    const std::vector<TraceId> reversed = {2, 1, 0};
+    Trace trace;
+    trace.expect(kDecode, order);
+    EXPECT_FALSE(trace.has_prediction());  // of training
+    trace.begin_pass(kDecode);
+    EXPECT_EQ(trace.upcoming(2)->id, TraceId{2});
+    EXPECT_EQ(trace.upcoming(2)->after_ns, 0);
+    record(trace, {0});
+    EXPECT_EQ(trace.next_in_pass(2), 1u);
+    record(trace, {2, 1});
+    trace.expect(kEvaluate, reversed);
+    trace.begin_pass(kEvaluate);
+    EXPECT_EQ(trace.upcoming(0)->id, TraceId{0});
+    EXPECT_EQ(trace.upcoming(1)->id, TraceId{2});
+}
+
 // A module that calls a wrapped one begins one pass, not two. Method: two begin before anything is used.
 TEST(Trace, PassThatHasUsedNothingGoesOn) {
     Trace trace;

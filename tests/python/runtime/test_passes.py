@@ -24,11 +24,22 @@ ADAPTED_LAYERS = 64
 ADAPTED_BYTES = 4 * ADAPTED_LAYERS * WIDTH * WIDTH
 
 
+class CalledModule:
+    """A module of which nothing is expected but that it is called."""
+
+    def expected_uses(self) -> list[torch.Tensor]:
+        return []
+
+
 class Recorder:
     """An engine that lists the programs whose passes begin."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
+        self.expected: list[int] = []
+
+    def expect_pass(self, program: int, tensors: list[torch.Tensor]) -> None:
+        self.expected.append(program)
 
     def begin_pass(self, program: int) -> None:
         self.begun.append(program)
@@ -39,7 +50,7 @@ def begun_by(*calls: str) -> list[str]:
     "t" a training step that ends."""
     engine = Recorder()
     passes = Passes(engine)
-    modules = {"f": object(), "r": object()}
+    modules = {"f": CalledModule(), "r": CalledModule()}
     for call in "".join(calls):
         if call == "t":
             passes.end_step()
@@ -84,11 +95,41 @@ def test_rows_tell_programs_apart(arguments, options, is_other):
     """Method: a call of one row of four, and one of the same module with other arguments."""
     engine = Recorder()
     passes = Passes(engine)
-    module = object()
+    module = CalledModule()
     with torch.no_grad():
         passes.begin_forward(module, (ROWS,), {})
         passes.begin_forward(module, arguments, options)
     assert (len(set(engine.begun)) == 2) is is_other
+    assert engine.expected == list(dict.fromkeys(engine.begun))
+
+
+def first_forward(scratch: str) -> tuple[int, int, bool]:
+    """Return pages that the first forward after loading reads ahead and that it waits for, and equality."""
+    import torch_offload
+
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).requires_grad_(False)
+    batch = torch.randn(4, WIDTH)
+    expected = module(batch)
+    torch_offload.wrap(module, config=Config(ram=WEIGHT_BYTES // 2, ssd=scratch, min_paged_bytes=0, page_elements=4096))
+    before = torch_offload.report()
+    with torch.no_grad():
+        is_equal = same_bits(module(batch), expected)
+    after = torch_offload.report()
+    return after.prefetches - before.prefetches, after.misses - before.misses, is_equal
+
+
+def test_first_forward_is_read_ahead(scratch):
+    """Nothing is recorded of a model that has just been loaded: it is expected to go by the order of its modules.
+
+    Method: counters of the engine in the first forward over a module of twice the budget, each page of which is away
+    when its turn comes.
+    """
+    prefetched, missed, is_equal = in_child(first_forward, str(scratch))
+    pages = WEIGHT_BYTES // (4 * 4096)
+    assert is_equal
+    assert prefetched > pages // 4
+    assert missed < pages
 
 
 def sweep(scratch: str, budget_share: float) -> tuple[list[int], int, int, bool]:
