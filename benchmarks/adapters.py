@@ -55,6 +55,7 @@ class Plan:
 
     workloads: tuple[Workload, ...]
     folders: tuple[Workload, ...]  # named SMOLLM2.name: that model; others are random
+    rank: int = 8  # of adapters over bases from folders
     rounds: int = 5
     most_rounds: int = 15
     warmup: int = 2
@@ -82,8 +83,8 @@ USUAL = Plan(
         ),
     ),
 )
-FEW_BITS = replace(TINY, name="smoke folder", batch=2, layers=16)
-SMOKE = Plan((TINY,), (FEW_BITS,), rounds=2, most_rounds=2, warmup=1, probe_bytes=16 << 20, judges_time=False)
+FEW_BITS = replace(TINY, name="smoke folder", batch=1, hidden=512, intermediate=2048, layers=16)
+SMOKE = Plan((TINY,), (FEW_BITS,), rank=1, rounds=2, most_rounds=2, warmup=1, probe_bytes=16 << 20, judges_time=False)
 
 
 def budget_of(workload: Workload) -> int:
@@ -141,7 +142,7 @@ def measure_folder(workload: Workload, plan: Plan, ssd: str) -> dict[str, Any]:
         folder = make_folder(workload, scratch)
         try:
             for kind, quantized in (("bf16", 0), ("nf4", 1)):
-                base = {"folder": folder, "quantized": quantized}
+                base = {"folder": folder, "quantized": quantized, "rank": plan.rank}
                 plain = workers[f"plain_{kind}"] = start(f"plain_{kind}", workload, ssd, **base)
                 budgets[kind] = folder_budget(plain.description, workload)
                 paged = {**base, "budget_bytes": budgets[kind]}

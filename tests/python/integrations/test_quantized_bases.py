@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import torch_offload
-from torch_offload import _C
-from torch_offload.config import SECTOR_BYTES
+from torch_offload import _C, Config
 from torch_offload.runtime.tensor_parts import all_parts_of, parts_beside, parts_of
 
 pytestmark = pytest.mark.any_torch
@@ -55,6 +54,12 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture
+def base_only(config: Config) -> Config:
+    """Pages for the base, none for adapters, gradients and moments: what is read or written is of the base."""
+    return config.replace(min_paged_bytes=8192)
+
+
 def load(folder: Path, method: str) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=METHODS[method])
 
@@ -70,7 +75,7 @@ def with_adapters(base: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     base.gradient_checkpointing_enable({"use_reentrant": False})
     base.enable_input_require_grads()
-    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    adapters = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     return get_peft_model(base, adapters).train()
 
 
@@ -102,14 +107,14 @@ def assert_the_base_moved(*, base_bytes: int, budget_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_adapters_over_bitsandbytes_are_equal(folder, config, method):
+def test_adapters_over_bitsandbytes_are_equal(folder, base_only, method):
     """Wrapped after it was quantized in memory."""
     plain = with_adapters(load(folder, method))
     expected = train(plain)
     del plain
     base = load(folder, method)
     base_bytes = bytes_of(base)
-    paged = torch_offload.wrap(with_adapters(base), config=config, ram=base_bytes // 2)
+    paged = torch_offload.wrap(with_adapters(base), config=base_only, ram=base_bytes // 2)
     assert_bitwise_equal(train(paged), expected)
     assert_the_base_moved(base_bytes=base_bytes, budget_bytes=base_bytes // 2)
 
@@ -149,27 +154,25 @@ def test_a_model_is_quantized_within_the_budget_as_it_is_loaded(folder, config):
     assert_the_base_moved(base_bytes=base_bytes, budget_bytes=base_bytes // 2)
 
 
-def test_a_quantized_checkpoint_stays_in_its_file(folder, config, tmp_path):
+def test_a_quantized_checkpoint_stays_in_its_file(folder, base_only, tmp_path):
     """Loaded as it was saved, nothing of the base is written. Method: the counter of written pages, and the bits."""
     plain = load(folder, "nf4")
     plain.save_pretrained(tmp_path / "quantized")
     base_bytes = bytes_of(plain)
     expected = train(with_adapters(plain))
     del plain
-    with torch_offload.loading(config=config, ram=base_bytes // 2):
+    with torch_offload.loading(config=base_only, ram=base_bytes // 2):
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", dtype=torch.float32)
     report = torch_offload.report()
     assert report.written_bytes["parameter"] == 0
     assert report.counters["home_bytes"] > base_bytes // 2
     paged = torch_offload.wrap(with_adapters(base))
-    trained = [weight.nbytes for weight in paged.parameters() if weight.requires_grad]
-    adapters_bytes = sum(-(-size // SECTOR_BYTES) * SECTOR_BYTES for size in trained)
     assert_bitwise_equal(train(paged), expected)
     assert_the_base_moved(base_bytes=base_bytes, budget_bytes=base_bytes // 2)
-    assert torch_offload.report().written_bytes["parameter"] <= (STEPS + 1) * adapters_bytes
+    assert torch_offload.report().written_bytes["parameter"] == 0
 
 
-def test_evaluation_over_bitsandbytes_is_equal(folder, config):
+def test_evaluation_over_bitsandbytes_is_equal(folder, base_only):
     """Where the processor has bf16, a layer packs its weight anew in its first forward without gradients; then the
     pages hold that. Method: logits of some passes, plain and paged.
     """
@@ -182,7 +185,7 @@ def test_evaluation_over_bitsandbytes_is_equal(folder, config):
     expected = logits(load(folder, "nf4"))
     base = load(folder, "nf4")
     base_bytes = bytes_of(base)
-    paged = torch_offload.wrap(base, config=config, ram=base_bytes // 2)
+    paged = torch_offload.wrap(base, config=base_only, ram=base_bytes // 2)
     assert logits(paged) == expected
     report = torch_offload.report()
     assert report.read_bytes["parameter"] > base_bytes // 2
@@ -266,7 +269,7 @@ def to_torchao(base: nn.Module, kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["Int8Tensor", "IntxUnpackedToInt8Tensor", "NF4Tensor"])
-def test_adapters_over_torchao_are_equal(folder, config, kind):
+def test_adapters_over_torchao_are_equal(folder, base_only, kind):
     """Its tensors are made of others, which become pages."""
 
     def made() -> nn.Module:
@@ -279,7 +282,7 @@ def test_adapters_over_torchao_are_equal(folder, config, kind):
     del plain
     base = made()
     base_bytes = bytes_of(base)
-    paged = torch_offload.wrap(with_adapters(base), config=config, ram=base_bytes // 2)
+    paged = torch_offload.wrap(with_adapters(base), config=base_only, ram=base_bytes // 2)
     assert_bitwise_equal(train(paged), expected)
     assert_the_base_moved(base_bytes=base_bytes, budget_bytes=base_bytes // 2)
 
