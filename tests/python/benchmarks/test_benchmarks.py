@@ -152,7 +152,7 @@ def test_adapters_read_the_base_and_do_not_write_it(scratch):
     assert sizes["plain_nf4"] == sizes["paged_nf4"] < 0.35 * sizes["plain_bf16"]
     assert row["budget_bytes"]["nf4"] == sizes["paged_nf4"] // 2
     assert all(step["steps"]["paged_nf4"]["weights_read_bytes"] > 0 for step in row["rounds"])
-    assert len(result["bars"]) == 4 + 9
+    assert len(result["bars"]) == 4 + 8
 
 
 def test_generating_says_what_plain_torch_says(scratch):
