@@ -25,6 +25,7 @@ from torch_offload.integrations.trainer_optimizer import TrainerOptimizer
 from torch_offload.runtime import preflight
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.session import Session
+from torch_offload.runtime.tensor_parts import is_not_quantized_yet, is_ordinary, parts_of
 from torch_offload.system import environment
 from torch_offload.system.environment import Launch
 
@@ -161,11 +162,14 @@ def _add_figures_to_trackers(session: Session) -> None:
 
 
 def _is_large(tensor: torch.Tensor, config: Config) -> bool:
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type in ("cpu", "meta")
-    return is_plain and tensor.nbytes >= max(config.min_paged_bytes, 1)
+    return any(
+        is_ordinary(part) and part.device.type in ("cpu", "meta") and part.nbytes >= max(config.min_paged_bytes, 1)
+        for _, part in parts_of(tensor)
+    )
 
 
 def _check_layout(config: Config, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Refuse a model that is only laid out so far, if its budget is known and too small."""
-    if config.ram is not None and not PROCESS.provisional_layers.include(tensor):
+    keeps_its_size = is_ordinary(tensor) and not is_not_quantized_yet(tensor)
+    if config.ram is not None and keeps_its_size and not PROCESS.provisional_layers.include(tensor):
         preflight.check_laid_out(config, module, name, tensor)

@@ -35,8 +35,9 @@ def wrap(
     """Page the module's parameters, buffers, gradients and optimizer states between GPU, memory and SSD.
 
     The module is changed in place and returned; its class, names and ``state_dict`` stay the same, and so do all
-    numbers. Modules wrapped while another one is share its engine and its budget. What cannot be paged (meta,
-    quantized, sparse, shared or non-CPU tensors) stays as it is; one warning names it.
+    numbers. Modules wrapped while another one is share its engine and its budget. Weights of bitsandbytes and torchao
+    are paged with what they are made of. What cannot be paged (meta, sparse, shared or non-CPU tensors, subclasses that
+    are not known) stays as it is; one warning names it.
 
     Args:
         module: Any module; parameters that are added or made trainable later are paged as well.

@@ -6,17 +6,19 @@ import torch
 from torch import nn
 
 from torch_offload import _C
+from torch_offload.runtime.tensor_parts import is_ordinary
 
 
 def why_not_pageable(tensor: torch.Tensor, compute_device: str = "cpu") -> str | None:
     """Return the reason why a tensor cannot be paged, such as ``is on device cuda:1``, or None where it can.
 
     Args:
-        tensor: Any.
+        tensor: Any. What is made of others cannot be paged itself; ask for its parts.
         compute_device: Where the module computes. A tensor may be there or on the CPU.
     """
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
-        return f"is a {type(tensor).__name__}"
+    if not is_ordinary(tensor):
+        kind = type(tensor)
+        return f"is a {kind.__module__}.{kind.__qualname__}, a subclass of Tensor whose memory is not known"
     if tensor.device.type != "cpu" and str(tensor.device) != compute_device:
         return f"is on device {tensor.device}"
     if tensor.layout is not torch.strided:

@@ -11,6 +11,7 @@ from torch_offload.config import Config
 from torch_offload.runtime import preflight
 from torch_offload.runtime.eligibility import why_not_pageable
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
+from torch_offload.runtime.tensor_parts import is_not_quantized_yet, is_ordinary, parts_of
 
 
 class PendingModules:
@@ -72,11 +73,16 @@ class PendingModules:
             OutOfTierMemory: If the budget is too small for it, before anything of it is read.
             TierIOError: If pages cannot be written.
         """
-        label = f"{type(module).__name__}.{name}"
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.nbytes < max(self._config.min_paged_bytes, 1):
+        for suffix, part in parts_of(tensor):
+            self._take_part(module, f"{name}{suffix}", part, kind)
+
+    def _take_part(self, module: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None:
+        if not is_ordinary(tensor) or tensor.nbytes < max(self._config.min_paged_bytes, 1):
             return
-        if tensor.device.type in ("cpu", "meta") and not self._provisional.include(tensor):
+        is_laid_out = tensor.device.type in ("cpu", "meta") and not self._provisional.include(tensor)
+        if is_laid_out and not is_not_quantized_yet(tensor):
             preflight.check_laid_out(self._config, module, name, tensor)
+        label = f"{type(module).__name__}.{name}"
         can_be = why_not_pageable(tensor, self._engine.torch_device) is None
         if can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True):
             self._modules.add(module)

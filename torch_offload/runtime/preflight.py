@@ -10,6 +10,7 @@ from torch import nn
 from torch_offload.config import Config, OptimizerDevice, format_size
 from torch_offload.errors import ConfigError, OutOfTierMemory
 from torch_offload.runtime.eligibility import why_not_pageable
+from torch_offload.runtime.tensor_parts import all_parts_of
 from torch_offload.system import gpu, resources
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ def optimizer_device(config: Config, paged: Iterable[torch.Tensor]) -> Optimizer
 def paged_tensors(module: nn.Module, config: Config) -> dict[str, torch.Tensor]:
     """Return the tensors that will be paged, by name, each storage once. Pre: the device is decided."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for name, tensor in all_parts_of([*module.named_parameters(), *module.named_buffers()]):
         if why_not_pageable(tensor, compute_device(config)) is None and tensor.untyped_storage().nbytes() >= max(
             config.min_paged_bytes, 1
         ):
@@ -166,7 +167,7 @@ def _looked_up_by_rows(module: nn.Module, device: str) -> set[int]:
     tables: set[int] = set()
     others: set[int] = set()
     for part in module.modules():
-        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+        for name, tensor in all_parts_of([*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]):
             if why_not_pageable(tensor, device) is not None:
                 continue
             is_table = is_embedding_table(part, name) and not tensor.requires_grad

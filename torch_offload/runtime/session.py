@@ -33,6 +33,7 @@ from torch_offload.runtime.optimizer_hooks import OptimizerHooks
 from torch_offload.runtime.passes import Passes
 from torch_offload.runtime.pending_modules import PendingModules
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
+from torch_offload.runtime.tensor_parts import all_parts_of, parts_beside
 from torch_offload.runtime.tracked_module import WrappedModule
 from torch_offload.runtime.unpickling import UnpickledTensors
 from torch_offload.system import gpu, resources
@@ -183,7 +184,7 @@ class Session:
         Raises:
             OffloadError: As from ``Engine.manage``. What had been paged is ordinary memory again.
         """
-        before = {id(tensor) for tensor in (*module.parameters(), *module.buffers()) if _C.is_managed(tensor)}
+        before = {id(tensor) for tensor in _tensors_in(module) if _C.is_managed(tensor)}
         wrapped = self._wrapped[module] = WrappedModule(
             module,
             self.engine,
@@ -255,7 +256,7 @@ class Session:
 
     def tensors_of(self, module: nn.Module) -> list[torch.Tensor]:
         """Return what is paged for a module or a part of one: parameters, buffers, gradients, optimizer states."""
-        found = [*module.parameters(), *module.buffers()]
+        found = _tensors_in(module)
         for parameter in list(module.parameters()):
             found += [] if parameter.grad is None else [parameter.grad]
             found += self._steps.states_of(parameter)
@@ -416,6 +417,13 @@ class Session:
     def _label_of(self, parameter: torch.Tensor) -> str | None:
         labels = (wrapped.label_of(parameter) for wrapped in list(self._wrapped.values()))
         return next((label for label in labels if label is not None), None)
+
+
+def _tensors_in(module: nn.Module) -> list[torch.Tensor]:
+    """Return what a module holds; of quantized parameters, what they are made of."""
+    named = all_parts_of([*module.named_parameters(), *module.named_buffers()])
+    beside = [part for child in module.modules() for _, part in parts_beside(child)]
+    return [*(tensor for _, tensor in named), *beside]
 
 
 def _started_engine(**options: Any) -> _C.Engine:

@@ -14,10 +14,15 @@ from torch_offload import _C
 from torch_offload.activations.paging import PagedActivations
 from torch_offload.hooks.module_hooks import ModuleHook
 from torch_offload.runtime.eligibility import is_sharded, why_not_pageable
+from torch_offload.runtime.tensor_parts import parts_beside, parts_of
 
 FIRST_SEARCHES = 8
 CALLS_BETWEEN_SEARCHES = 64
 
+MAX_NAMED = 3  # tensors that stay in memory for the same reason
+
+Refusals = list[tuple[str, str]]
+"""Tensors that are not paged: the name of each, and what it is."""
 _Folder = Mapping[str, torch.Tensor | None]
 OnSubmodule = Callable[["WrappedModule", nn.Module, str], None]
 OnForward = Callable[["WrappedModule", tuple[Any, ...], dict[str, Any]], None]
@@ -112,7 +117,7 @@ class WrappedModule:
             return
         self._tracked = {key: known for key, known in self._tracked.items() if known.tensor() is not None}
         self._parameters = []
-        refusals: list[str] = []
+        refusals: Refusals = []
         sharded = self._sharded_parts(module, refusals)
         for path, submodule in module.named_modules():
             self._on_submodule(self, submodule, path)
@@ -121,54 +126,65 @@ class WrappedModule:
             for kind, folder in (("parameter", parameters), ("other", submodule._buffers)):
                 for name, tensor in folder.items():
                     if tensor is not None and not _is_on_loan(tensor):
-                        self._adopt(f"{path}.{name}" if path else name, tensor, kind, refusals)
+                        self._adopt_parts(f"{path}.{name}" if path else name, tensor, kind, refusals)
+            for suffix, part in parts_beside(submodule):
+                self._adopt(f"{path}{suffix}".removeprefix("."), part, "parameter", refusals)
         self._is_stale = False
         warn_unmanaged(refusals)
 
-    def _sharded_parts(self, module: nn.Module, refusals: list[str]) -> set[nn.Module]:
+    def _sharded_parts(self, module: nn.Module, refusals: Refusals) -> set[nn.Module]:
         """Return the submodules whose parameters are not theirs, and name the outermost when they are first seen."""
         sharded: set[nn.Module] = set()
         for path, submodule in module.named_modules():
             if submodule not in sharded and is_sharded(submodule):
                 sharded.update(submodule.modules())
                 if submodule not in self._sharded:
-                    refusals.append(f"the parameters of {path or 'the module'} are sharded by fully_shard")
+                    refusals.append((f"the parameters of {path or 'the module'}", "are sharded by fully_shard"))
         self._sharded = weakref.WeakSet(sharded)
         return sharded
 
     def adopt_parameter(self, label: str, parameter: torch.Tensor) -> None:
         """Page a parameter that is about to be registered. One that cannot be paged waits for the next scan."""
-        if why_not_pageable(parameter, self._engine.torch_device) is None:
-            self._adopt(label, parameter, "parameter", [])
+        for suffix, part in parts_of(parameter):
+            if why_not_pageable(part, self._engine.torch_device) is None:
+                self._adopt(f"{label}{suffix}", part, "parameter", [])
 
-    def _adopt(self, label: str, tensor: torch.Tensor, kind: str, refusals: list[str]) -> None:
+    def _adopt_parts(self, label: str, tensor: torch.Tensor, kind: str, refusals: Refusals) -> None:
+        for suffix, part in parts_of(tensor):
+            self._adopt(f"{label}{suffix}", part, kind, refusals)
+
+    def _adopt(self, label: str, tensor: torch.Tensor, kind: str, refusals: Refusals) -> None:
         known = self._tracked.get(id(tensor))
         if known is None or known.tensor() is not tensor:
             reason = why_not_pageable(tensor, self._engine.torch_device)
             if reason is not None:
-                refusals.append(f"{label} {reason}")
+                refusals.append((label, reason))
             known = Tracked(label, kind, weakref.ref(tensor), is_managed=False)
         if not known.is_managed or not _C.is_managed(tensor):
             can_be = why_not_pageable(tensor, self._engine.torch_device) is None
             known.is_managed = can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True)
         self._tracked[id(tensor)] = known
-        if kind == "parameter" and known.is_managed and known.gradient_hook is None:
+        may_train = kind == "parameter" and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
+        if may_train and known.is_managed and known.gradient_hook is None:
             known.gradient_hook = _hook_gradient(tensor, _gradient_hook(self._engine))
 
     def _has_changed(self) -> bool:
-        tracked = self._tracked
-        for folder in self._parameters:
-            for tensor in folder.values():
-                if tensor is None or _is_on_loan(tensor):
-                    continue
-                known = tracked.get(id(tensor))
-                if known is None or known.tensor() is not tensor:
-                    return True
-                if not known.is_managed:
-                    continue
-                if (tensor.requires_grad and known.gradient_hook is None) or not _C.is_managed(tensor):
-                    return True
-        return False
+        return any(
+            self._is_news(part)
+            for folder in self._parameters
+            for tensor in folder.values()
+            if tensor is not None and not _is_on_loan(tensor)
+            for _, part in parts_of(tensor)
+        )
+
+    def _is_news(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the module is not known, or not as it is now."""
+        known = self._tracked.get(id(tensor))
+        if known is None or known.tensor() is not tensor:
+            return True
+        if not known.is_managed:
+            return False
+        return (tensor.requires_grad and known.gradient_hook is None) or not _C.is_managed(tensor)
 
     def let_go(self, tensor: torch.Tensor) -> tuple[str, str] | None:
         """Forget a tensor and return its label and kind; None if it was not known."""
@@ -229,10 +245,21 @@ class RefreshHook(ModuleHook[WrappedModule]):
             owner.begin_forward(arguments, options or {})
 
 
-def warn_unmanaged(refusals: list[str]) -> None:
-    """Name, in one warning, the tensors that stay ordinary memory."""
-    if refusals:
-        warnings.warn(f"torch_offload leaves these tensors in memory: {'; '.join(refusals)}", UserWarning, stacklevel=5)
+def warn_unmanaged(refusals: Refusals) -> None:
+    """Name, in one warning, the tensors that stay ordinary memory, each reason once."""
+    labels: dict[str, list[str]] = {}
+    for label, reason in refusals:
+        labels.setdefault(reason, []).append(label)
+    said = [
+        f"{', '.join(named[:MAX_NAMED])}{_and_others(len(named) - MAX_NAMED)} {reason}"
+        for reason, named in labels.items()
+    ]
+    if said:
+        warnings.warn(f"torch_offload leaves these tensors in memory: {'; '.join(said)}", UserWarning, stacklevel=5)
+
+
+def _and_others(count: int) -> str:
+    return f" and {count} more, each of which" if count > 0 else ""
 
 
 def _is_on_loan(tensor: torch.Tensor) -> bool:

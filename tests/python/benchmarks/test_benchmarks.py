@@ -147,7 +147,12 @@ def test_adapters_read_the_base_and_do_not_write_it(scratch):
     assert row["ssd_read_bytes"]["min"] > 10 * row["ssd_written_bytes"]["max"] > 0
     assert report["written_bytes"]["parameter"] <= row["description"]["base_bytes"]  # once, when it first left
     assert len({step["steps"]["paged"]["loss"] for step in row["rounds"]}) > 1
-    assert len(result["bars"]) == 4
+    (row,) = result["folders"]
+    sizes = {name: described["base_bytes"] for name, described in row["descriptions"].items()}
+    assert sizes["plain_nf4"] == sizes["paged_nf4"] < 0.35 * sizes["plain_bf16"]
+    assert row["budget_bytes"]["nf4"] == sizes["paged_nf4"] // 2
+    assert all(step["steps"]["paged_nf4"]["weights_read_bytes"] > 0 for step in row["rounds"])
+    assert len(result["bars"]) == 4 + 8
 
 
 def test_generating_says_what_plain_torch_says(scratch):

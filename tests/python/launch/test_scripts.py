@@ -18,6 +18,7 @@ pytestmark = pytest.mark.any_torch
 
 STEPS = 3
 BUDGET_SHARE = 0.2
+HALF_QUANTIZED = 0.073  # of the weights as they were: half of what they are in four bits with statistics
 FULL_COPIES, LORA_COPIES, DPO_COPIES = 4, 1, 5  # of the weights: with gradients and moments; frozen; with a reference
 
 
@@ -68,6 +69,16 @@ def trl_options(trainer: str, folders: dict[str, Path]) -> list[str]:
         --output_dir OUTPUT --max_steps {STEPS} --per_device_train_batch_size 1 --gradient_accumulation_steps 2
         --max_length 48 --use_cpu --bf16 false --report_to none --learning_rate 1e-3"""
     return options.split()
+
+
+def test_trl_sft_over_a_base_in_four_bits(folders, tmp_path, scratch):
+    """The script of trl with --load_in_4bit: the base is quantized by bitsandbytes as it is loaded, and paged."""
+    deep = folders | {"causal": save_model("causal", tmp_path / "deep", layers=20)}  # beside what its loss takes
+    command = ["-m", "trl.scripts.sft", *trl_options("sft", deep), "--use_peft", "--load_in_4bit"]
+    half_bytes = int(HALF_QUANTIZED * (deep["causal"] / "model.safetensors").stat().st_size)
+    report = run_both(command, tmp_path, scratch, ram=str(half_bytes)).report
+    assert report["faults"] == 0
+    assert report["read_bytes"]["parameter"] > 2 * STEPS * half_bytes
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])

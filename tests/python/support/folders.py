@@ -33,7 +33,7 @@ def save_tokenizer(folder: Path) -> None:
     wrapped.save_pretrained(folder)
 
 
-def save_model(kind: str, folder: Path) -> Path:
+def save_model(kind: str, folder: Path, *, layers: int = LAYERS) -> Path:
     """A model of the kind (causal, classification, seq2seq) and its tokenizer."""
     torch.manual_seed(0)
     special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
@@ -44,7 +44,7 @@ def save_model(kind: str, folder: Path) -> Path:
                 d_model=HIDDEN,
                 d_kv=32,
                 d_ff=2 * HIDDEN,
-                num_layers=LAYERS,
+                num_layers=layers,
                 num_heads=4,
                 decoder_start_token_id=0,
                 **special,
@@ -52,7 +52,7 @@ def save_model(kind: str, folder: Path) -> Path:
         )
     else:
         name = "bert" if kind == "classification" else "llama"
-        config = tiny_config(name, tied=kind != "causal", hidden=HIDDEN, layers=LAYERS)
+        config = tiny_config(name, tied=kind != "causal", hidden=HIDDEN, layers=layers)
         config.update(special | ({"num_labels": 3} if kind == "classification" else {}))
         auto = AutoModelForSequenceClassification if kind == "classification" else AutoModelForCausalLM
         model = auto.from_config(config)
