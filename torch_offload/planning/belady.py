@@ -15,6 +15,7 @@ from typing import NamedTuple
 NEVER = 1 << 60
 WORTHLESS = NEVER + 1  # the next thing that happens to it is its end
 NO_PAGE = -1
+ACTIVATION = "activation"
 
 
 class Use(Enum):
@@ -136,7 +137,7 @@ class Memory:
 
     def replay(self, events: Sequence[PageUse]) -> Iterator[Moved]:
         """Yield what moved up to each mark since the one before it."""
-        for event, following in zip(events, _following_uses(events), strict=True):
+        for now, (event, following) in enumerate(zip(events, _following_uses(events), strict=True)):
             if event.use is Use.mark:
                 self.asked.append(event)
                 yield Moved(dict(self._read), dict(self._written))
@@ -150,7 +151,14 @@ class Memory:
             elif event.use in _ENDING:
                 self._end(event)
             else:
-                self._use(event, following)
+                self._use(event, self._rank_of(event.page, now, following))
+
+    def _rank_of(self, page: int, now: int, following: int) -> int:
+        """Return when a page counts as used next: an activation, which is written and read where it leaves, after half
+        of the distance, as in the engine.
+        """
+        is_costly = self._kinds[page] == ACTIVATION and following < NEVER
+        return now + (following - now) // 2 if is_costly else following
 
     def _use(self, event: PageUse, following: int) -> None:
         page = event.page
