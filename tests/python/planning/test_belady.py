@@ -124,3 +124,14 @@ def test_a_whole_model_moves_what_was_found_before(share, bytes_per_parameter):
     layers = [1 << 20] * 12
     total = sum(optimum.optimum(layers, share * 16 * sum(layers)))
     assert total / sum(layers) == pytest.approx(bytes_per_parameter, abs=0.1)
+
+
+def test_an_activation_that_is_used_later_stays_before_a_clean_page():
+    """It would be written and read, the page only read. Method: room for two of three pages, the activation's next use
+    furthest, but not twice as far."""
+    pages = Pages()
+    activation, weight, other = (pages.add(kind, 10) for kind in ("activation", "parameter", "parameter"))
+    uses = [PageUse(Use.create, activation, 1), PageUse(Use.read, weight, 2), PageUse(Use.read, other, 3)]
+    uses += [PageUse(Use.read, weight, 4), PageUse(Use.read, activation, 5), PageUse(Use.mark)]
+    (moved,) = Memory(pages, 20, stored=[weight, other]).replay(uses)
+    assert (moved.read, moved.written) == ({"parameter": 30}, {})
