@@ -184,8 +184,9 @@ void MappedCopy::copy_in(const std::shared_ptr<Segment>& segment, std::span<cons
     }
     advise_read_ahead(std::to_address(source.end()), kTouchedNextBytes);
     BlockStream& blocks = stream->blocks();
+    const std::uint64_t direct_end_bytes = blocks.file().direct_end_bytes();
     copy_by_page(engine_, segment, source.size(), [&](std::size_t begin, std::span<std::byte> target) {
-        const std::uint64_t left_bytes = blocks.end_bytes() - std::min(blocks.end_bytes(), offset_bytes + begin);
+        const std::uint64_t left_bytes = direct_end_bytes - std::min(direct_end_bytes, offset_bytes + begin);
         const std::size_t direct_bytes = std::min<std::size_t>(target.size(), left_bytes);
         if (direct_bytes > 0) blocks.copy(offset_bytes + begin, target.first(direct_bytes));
         std::memcpy(target.data() + direct_bytes, source.data() + begin + direct_bytes, target.size() - direct_bytes);
