@@ -167,6 +167,12 @@ def selections(scratch: str) -> list[str]:
     torch.manual_seed(0)
     table = torch.randn(ROWS, WIDTH)
     rows = torch.randint(0, WIDTH, (9,))
+
+    def into(select: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+        out = torch.zeros(9, WIDTH)
+        select(out)
+        return out
+
     ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "rows": lambda t: t.index_select(0, rows),
         "rows, counted from the end": lambda t: t.index_select(-2, rows.int()),
@@ -174,8 +180,8 @@ def selections(scratch: str) -> list[str]:
         "none": lambda t: t.index_select(0, rows[:0]),
         "columns": lambda t: t.index_select(1, rows),
         "of three dimensions": lambda t: t.view(ROWS, 4, WIDTH // 4).index_select(0, rows),
-        "into a tensor": lambda t: torch.index_select(t, 0, rows, out=torch.zeros(9, WIDTH)),
-        "embedded into a tensor": lambda t: torch.ops.aten.embedding.out(t, rows, out=torch.zeros(9, WIDTH)),
+        "into a tensor": lambda t: into(lambda out: torch.index_select(t, 0, rows, out=out)),
+        "embedded into a tensor": lambda t: into(lambda out: torch.ops.aten.embedding.out(t, rows, out=out)),
     }
     expected = {name: way(table) for name, way in ways.items()}
     module = nn.ParameterList([nn.Parameter(table, requires_grad=False)])
