@@ -15,7 +15,6 @@ in which somebody else took more than a tenth of the machine's CPU is discarded,
 the ratios within a round. The raw disk is probed once per round.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.disk import DiskProbe
+from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import take_turns
@@ -134,10 +134,7 @@ def bars_of(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="two layers, for a minute: shows that it runs")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
+    parser = driver_parser(__doc__, smoke="two layers, for a minute")
     options = parser.parse_args()
     plan = SMOKE if options.smoke else Plan()
     subprocess.run([sys.executable, str(HERE.parent / "examples" / "demo_model.py"), str(MODEL)], check=True)

@@ -21,7 +21,6 @@ A round in which somebody else took more than a tenth of the machine's CPU is di
 medians of the ratios within a round. The raw disk is probed once per round.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.disk import DiskProbe, seconds_at_disk_rate
+from harness.options import driver_parser
 from harness.process_memory import PLAIN_HUGE
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
@@ -243,11 +243,8 @@ def bars_of(result: dict[str, Any], *, judges_time: bool) -> list[dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model for seconds: shows that it runs")
+    parser = driver_parser(__doc__)
     parser.add_argument("--rounds", type=int, help="quiet rounds to measure; default: 5")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
     plan = SMOKE if options.smoke else USUAL
     plan = replace(plan, rounds=options.rounds or plan.rounds)

@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 from harness.disk import DiskProbe
+from harness.options import driver_parser
 from harness.provenance import git, machine
 from harness.reporting import at_most, emit, progress, spread, usable
 from harness.rounds import take_turns
@@ -74,14 +75,11 @@ def finished(workers: dict[str, WorkerProcess], trees: dict[str, Path]) -> dict[
 
 def make_parser(description: str | None, *, smoke: str, rounds: int) -> argparse.ArgumentParser:
     """Return the options of a driver that compares builds; `smoke` is what its short run does."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = driver_parser(description, smoke=smoke)
     parser.add_argument("--before", type=Path, required=True, help="a tree with its extension built in place")
     parser.add_argument("--after", type=Path, default=BENCHMARKS.parent, help="the same; default: this tree")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help=f"{smoke}: shows that it runs")
     parser.add_argument("--pairs", type=int, default=3, help="of processes, for each workload")
     parser.add_argument("--rounds", type=int, default=rounds, help="of each pair")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     return parser
 
 

@@ -8,7 +8,6 @@ torch, and within 512 MiB. Both take turns at looking up 256 random rows. Tokens
 may be read for each distinct row; accelerate and transformers have no way to read less than the whole table.
 """
 
-import argparse
 import json
 import tempfile
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from harness.disk import DiskProbe
+from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_most, emit, progress, spread, usable
 from harness.rounds import take_turns
@@ -117,10 +117,7 @@ def bars_of(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="a tiny table for seconds: shows that it runs")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
+    parser = driver_parser(__doc__, smoke="a tiny table for seconds")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
         result = measure(SMOKE if options.smoke else Plan(), Path(scratch).resolve())

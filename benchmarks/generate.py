@@ -8,15 +8,20 @@ A random-init Llama of 1.2 B parameters in bf16 is saved once. Processes that ta
     paged               a budget of half of the weights
     mapped              transformers over the mapped file: what fits stays in the system's page cache
     disk                accelerate's device_map={"": "disk"}
+    llama_cpp           llama.cpp over the mapped file of the same bf16 weights in its own format; tokens of one row
 All but `plain` are in a memory group of their own, limited to what the process holds without the model (the peak of
 one that generates with a model of some kilobytes) and half of the weights. Each of these reads a file of its own that
 nobody has read before: pages of the system's cache count in the group that had them read. A step is eight tokens for
 one row, eight for each of sixteen rows, or the loss of 2,048 tokens. The least bytes of a pass are those of furthest
 next use over the engine's own list of uses. The limit of a step is what it takes in memory or what its bytes take at
 the disk's rate (harness/disk.py), whichever is more. Ratios are medians of those within a round.
+
+llama.cpp is measured where llama-cpp-python is installed, in the environment that runs this: cmake builds it in some
+ten minutes (`pip install llama-cpp-python`). Its process does without torch and has the same limit, so more of its file
+stays in memory than of the others'. Only its speed is compared: its kernels are others than torch's, so tokens differ.
 """
 
-import argparse
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -29,10 +34,12 @@ from typing import Any
 from harness.cached_files import forget_cached
 from harness.disk import DiskProbe
 from harness.memory_group import MemoryGroup, end_cleanly_on_signals
+from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import Round, take_turns
 from harness.worker_process import WorkerProcess, option_words, worker_command
+from models.llama_gguf import write_gguf
 
 MAKE_MODEL = """
 import sys, torch
@@ -46,8 +53,7 @@ LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermed
 """
 OF_WEIGHTS = 0.5
 LIMIT_TOLERANCE = 1.02  # of the memory that a process may take beside what it holds before the model
-LIMITED = ("paged", "mapped", "disk")
-PEERS = {"mapped": 2.0, "disk": 3.0}  # least seconds over ours, generating one row
+PEERS = {"mapped": 2.0, "disk": 3.0, "llama_cpp": 1.2}  # least seconds over ours, generating one row
 MAX_OVER_LEAST = 1.05
 MAX_EVALUATION = 1.10
 
@@ -123,6 +129,28 @@ def own_copy(folder: Path, variant: str) -> Path:
     return copied
 
 
+def has_llama_cpp() -> bool:
+    return importlib.util.find_spec("llama_cpp") is not None
+
+
+def variants_of(task: Task) -> list[str]:
+    """Return who takes turns at a task: plain torch first."""
+    is_for_llama_cpp = task.rows == 1 and task.new_tokens > 0 and has_llama_cpp()
+    return ["plain", "paged", *(name for name in PEERS if name != "llama_cpp" or is_for_llama_cpp)]
+
+
+def command_of(plan: Plan, task: Task, folder: Path, variant: str, budget_bytes: int) -> list[str]:
+    """Return the command of a variant that reads a file of its own."""
+    if variant == "llama_cpp":
+        file = folder.with_name("model.gguf")
+        write_gguf(folder, file)
+        forget_cached(file)
+        words = option_words({"file": file, "prompt": task.prompt, "new_tokens": task.new_tokens})
+        return [*worker_command("llama_cpp"), *words]
+    more = {"budget_bytes": budget_bytes, "page_elements": plan.page_elements} if variant == "paged" else {}
+    return options_of(task, own_copy(folder, variant), variant, **more)
+
+
 def measure_base_bytes(root: Path, task: Task) -> int:
     """Return what a process peaks at that generates with next to no model."""
     smallest = make_model(root / "smallest", *SMALLEST)
@@ -142,10 +170,9 @@ def measure(plan: Plan, task: Task, folder: Path, base_bytes: int, probe: DiskPr
     groups: dict[str, MemoryGroup] = {}
     workers: dict[str, WorkerProcess] = {}
     with ExitStack() as stack:
-        for variant in ("plain", *LIMITED):
-            more = {"budget_bytes": budget_bytes, "page_elements": plan.page_elements} if variant == "paged" else {}
-            command = options_of(task, own_copy(folder, variant), variant, **more)
-            if variant in LIMITED and plan.judges_time:
+        for variant in variants_of(task):
+            command = command_of(plan, task, folder, variant, budget_bytes)
+            if variant != "plain" and plan.judges_time:
                 groups[variant] = MemoryGroup(variant, limit_bytes, may_swap=False)
                 stack.callback(groups[variant].remove)
                 command = groups[variant].command(command)
@@ -156,10 +183,12 @@ def measure(plan: Plan, task: Task, folder: Path, base_bytes: int, probe: DiskPr
         turns = {name: worker.step for name, worker in workers.items()}
         rounds = take_turns(turns, wanted=plan.rounds, most=plan.most_rounds, probe=probe)
         replay = workers["paged"].ask("replay")
-        report = workers["paged"].ask("finish")["report"]
+        final = {name: worker.ask("finish") | worker.description for name, worker in workers.items()}
+        report = final["paged"].pop("report")
         peaks = {name: group.peak_bytes() for name, group in groups.items()}
     sizes = {"weight_bytes": weight_bytes, "budget_bytes": budget_bytes, "limit_bytes": limit_bytes}
-    told = {"task": asdict(task), "replay": replay, "report": report, "group_peak_bytes": peaks, "rounds": rounds}
+    told = {"task": asdict(task), "replay": replay, "report": report, "workers": final}
+    told |= {"group_peak_bytes": peaks, "rounds": rounds}
     return sizes | told | summarise(rounds, plan)
 
 
@@ -202,7 +231,8 @@ def bars_of(result: dict[str, Any], *, judges_time: bool) -> list[dict[str, Any]
         bars.append(at_least(f"share of the limit, {label}", share, task["least_share"]))
         if task["rows"] == 1:
             for name, least in PEERS.items():
-                bars.append(at_least(f"{name} over paged, {label}", result["over_paged"][name]["median"], least))
+                if name in result["over_paged"]:
+                    bars.append(at_least(f"{name} over paged, {label}", result["over_paged"][name]["median"], least))
     else:
         ratios = [row["steps"]["paged"]["seconds"] / row["steps"]["plain"]["seconds"] for row in result["rounds"]]
         bars.append(at_most(f"paged over plain, {label}", spread(ratios)["median"], MAX_EVALUATION))
@@ -210,11 +240,8 @@ def bars_of(result: dict[str, Any], *, judges_time: bool) -> list[dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model for seconds: shows that it runs")
+    parser = driver_parser(__doc__)
     parser.add_argument("--rounds", type=int, help="quiet rounds to measure; default: 5")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
     end_cleanly_on_signals()
     plan = SMOKE if options.smoke else USUAL
@@ -227,7 +254,8 @@ def main() -> None:
         results = [measure(plan, task, folder, base_bytes, probe) for task in plan.tasks]
     bars = [bar for result in results for bar in bars_of(result, judges_time=plan.judges_time)]
     told = {"benchmark": "generate", "machine": machine(options.ssd), "base_bytes": base_bytes, "tasks": results}
-    emit(told | {"bars": bars}, as_json=options.json)
+    missing = [] if has_llama_cpp() else ["llama-cpp-python is not installed"]
+    emit(told | {"bars": bars, "not_measured": missing}, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ A turn is fio, ours, ours, fio, so that a drift of the disk cancels; the ratio o
 Between turns the raw disk is probed. fio is a system package: apt-get install fio.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ from typing import Any
 from harness import io_program
 from harness.disk import DiskProbe
 from harness.machine import CpuSeconds
+from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import are_enough, at_least, emit, is_quiet, progress, spread, usable
 
@@ -151,15 +151,12 @@ def name_of_pages(*, huge_pages: bool) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="a small file once, in seconds: shows that it runs")
+    parser = driver_parser(__doc__, smoke="a small file once, in seconds")
     parser.add_argument("--rounds", type=int, help="quiet ones per case")
     parser.add_argument("--most-rounds", type=int, help="quiet or not, per case")
     parser.add_argument(
         "--depth", type=int, default=io_program.DEPTH, help="transfers in flight (default: %(default)s)"
     )
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
     if shutil.which("fio") is None:
         raise SystemExit("fio is not installed: apt-get install fio")

@@ -10,7 +10,6 @@ had no request, half of the time between two looks where one of them says so: wh
 could win at most. `thread_share` is the part in which it ran at all. Steps are those of train_step.py.
 """
 
-import argparse
 import os
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.disk import DiskCounters, DiskProbe
+from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread
 from harness.worker_process import WorkerProcess, worker_command
@@ -129,11 +129,8 @@ def bars_of(results: list[dict[str, Any]], *, judges: bool) -> list[dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model for seconds: shows that it runs")
+    parser = driver_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="steps that are measured, of each case")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
     rounds, warmup, cases = (2, 1, SMOKE) if options.smoke else (options.rounds, 3, CASES)
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:

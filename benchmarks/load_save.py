@@ -11,7 +11,6 @@ which the rates are of, and with pages that stay in it, which is the default. A 
 than a tenth of the machine's CPU is dropped, where enough others are left.
 """
 
-import argparse
 import filecmp
 import json
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.disk import DiskProbe, seconds_at_disk_rate
+from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, is_quiet, spread
 from harness.worker_process import worker_command
@@ -168,10 +168,7 @@ def bars_of(result: dict[str, Any], *, is_timed: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model for seconds: shows that it runs")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
+    parser = driver_parser(__doc__)
     options = parser.parse_args()
     plan = SMOKE if options.smoke else FULL
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:

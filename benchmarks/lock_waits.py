@@ -9,7 +9,6 @@ threads wait delays transfers. Steps are those of train_step.py: in memory, with
 it in small pages, which takes the locks more often.
 """
 
-import argparse
 import collections
 import struct
 import subprocess
@@ -20,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread
 from harness.worker_process import WorkerProcess, worker_command
@@ -154,11 +154,8 @@ def measure(case: Case, rounds: int, warmup: int, ssd: str, preloaded: Path, lib
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model for seconds: shows that it runs")
+    parser = driver_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="steps that are measured, of each case")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
     library = extension()
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:

@@ -15,12 +15,12 @@ is discarded, up to a limit; ratios are medians of the ratios within a round. Th
 What is read is judged twice: beside the disk itself, where computing may bind, and beside the emulated slow one.
 """
 
-import argparse
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
 from harness.disk import DiskProbe, seconds_at_disk_rate
+from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import take_turns
@@ -163,10 +163,7 @@ def bars_of(result: dict[str, Any], *, judges_time: bool) -> list[dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="small, for a minute: shows that it runs")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
+    parser = driver_parser(__doc__, smoke="small, for a minute")
     options = parser.parse_args()
     plan = SMOKE if options.smoke else Plan()
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:

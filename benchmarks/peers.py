@@ -45,6 +45,7 @@ from harness.memory_group import (
     remove_leftovers,
     scratch_directory,
 )
+from harness.options import driver_parser
 from harness.process_memory import PLAIN_HUGE
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
@@ -360,11 +361,7 @@ def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | Non
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument(
-        "--smoke", action="store_true", help="a tiny model without peers, in seconds: shows that it runs"
-    )
+    parser = driver_parser(__doc__, smoke="a tiny model without peers, in seconds")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--peers", default=",".join(PEERS), help="of deepspeed, swap (default: both)")
     parser.add_argument("--rounds", type=int, default=Plan.rounds)
@@ -374,7 +371,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--deepspeed-settings", type=deepspeed_setup.from_option, help="JSON: these instead of a search; {} for ours"
     )
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     return parser.parse_args()
 
 

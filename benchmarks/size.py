@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harness.disk import DiskCounters, DiskProbe, seconds_at_disk_rate
+from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import are_enough, at_least, at_most, emit, is_quiet, progress, spread, usable
 from harness.worker_process import WorkerProcess, worker_command
@@ -222,16 +223,13 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="tiny models, in seconds: shows that it runs")
+    parser = driver_parser(__doc__, smoke="tiny models, in seconds")
     parser.add_argument("--dtype", choices=tuple(BYTES_PER_PARAMETER), default="fp32")
     parser.add_argument("--sizes", default="0.1,0.4,1.2,3.0", help="billions of parameters (default: %(default)s)")
     parser.add_argument("--ram", default="1GiB", help="the one budget (default: %(default)s)")
     parser.add_argument("--large-limit", default="6GiB", help="process limit of the extra run; 0: none (default: 6GiB)")
     parser.add_argument("--steps", type=int, default=Plan.steps, help="quiet ones per model (default: %(default)s)")
     parser.add_argument("--most-steps", type=int, default=Plan.most_steps, help="quiet or not (default: %(default)s)")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
     if options.dtype == "bf16" and not hasattr(torch_offload, "AdamW"):
         raise SystemExit("this torch_offload has no AdamW of its own, which bf16 needs; use --dtype fp32")

@@ -18,12 +18,12 @@ somebody else took more than a tenth of the machine's CPU is discarded, up to a 
 [1] NVIDIA Ada GPU Architecture, white paper, appendix A: FP16 and BF16 tensor with FP32 accumulate.
 """
 
-import argparse
 import functools
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import take_turns
@@ -182,12 +182,9 @@ def bars_of(result: dict[str, Any], *, is_timed: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model for seconds: shows that it runs")
+    parser = driver_parser(__doc__)
     parser.add_argument("--only", default="", help="points bound by what contains this, such as 'ssd'")
     parser.add_argument("--rounds", type=int, help="quiet rounds to measure; default: 5")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
     plan = SMOKE if options.smoke else USUAL
     plan = replace(plan, rounds=options.rounds or plan.rounds)

@@ -13,13 +13,13 @@ of two: computing with the interference of its traffic, measured beforehand in t
 bandwidth. The least SSD traffic comes from the engine's own list of uses, replayed (replay.py).
 """
 
-import argparse
 import tempfile
 from dataclasses import asdict, replace
 from typing import Any
 
 import interference
 from harness.disk import DiskProbe, seconds_at_disk_rate
+from harness.options import driver_parser
 from harness.process_memory import PLAIN_HUGE
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
@@ -220,9 +220,7 @@ def over_optimum(variant: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model for seconds: shows that it runs")
+    parser = driver_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="about 1 B parameters; needs 24 GiB")
     parser.add_argument("--only", default="", help="workloads whose name contains this, such as 'fp32, 128'")
     parser.add_argument(
@@ -232,7 +230,6 @@ def main() -> None:
         help="compare these modes of Config.activations, each beside plain torch, instead of the package's default",
     )
     parser.add_argument("--rounds", type=int, help="quiet rounds to measure; default: 5")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
     plan = SMOKE if options.smoke else LARGE if options.full else USUAL
     plan = replace(plan, rounds=options.rounds or plan.rounds)

@@ -14,10 +14,10 @@ def kept(path: Path, write: Callable[[Path], object]) -> Path:
     return path
 
 
-def forget_cached(folder: Path) -> None:
-    """Have the system read the weights of a folder from the disk."""
-    for path in folder.glob("*.safetensors"):
-        file = os.open(path, os.O_RDONLY)
+def forget_cached(path: Path) -> None:
+    """Have the system read a file from the disk, or the weights of a folder."""
+    for part in path.glob("*.safetensors") if path.is_dir() else (path,):
+        file = os.open(part, os.O_RDONLY)
         os.fsync(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(file)

@@ -56,10 +56,12 @@ def progress(line: str) -> None:
 
 
 def emit(result: dict[str, Any], *, as_json: bool) -> None:
-    """Print everything as one JSON object, or the bars for a reader."""
+    """Print everything as one JSON object, or for a reader the bars and what was `not_measured`."""
     if as_json:
         print(json.dumps({"code": provenance.code()} | result, indent=1))
         return
     for row in result["bars"]:
         verdict = "holds" if row["holds"] else "FAILS"
         print(f"{verdict}  {row['name']}: {row['value']:.3f} ({row['relation']} {row['target']})")
+    for reason in result.get("not_measured", ()):
+        print(f"not measured: {reason}")

@@ -1,11 +1,11 @@
-"""A worker process that takes commands on stdin and answers each with a JSON line, and its log."""
+"""A worker process that takes commands on stdin and answers each with a JSON line: both ends, and its log."""
 
 import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class WorkerFailed(RuntimeError):
 
 
 class WorkerProcess:
-    """Speaks with workers/step.py and what behaves like it."""
+    """Speaks with a process that does `serve`."""
 
     def __init__(self, name: str, command: Sequence[str], *, log_directory: str, **environment: str) -> None:
         self.name = name
@@ -83,3 +83,13 @@ class WorkerProcess:
         self.close()
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
         raise WorkerFailed(f"{self.name} ended with status {self.process.returncode}:\n{tail}")
+
+
+def serve(make_worker: Callable[[], Any]) -> None:
+    """Make a worker and answer commands, the names of its methods, until stdin ends."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints must not look like an answer
+    worker = make_worker()
+    answers.write(json.dumps(worker.describe()) + "\n")
+    for line in sys.stdin:
+        answers.write(json.dumps(getattr(worker, line.strip())()) + "\n")

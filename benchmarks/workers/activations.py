@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from harness.machine import CpuSeconds
 from harness.process_memory import forget_peak, peak_resident_bytes
+from harness.worker_process import serve
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from workers.step import serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from harness.machine import CpuSeconds
 from harness.process_memory import peak_resident_bytes
+from harness.worker_process import serve
 from safetensors.torch import load_file
 from torch import nn
-from workers.step import serve
 
 
 def make_parser() -> argparse.ArgumentParser:

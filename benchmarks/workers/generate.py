@@ -8,15 +8,14 @@ import hashlib
 import json
 import os
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from harness.belady_check import least_of_passes
-from harness.machine import CpuSeconds
+from harness.machine import CpuSeconds, read_bytes_of_process
 from harness.process_memory import forget_peak, peak_resident_bytes
+from harness.worker_process import serve
 from transformers import LlamaForCausalLM
-from workers.step import serve
 
 VARIANTS = ("plain", "paged", "mapped", "disk")
 REPLAYED_STEPS = 3  # the first to begin with, the second to judge, the third for what the second keeps
@@ -53,12 +52,6 @@ def load(options: argparse.Namespace, scratch: str) -> LlamaForCausalLM:
         for weight in model.parameters():
             weight.data = weight.data.clone()  # else it is the mapped file
     return model
-
-
-def read_bytes_of_process() -> int:
-    """Return what this process has had the disk read, mapped files included."""
-    words = Path("/proc/self/io").read_text().split()
-    return int(words[words.index("read_bytes:") + 1])
 
 
 class GenerateWorker:

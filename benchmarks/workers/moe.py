@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from harness.machine import CpuSeconds
 from harness.process_memory import forget_peak, peak_resident_bytes
+from harness.worker_process import serve
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from workers.step import serve
 
 import torch_offload
 from torch_offload.moe import layouts, modules, operators, ternary

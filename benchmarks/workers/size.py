@@ -9,17 +9,10 @@ from typing import Any
 
 import torch
 from harness.process_memory import forget_peak, peak_resident_bytes
+from harness.worker_process import serve
 from torch import nn
 from transformers import LlamaForCausalLM
-from workers.step import (
-    Worker,
-    base_resident_bytes,
-    limit_budget,
-    make_configuration,
-    make_optimizer,
-    make_parser,
-    serve,
-)
+from workers.step import Worker, base_resident_bytes, limit_budget, make_configuration, make_optimizer, make_parser
 
 import torch_offload
 

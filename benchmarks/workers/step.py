@@ -6,16 +6,14 @@ Reads one command per line from stdin ("step", "replay" or "finish") and answers
 import argparse
 import hashlib
 import json
-import os
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from harness.machine import CpuSeconds
 from harness.process_memory import forget_peak, huge_page_bytes, peak_resident_bytes, resident_bytes, swapped_bytes
+from harness.worker_process import serve
 from models.mixed_precision import MasterAdamW
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -218,16 +216,6 @@ class Worker:
         memory["start_peak_resident_bytes"] = peak_resident_bytes()
         sizes = {"parameters": total, "part_elements": parts, "state_bytes": state_bytes}
         return sizes | memory | {"torch": torch.__version__}
-
-
-def serve(make_worker: Callable[[], Any]) -> None:
-    """Make a worker and answer commands, the names of its methods, until stdin ends."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints must not look like an answer
-    worker = make_worker()
-    answers.write(json.dumps(worker.describe()) + "\n")
-    for line in sys.stdin:
-        answers.write(json.dumps(getattr(worker, line.strip())()) + "\n")
 
 
 if __name__ == "__main__":

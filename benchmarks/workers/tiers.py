@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from harness.machine import CpuSeconds
+from harness.worker_process import serve
 from transformers import LlamaForCausalLM
-from workers.step import Worker, make_configuration, make_parser, serve
+from workers.step import Worker, make_configuration, make_parser
 
 if TYPE_CHECKING:
     from torch_offload import Config

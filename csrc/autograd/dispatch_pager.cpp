@@ -135,7 +135,11 @@ void call(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::Disp
             }
             return;
         case OperatorKind::row_lookup:
+        case OperatorKind::row_select:
             if (!try_look_up_rows(op, traits, keys, stack)) call_pinned(op, traits, keys, stack);
+            return;
+        case OperatorKind::row_sum:
+            if (!try_sum_rows(op, traits, keys, stack)) call_pinned(op, traits, keys, stack);
             return;
         case OperatorKind::list:
         case OperatorKind::list_norm:

@@ -101,30 +101,31 @@ MappedCopy::Stream::~Stream() {
     engine_.pager().free_range(memory_);
 }
 
+bool MappedCopy::may_leave_in_files() const noexcept { return !engine_.copies_checkpoints() && !engine_.has_device(); }
+
 bool MappedCopy::Stream::is_of(const MappedFile& file) const noexcept {
     return thread_ == std::this_thread::get_id() && blocks_->file().is_same_content(file);
 }
 
-/// The file that `source` lies in, or nothing if pages cannot lie there.
-std::shared_ptr<const HomeFile> MappedCopy::home_under(std::span<const std::byte> source, std::uint64_t& offset_bytes) {
-    std::optional<MappedFile> file = file_under(source);
-    if (!file || !file->is_private || !is_on_local_disk(file->file.get())) return nullptr;
-    offset_bytes = file->offset_bytes;
+/// The file as one that pages lie in, or nothing if they cannot. A file that was not known is taken out of `file`.
+std::shared_ptr<const HomeFile> MappedCopy::home_of(std::optional<MappedFile>& file) {
+    if (!file->is_private || !is_on_local_disk(file->file.get())) return nullptr;
     const std::lock_guard lock(mutex_);
     std::erase_if(homes_, [](const auto& home) { return home.expired(); });
     for (const auto& known : homes_) {
         if (auto home = known.lock(); home && home->is_same_content(*file)) return home;
     }
-    auto home = std::make_shared<const HomeFile>(std::move(*file));
+    auto home = std::make_shared<const HomeFile>(*std::exchange(file, std::nullopt));
     homes_.push_back(home);
     return home;
 }
 
 /// As many pages as can lie in the file under `source`; those behind them are to be copied.
-std::size_t MappedCopy::leave_in_file(Segment& segment, std::span<const std::byte> source) {
-    if (engine_.copies_checkpoints() || engine_.has_device()) return 0;
-    std::uint64_t offset_bytes = 0;
-    const std::shared_ptr<const HomeFile> home = home_under(source, offset_bytes);
+std::size_t MappedCopy::leave_in_file(Segment& segment, std::span<const std::byte> source,
+                                      std::optional<MappedFile>& file) {
+    if (!file || !may_leave_in_files()) return 0;
+    const std::uint64_t offset_bytes = file->offset_bytes;
+    const std::shared_ptr<const HomeFile> home = home_of(file);
     if (!home) return 0;
     // safetensors looks at the first element of each tensor: that of the next one lies behind this one.
     advise_single_touches(source.data(), source.size() + kTouchedNextBytes);
@@ -133,10 +134,8 @@ std::size_t MappedCopy::leave_in_file(Segment& segment, std::span<const std::byt
 
 /// The stream of the file that `source` lies in, or nothing if it is better read through the mapping.
 std::unique_ptr<MappedCopy::Stream> MappedCopy::stream_for(std::span<const std::byte> source,
-                                                           std::uint64_t& offset_bytes) {
-    std::optional<MappedFile> file = file_under(source);
+                                                           std::optional<MappedFile> file) {
     if (!file) return nullptr;
-    offset_bytes = file->offset_bytes;
     std::unique_ptr<Stream> stream;
     {
         const std::lock_guard lock(mutex_);
@@ -157,7 +156,10 @@ std::unique_ptr<MappedCopy::Stream> MappedCopy::stream_for(std::span<const std::
 }
 
 void MappedCopy::copy_in(const std::shared_ptr<Segment>& segment, std::span<const std::byte> source) {
-    if (const std::size_t page_count = leave_in_file(*segment, source); page_count > 0) {
+    std::optional<MappedFile> file;
+    if (may_leave_in_files() || source.size() >= kMinDirectBytes) file = file_under(source);
+    const std::uint64_t offset_bytes = file ? file->offset_bytes : 0;
+    if (const std::size_t page_count = leave_in_file(*segment, source, file); page_count > 0) {
         const std::size_t left_bytes = std::min(page_count * segment->page_bytes(), source.size());
         engine_.counters.home_bytes.add(left_bytes);
         engine_.counters.copied_bytes.add(source.size() - left_bytes);
@@ -176,16 +178,16 @@ void MappedCopy::copy_in(const std::shared_ptr<Segment>& segment, std::span<cons
         torch_offload::copy_in(engine_, segment, source, c10::kCPU);
         return;
     }
-    std::uint64_t offset_bytes = 0;
-    std::unique_ptr<Stream> stream = stream_for(source, offset_bytes);
+    std::unique_ptr<Stream> stream = stream_for(source, std::move(file));
     if (!stream) {
         copy_through_mapping(engine_, segment, source);
         return;
     }
     advise_read_ahead(std::to_address(source.end()), kTouchedNextBytes);
     BlockStream& blocks = stream->blocks();
+    const std::uint64_t direct_end_bytes = blocks.file().direct_end_bytes();
     copy_by_page(engine_, segment, source.size(), [&](std::size_t begin, std::span<std::byte> target) {
-        const std::uint64_t left_bytes = blocks.end_bytes() - std::min(blocks.end_bytes(), offset_bytes + begin);
+        const std::uint64_t left_bytes = direct_end_bytes - std::min(direct_end_bytes, offset_bytes + begin);
         const std::size_t direct_bytes = std::min<std::size_t>(target.size(), left_bytes);
         if (direct_bytes > 0) blocks.copy(offset_bytes + begin, target.first(direct_bytes));
         std::memcpy(target.data() + direct_bytes, source.data() + begin + direct_bytes, target.size() - direct_bytes);

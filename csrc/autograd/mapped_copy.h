@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <thread>
 #include <vector>
@@ -61,9 +62,10 @@ private:
         std::unique_ptr<BlockStream> blocks_;
     };
 
-    std::shared_ptr<const HomeFile> home_under(std::span<const std::byte> source, std::uint64_t& offset_bytes);
-    std::size_t leave_in_file(Segment& segment, std::span<const std::byte> source);
-    std::unique_ptr<Stream> stream_for(std::span<const std::byte> source, std::uint64_t& offset_bytes);
+    bool may_leave_in_files() const noexcept;
+    std::shared_ptr<const HomeFile> home_of(std::optional<MappedFile>& file);
+    std::size_t leave_in_file(Segment& segment, std::span<const std::byte> source, std::optional<MappedFile>& file);
+    std::unique_ptr<Stream> stream_for(std::span<const std::byte> source, std::optional<MappedFile> file);
 
     Engine& engine_;
     std::mutex mutex_;                 // guards the next two; never held during I/O

@@ -64,6 +64,17 @@ constexpr std::array kSplittable = {
     "_fused_sgd_"sv,
 };
 
+struct NamedKind {
+    std::string_view name;
+    OperatorKind kind;
+};
+constexpr std::array kReadingRows = {
+    NamedKind{"embedding", OperatorKind::row_lookup},
+    NamedKind{"index_select", OperatorKind::row_select},
+    NamedKind{"_embedding_bag", OperatorKind::row_sum},
+    NamedKind{"_embedding_bag_forward_only", OperatorKind::row_sum},
+};
+
 struct NamedOverwrite {
     std::string_view name;
     Overwrite overwrite;
@@ -140,7 +151,11 @@ OperatorKind kind_of(const c10::OperatorHandle& op, bool writes) {
     }
     if (name == "resize_") return OperatorKind::resizing;
     if (name == "_to_copy") return OperatorKind::casting;
-    if (name == "embedding") return OperatorKind::row_lookup;
+    if (op.operator_name().overload_name.empty()) {
+        for (const auto& [reading, kind] : kReadingRows) {
+            if (name == reading) return kind;
+        }
+    }
     if (name == "_foreach_norm" && op.operator_name().overload_name == "Scalar") return OperatorKind::list_norm;
     return name.starts_with("_foreach_") || contains(kSplittable, name) ? OperatorKind::list : OperatorKind::ordinary;
 }

@@ -20,6 +20,8 @@ enum class OperatorKind : std::uint8_t {
     resizing,    // touches bytes only when the storage grows
     casting,     // _to_copy: touches no bytes when it goes to the meta device
     row_lookup,  // embedding: reads some rows of its first argument
+    row_select,  // index_select: the same, if it is rows that it selects
+    row_sum,     // _embedding_bag: reads some rows of its first argument, and returns sums of them
 };
 
 /// How an operator writes all of its first argument without reading it.

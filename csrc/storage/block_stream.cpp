@@ -31,10 +31,10 @@ BlockStream::~BlockStream() {
 
 void BlockStream::copy(std::uint64_t offset_bytes, std::span<std::byte> target) {
     const std::uint64_t copy_end = offset_bytes + target.size();
-    OFFLOAD_CHECK(copy_end <= end_bytes(), InvalidArgument, "bytes up to ", copy_end, " of ", file_.path,
+    OFFLOAD_CHECK(copy_end <= file_.direct_end_bytes(), InvalidArgument, "bytes up to ", copy_end, " of ", file_.path,
                   ", which ends at ", file_.size_bytes);
     const bool follows = copied_bytes_ <= offset_bytes && offset_bytes - copied_bytes_ <= kMaxSkippedBytes;
-    const std::uint64_t until_bytes = follows ? end_bytes() : round_up(copy_end, kSectorBytes);
+    const std::uint64_t until_bytes = follows ? file_.direct_end_bytes() : round_up(copy_end, kSectorBytes);
     const bool is_coming = first_ < next_ && block(first_).request.offset_bytes <= offset_bytes;
     if (!is_coming || offset_bytes >= next_bytes_) start_at(offset_bytes);
     while (!target.empty()) {

@@ -28,12 +28,9 @@ public:
 
     const MappedFile& file() const noexcept { return file_; }
 
-    /// Where direct reads end: a last sector that the file does not fill cannot be read so.
-    std::uint64_t end_bytes() const noexcept { return file_.size_bytes / kSectorBytes * kSectorBytes; }
-
     /// Copies the file's bytes from `offset_bytes` on to `target`. Goes on reading behind it where this part followed
     /// the last one.
-    /// Throws: TierIoError, also for an earlier read ahead; InvalidArgument beyond end_bytes().
+    /// Throws: TierIoError, also for an earlier read ahead; InvalidArgument beyond file().direct_end_bytes().
     void copy(std::uint64_t offset_bytes, std::span<std::byte> target);
 
 private:

@@ -14,7 +14,7 @@ bool HomeFile::is_unchanged() const noexcept {
 }
 
 bool HomePlace::can_be_read(std::size_t page_bytes) const noexcept {
-    return round_up(offset_bytes + page_bytes, std::uint64_t{kSectorBytes}) <= file->end_bytes();
+    return round_up(offset_bytes + page_bytes, std::uint64_t{kSectorBytes}) <= file->direct_end_bytes();
 }
 
 HomeRead::HomeRead(const HomePlace& place, std::size_t page_bytes, std::span<std::byte> slot)

@@ -23,8 +23,7 @@ public:
     int file_descriptor() const noexcept { return file_.file.get(); }
     const std::string& path() const noexcept { return file_.path; }
     bool is_same_content(const MappedFile& other) const noexcept { return file_.is_same_content(other); }
-    /// Where direct reads end: a last sector that the file does not fill cannot be read so.
-    std::uint64_t end_bytes() const noexcept { return file_.size_bytes / kSectorBytes * kSectorBytes; }
+    std::uint64_t direct_end_bytes() const noexcept { return file_.direct_end_bytes(); }
     /// Whether nobody has written to it since, as far as its size and its time of modification tell. False if the
     /// system does not say.
     bool is_unchanged() const noexcept;

@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 
+#include "base/units.h"
 #include "storage/file_descriptor.h"
 
 namespace torch_offload {
@@ -31,6 +32,9 @@ struct MappedFile {
         return device == other.device && inode == other.inode && size_bytes == other.size_bytes &&
                modified_ns == other.modified_ns;
     }
+
+    /// Where direct reads end: a last sector that the file does not fill cannot be read so.
+    std::uint64_t direct_end_bytes() const noexcept { return size_bytes / kSectorBytes * kSectorBytes; }
 };
 
 /// The file whose bytes `memory` shows, if reading them from the disk gives the same: a mapping, or parts of one behind

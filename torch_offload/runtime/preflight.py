@@ -163,7 +163,7 @@ def check_all(config: Config, module: nn.Module, paged: dict[str, torch.Tensor])
 
 
 def _looked_up_by_rows(module: nn.Module, device: str) -> set[int]:
-    """Return the addresses of the tables of which only embeddings read, and that do not train."""
+    """Return the addresses of the tables of which only embeddings and their bags read, and that do not train."""
     tables: set[int] = set()
     others: set[int] = set()
     for part in module.modules():
@@ -189,7 +189,9 @@ def check_laid_out(config: Config, module: nn.Module, name: str, tensor: torch.T
 
 def is_embedding_table(module: nn.Module, name: str) -> bool:
     """Whether that tensor of the module is read row by row, as long as it does not train."""
-    return isinstance(module, nn.Embedding) and name == "weight" and module.max_norm is None
+    if name != "weight" or not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is not None:
+        return False
+    return isinstance(module, nn.Embedding) or module.mode != "max"
 
 
 def check_mappings(config: Config, paged: Iterable[torch.Tensor], *, root: Path = Path("/")) -> None:

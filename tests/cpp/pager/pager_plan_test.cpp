@@ -27,11 +27,7 @@ bool are_all(const Segment& segment, PageState state) {
     return true;
 }
 
-std::shared_ptr<Segment> with_role(Pager& pager, std::uint32_t seed) {
-    auto segment = filled_segment(pager, 1, seed);
-    segment->trace_id = pager.new_trace_id();
-    return segment;
-}
+std::shared_ptr<Segment> with_role(Pager& pager, std::uint32_t seed) { return segment_with_role(pager, 1, seed); }
 
 // Reads and writes that wait together go to the disk in batches of one direction, few at a time. Method: a disk that
 // finishes nothing until 24 pages wait to come and 24 to leave, then one after the other.

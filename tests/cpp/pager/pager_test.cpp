@@ -173,8 +173,7 @@ TEST(Pager, RandomWorkloadKeepsEveryByte) {
     std::vector<std::uint32_t> holding(kSegments);
     for (std::uint32_t i = 0; i < kSegments; ++i) {
         holding[i] = i;
-        segments.push_back(filled_segment(pager, 1 + i % 5, i));
-        segments.back()->trace_id = pager.new_trace_id();
+        segments.push_back(segment_with_role(pager, 1 + i % 5, i));
     }
     std::vector<std::thread> threads;
     std::atomic<int> wrong{0};

@@ -76,10 +76,7 @@ TEST(TierStore, HostKeepsWhatTheProgramUsesSoonest) {
     EmulatedDevice device;
     ThreeTiers tiers(device, 8, 24);
     std::vector<std::shared_ptr<Segment>> segments;
-    for (std::uint32_t i = 0; i < 40; ++i) {
-        segments.push_back(filled_segment(tiers.top, 1, i));
-        segments.back()->trace_id = tiers.top.new_trace_id();
-    }
+    for (std::uint32_t i = 0; i < 40; ++i) segments.push_back(segment_with_role(tiers.top, 1, i));
     constexpr int kSteps = 3;
     std::uint64_t read_before = 0;
     for (int step = 0; step < 3 + kSteps; ++step) {
@@ -100,14 +97,9 @@ TEST(TierStore, HostKeepsWhatTheProgramUsesSoonest) {
 TEST(TierStore, HostReadsAheadWhileTheDeviceHasNoRoom) {
     EmulatedDevice device;
     ThreeTiers tiers(device, 8, 24);
-    const auto used_in_steps = [&](std::size_t pages, std::uint32_t seed) {
-        auto segment = filled_segment(tiers.top, pages, seed);
-        segment->trace_id = tiers.top.new_trace_id();
-        return segment;
-    };
-    const auto first = used_in_steps(6, 1);
-    const auto second = used_in_steps(2, 2);
-    const auto next = used_in_steps(4, 3);
+    const auto first = segment_with_role(tiers.top, 6, 1);
+    const auto second = segment_with_role(tiers.top, 2, 2);
+    const auto next = segment_with_role(tiers.top, 4, 3);
     const auto held = filled_segment(tiers.top, 7, 4);
     const PinGuard guard = pin(tiers.top, held, Access::read);
     for (int step = 0; step < 2; ++step) {  // of the first it is not known when it began
@@ -132,8 +124,7 @@ TEST(TierStore, HostLetsGoWhatTheProgramHasJustUsed) {
     ThreeTiers tiers(device, 8, 16);
     std::vector<std::shared_ptr<Segment>> segments;
     for (std::uint32_t i = 0; i < 6; ++i) {
-        segments.push_back(filled_segment(tiers.top, 2, i));
-        segments.back()->trace_id = tiers.top.new_trace_id();
+        segments.push_back(segment_with_role(tiers.top, 2, i));
         tiers.top.touch(segments.back());
     }
     const auto held = tiers.top.create_segment(7 * kPageBytes, 4, SegmentKind::parameter);
@@ -152,12 +143,9 @@ TEST(TierStore, HostLetsGoWhatTheProgramHasJustUsed) {
 TEST(TierStore, HostDoesNotReadWhatTheDeviceHas) {
     EmulatedDevice device;
     ThreeTiers tiers(device, 8, 24);
-    const auto above = filled_segment(tiers.top, 2, 1);
-    const auto next = filled_segment(tiers.top, 2, 2);
-    for (const auto& segment : {above, next}) {
-        segment->trace_id = tiers.top.new_trace_id();
-        ASSERT_EQ(tiers.top.evict(segment), 0u);
-    }
+    const auto above = segment_with_role(tiers.top, 2, 1);
+    const auto next = segment_with_role(tiers.top, 2, 2);
+    for (const auto& segment : {above, next}) ASSERT_EQ(tiers.top.evict(segment), 0u);
     const PinGuard used = pin(tiers.top, above, Access::read);
     ASSERT_EQ(tiers.host.evict(above->backing()), 0u);
     const auto held = filled_segment(tiers.top, 5, 3);
@@ -175,8 +163,6 @@ TEST(TierStore, HostDoesNotReadWhatTheDeviceHas) {
 /// A parameter and a moment of it, both on the SSD, with deferred work that nobody applies.
 struct DeferredUpdate {
     explicit DeferredUpdate(ThreeTiers& three) : tiers(three) {
-        weight->trace_id = tiers.top.new_trace_id();
-        moment->trace_id = tiers.top.new_trace_id();
         tiers.top.set_anchor(*moment, weight->trace_id);
         tiers.top.set_pending_work([](Segment&, std::size_t, bool) { return false; },
                                    [this](Segment&) { return std::vector{weight, moment}; });
@@ -188,8 +174,8 @@ struct DeferredUpdate {
     ~DeferredUpdate() { tiers.top.clear_pending_work(); }
 
     ThreeTiers& tiers;
-    const std::shared_ptr<Segment> weight = filled_segment(tiers.top, 2, 1);
-    const std::shared_ptr<Segment> moment = filled_segment(tiers.top, 2, 2);
+    const std::shared_ptr<Segment> weight = segment_with_role(tiers.top, 2, 1);
+    const std::shared_ptr<Segment> moment = segment_with_role(tiers.top, 2, 2);
 };
 
 // With a parameter that is used next, the host reads what its deferred work needs. Method: a device without room, a
@@ -216,10 +202,7 @@ TEST(TierStore, HostLetsGoWhatHasBeenUpdated) {
     ThreeTiers tiers(device, 8, 16, UpdatesOn::host);
     const DeferredUpdate update(tiers);
     std::vector<std::shared_ptr<Segment>> order{update.weight};
-    for (std::uint32_t i = 3; i < 6; ++i) {
-        order.push_back(filled_segment(tiers.top, 2, i));
-        order.back()->trace_id = tiers.top.new_trace_id();
-    }
+    for (std::uint32_t i = 3; i < 6; ++i) order.push_back(segment_with_role(tiers.top, 2, i));
     order.insert(order.end() - 1, update.weight);
     const auto held = filled_segment(tiers.top, 7, 6);
     const PinGuard guard = pin(tiers.top, held, Access::read);

@@ -57,8 +57,7 @@ TEST(UsePredictor, PagerThatFollowsRecordsNothing) {
     const auto predictor = std::make_shared<UsePredictor>();
     Pager pager(options_with(8), std::make_unique<SimEngine>(8, 1));
     pager.follow(predictor);
-    const auto segment = filled_segment(pager, 4, 1);
-    segment->trace_id = pager.new_trace_id();
+    const auto segment = segment_with_role(pager, 4, 1);
     const Clock::time_point begin = Clock::now();
     predictor->hold().note_use(7, 0);
     pager.touch(segment);

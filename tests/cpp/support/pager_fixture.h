@@ -58,6 +58,13 @@ inline std::shared_ptr<Segment> filled_segment(Pager& pager, std::size_t pages, 
     return segment;
 }
 
+/// The same with a role of its own in the trace.
+inline std::shared_ptr<Segment> segment_with_role(Pager& pager, std::size_t pages, std::uint32_t seed) {
+    auto segment = filled_segment(pager, pages, seed);
+    segment->trace_id = pager.new_trace_id();
+    return segment;
+}
+
 /// Waits for `condition`; false after ten seconds.
 inline bool comes_true(const std::function<bool()>& condition) {
     for (int i = 0; i < 10'000; ++i) {

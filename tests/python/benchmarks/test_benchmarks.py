@@ -3,6 +3,7 @@
 Times are no subject here: a smoke run judges none, so that others may run beside it.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -156,10 +157,13 @@ def test_adapters_read_the_base_and_do_not_write_it(scratch):
 
 
 def test_generating_says_what_plain_torch_says(scratch):
-    """A model of twice the budget was read again and again, beside a mapped file and accelerate's disk offload."""
+    """A model of twice the budget was read again and again, beside a mapped file, accelerate's disk offload and, where
+    it is installed, llama.cpp."""
     result = smoke("generate", scratch)
     (task,) = result["tasks"]
-    assert task["seconds"].keys() == {"plain", "paged", "mapped", "disk"}
+    has_llama_cpp = importlib.util.find_spec("llama_cpp") is not None
+    assert task["seconds"].keys() == {"plain", "paged", "mapped", "disk", *(["llama_cpp"] if has_llama_cpp else [])}
+    assert result["not_measured"] == ([] if has_llama_cpp else ["llama-cpp-python is not installed"])
     assert task["replay"]["passes"] == task["task"]["new_tokens"]
     assert 0 < task["replay"]["least_read_bytes"] <= task["replay"]["read_bytes"]
     assert len(result["bars"]) == 2

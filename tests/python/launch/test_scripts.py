@@ -5,6 +5,7 @@ its state (parameters, gradients, moments) and no setting of activations. Report
 say that bytes moved.
 """
 
+import json
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.folders import save_model, save_rows
+from support.grpo_rewards import phases_of
 from support.script_runs import SCRIPTS, Ended, assert_paged, start, start_paged
 
 pytestmark = pytest.mark.any_torch
@@ -20,15 +22,16 @@ STEPS = 3
 BUDGET_SHARE = 0.2
 HALF_QUANTIZED = 0.073  # of the weights as they were: half of what they are in four bits with statistics
 FULL_COPIES, LORA_COPIES, DPO_COPIES = 4, 1, 5  # of the weights: with gradients and moments; frozen; with a reference
+NEW_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """Models by kind, data sets by trainer."""
     root = tmp_path_factory.mktemp("folders")
-    made = {kind: save_model(kind, root / kind) for kind in ("causal", "classification", "seq2seq")}
+    made = {kind: save_model(kind, root / kind) for kind in ("causal", "classification", "seq2seq", "reward")}
     made |= {"sft": save_rows(root / "texts", preference=False), "dpo": save_rows(root / "pairs", preference=True)}
-    return made
+    return made | {"grpo": made["dpo"]}
 
 
 def run_both(command: Sequence[str], output: Path, scratch: Path, *, ram: str) -> Ended:
@@ -66,9 +69,13 @@ def assert_same_weights(found: Path, expected: Path) -> None:
 
 def trl_options(trainer: str, folders: dict[str, Path]) -> list[str]:
     options = f"""--model_name_or_path {folders["causal"]} --dataset_name {folders[trainer]} --dtype float32
-        --output_dir OUTPUT --max_steps {STEPS} --per_device_train_batch_size 1 --gradient_accumulation_steps 2
-        --max_length 48 --use_cpu --bf16 false --report_to none --learning_rate 1e-3"""
-    return options.split()
+        --output_dir OUTPUT --max_steps {STEPS} --gradient_accumulation_steps 2
+        --use_cpu --bf16 false --report_to none --learning_rate 1e-3"""
+    if trainer == "grpo":
+        options += f""" --per_device_train_batch_size 2 --num_generations 2 --max_completion_length {NEW_TOKENS}
+            --reward_funcs support.grpo_rewards.distinct_characters"""
+        return [*options.split(), "--generation_kwargs", json.dumps({"min_new_tokens": NEW_TOKENS})]
+    return [*options.split(), "--per_device_train_batch_size", "1", "--max_length", "48"]
 
 
 def test_trl_sft_over_a_base_in_four_bits(folders, tmp_path, scratch):
@@ -99,6 +106,26 @@ def test_trl_dpo(folders, tmp_path, scratch):
     """Two models, the reference frozen."""
     ram = share_of_model(folders["causal"], DPO_COPIES)
     run_both(["-m", "trl.scripts.dpo", *trl_options("dpo", folders)], tmp_path, scratch, ram=ram)
+
+
+@pytest.mark.parametrize("models", ["policy", "policy, reference and reward"])
+def test_trl_grpo(folders, tmp_path, scratch, models):
+    """It generates and trains in one process, and both phases page. Tokens are foreseen from the first one on: each
+    reads what does not fit of the weights, moments are read once, for the updates that the first token applies."""
+    more = [] if models == "policy" else ["--beta", "0.1", "--reward_model_name_or_path", str(folders["reward"])]
+    command = ["-m", "trl.scripts.grpo", *trl_options("grpo", folders), *more]
+    ended = run_both(command, tmp_path, scratch, ram=share_of_model(folders["causal"], FULL_COPIES))
+    phases = phases_of(ended.output)
+    assert [phase["name"] for phase in phases] == ["generated", "trained"] * STEPS
+    weight_bytes = (folders["causal"] / "model.safetensors").stat().st_size
+    for phase in phases:
+        read = phase["read_bytes"]
+        if phase["name"] == "generated":
+            assert 0 < read["parameter"] < 0.75 * NEW_TOKENS * weight_bytes, "the weights were read for each token"
+            assert read["state"] < 2.2 * weight_bytes
+        else:
+            assert read["parameter"] > 0
+            assert phase["written_bytes"]["gradient"] > 0
 
 
 def test_trl_command_trains_in_a_child(folders, tmp_path, scratch):

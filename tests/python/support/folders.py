@@ -18,6 +18,7 @@ from support.models import VOCABULARY, tiny_config
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
 HIDDEN = 384
 LAYERS = 6
+LABELS = {"classification": 3, "reward": 1}  # a reward is one number
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -34,7 +35,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_model(kind: str, folder: Path, *, layers: int = LAYERS) -> Path:
-    """A model of the kind (causal, classification, seq2seq) and its tokenizer."""
+    """A model of the kind (causal, classification, seq2seq, reward) and its tokenizer."""
     torch.manual_seed(0)
     special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
     if kind == "seq2seq":
@@ -51,10 +52,10 @@ def save_model(kind: str, folder: Path, *, layers: int = LAYERS) -> Path:
             )
         )
     else:
-        name = "bert" if kind == "classification" else "llama"
-        config = tiny_config(name, tied=kind != "causal", hidden=HIDDEN, layers=layers)
-        config.update(special | ({"num_labels": 3} if kind == "classification" else {}))
-        auto = AutoModelForSequenceClassification if kind == "classification" else AutoModelForCausalLM
+        is_causal = kind == "causal"
+        config = tiny_config("llama" if is_causal else "bert", tied=not is_causal, hidden=HIDDEN, layers=layers)
+        config.update(special | ({} if is_causal else {"num_labels": LABELS[kind]}))
+        auto = AutoModelForCausalLM if is_causal else AutoModelForSequenceClassification
         model = auto.from_config(config)
     model.save_pretrained(folder)
     save_tokenizer(folder)
