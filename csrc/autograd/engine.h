@@ -37,6 +37,7 @@ struct EngineCounters {
     Counter fallback_calls;    // operators that met a managed tensor
     Counter split_list_calls;  // list operators that ran in chunks
     Counter norms_from_cache;
+    Counter gradients_applied;  // during the backward
     Counter adopted_bytes;  // became pages where they lay
     Counter copied_bytes;   // were copied into pages
     Counter home_bytes;     // became pages that lie in the file that they were mapped from

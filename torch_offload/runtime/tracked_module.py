@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_offload import _C
 from torch_offload.activations.paging import PagedActivations
 from torch_offload.hooks.module_hooks import ModuleHook
+from torch_offload.runtime.backward_updates import BackwardUpdates
 from torch_offload.runtime.eligibility import is_sharded, why_not_pageable
 
 FIRST_SEARCHES = 8
@@ -48,6 +49,7 @@ class WrappedModule:
         on_submodule: OnSubmodule,
         on_forward: OnForward,
         activations: PagedActivations | None,
+        updates: BackwardUpdates | None,
     ) -> None:
         """Take note of the module. Nothing is paged before :meth:`scan`.
 
@@ -58,11 +60,13 @@ class WrappedModule:
                 keep the module alive.
             on_forward: Called before each forward of the module: this, and the arguments of the call.
             activations: Pages what the module's forward saves; None: it stays in memory.
+            updates: Told of each gradient that is complete; None: gradients wait for the step.
         """
         self._module = weakref.ref(module)
         self._engine = engine
         self._on_submodule = on_submodule
         self._on_forward = on_forward
+        self._updates = updates
         self._tracked: dict[int, Tracked] = {}
         self._parameters: list[_Folder] = []
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -153,7 +157,7 @@ class WrappedModule:
             known.is_managed = can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True)
         self._tracked[id(tensor)] = known
         if kind == "parameter" and known.is_managed and known.gradient_hook is None:
-            known.gradient_hook = _hook_gradient(tensor, _gradient_hook(self._engine))
+            known.gradient_hook = _hook_gradient(tensor, _gradient_hook(self._engine, self._updates))
 
     def _has_changed(self) -> bool:
         tracked = self._tracked
@@ -245,9 +249,11 @@ def _hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
     return handle
 
 
-def _gradient_hook(engine: _C.Engine) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(engine: _C.Engine, updates: BackwardUpdates | None) -> Callable[[torch.Tensor], None]:
     def complete(parameter: torch.Tensor) -> None:
         if parameter.grad is not None and parameter.grad.layout is torch.strided:
             engine.gradient_complete(parameter)
+            if updates is not None:
+                updates.update(parameter)
 
     return complete
