@@ -70,7 +70,7 @@ def test_a_step_moves_what_it_moved_before(budget_share, read, written, over_the
 
 
 def test_a_step_that_updates_in_the_backward_moves_no_gradient(scratch):
-    """Each moment comes and goes once; 16 bytes would be needed if nothing but pages took memory, and 26.8 otherwise."""
+    """Each moment comes and goes once. 16 bytes would do if nothing but pages took memory; 26.8 move otherwise."""
     counted, least = in_child(train, str(scratch), 0.25, "backward")
     assert counted == [pytest.approx(9.27, rel=0.03), pytest.approx(9.27, rel=0.03)]
     assert sum(least) <= sum(counted) <= 1.08 * sum(least)
