@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py --json --ssd /mnt/nvme --dtype fp32 > benchmarks/results/peers_fp32.json
     python benchmarks/peers.py --json --ssd /mnt/nvme --dtype bf16 > benchmarks/results/peers_bf16.json
+    python benchmarks/peers.py --json --ssd /mnt/nvme --sequence 128 --update backward --peers deepspeed
     python benchmarks/peers.py --smoke
 
 A random-init Llama of 218 M parameters, batch 1 x 256 tokens, AdamW. Needs root (a memory cgroup, a swap file: both
@@ -72,6 +73,7 @@ class Plan:
     workload: Workload
     dtype: str
     peers: tuple[str, ...]
+    update: str = ""  # of Config, for our rows
     rounds: int = 5
     most_rounds: int = 10
     warmup: int = 2
@@ -126,7 +128,8 @@ class Rows:
         self.add(name, "--process-limit-bytes", str(int(limit_bytes)), *self.optimizer(), group=group)
 
     def optimizer(self) -> list[str]:
-        return ["--optimizer", "offload"] if self.plan.dtype == "bf16" else []
+        kind = ["--optimizer", "offload"] if self.plan.dtype == "bf16" else []
+        return [*kind, "--update", self.plan.update] if self.plan.update else kind
 
     def keep(self, worker: WorkerProcess) -> WorkerProcess:
         self.workers[worker.name] = worker
@@ -340,6 +343,7 @@ def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | Non
         return {
             "workload": asdict(plan.workload),
             "dtype": plan.dtype,
+            "update": plan.update,
             "disturbed": is_disturbed,
             "disk": {key: spread([row["disk"][key] for row in used]) for key in used[0]["disk"]},
             "plain_huge": huge,
@@ -363,6 +367,8 @@ def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | Non
 def parse_options() -> argparse.Namespace:
     parser = driver_parser(__doc__, smoke="a tiny model without peers, in seconds")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--sequence", type=int, default=256, help="tokens of a step (default: %(default)s)")
+    parser.add_argument("--update", default="", help="a value of Config.update for our rows; default: the package's")
     parser.add_argument("--peers", default=",".join(PEERS), help="of deepspeed, swap (default: both)")
     parser.add_argument("--rounds", type=int, default=Plan.rounds)
     parser.add_argument("--most-rounds", type=int, default=Plan.most_rounds)
@@ -381,10 +387,12 @@ def main() -> None:
     if unknown := set(peers) - set(PEERS):
         raise SystemExit(f"unknown peers {sorted(unknown)}; there are {', '.join(PEERS)}")
     if options.smoke:
-        plan = Plan(TINY, options.dtype, peers, rounds=1, most_rounds=1, warmup=1, probe_bytes=16 << 20)
+        smoke = {"rounds": 1, "most_rounds": 1, "warmup": 1, "probe_bytes": 16 << 20}
+        plan = Plan(TINY, options.dtype, peers, options.update, **smoke)
     else:
-        workload = Workload("256 tokens", batch=1, sequence=256, checkpointing=0)
-        plan = Plan(workload, options.dtype, peers, options.rounds, max(options.rounds, options.most_rounds))
+        workload = Workload(f"{options.sequence} tokens", batch=1, sequence=options.sequence, checkpointing=0)
+        most_rounds = max(options.rounds, options.most_rounds)
+        plan = Plan(workload, options.dtype, peers, options.update, options.rounds, most_rounds)
         free_bytes = shutil.disk_usage(options.ssd).free
         if free_bytes < MIN_FREE_BYTES:
             raise SystemExit(f"{MIN_FREE_BYTES} bytes are needed in {options.ssd}, {free_bytes} are free")

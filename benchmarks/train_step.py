@@ -33,6 +33,7 @@ MAX_QUARTER_RATIO = 1.10
 MIN_SHARE_OF_LIMIT = 0.85
 MAX_OVER_OPTIMUM = 1.05
 MAX_CLIPPING_RATIO = 1.03
+MAX_BYTES_IN_BACKWARD = 17  # of SSD traffic per parameter and step, of which 16 are needed at a quarter of the state
 MAX_ACTIVATIONS_RATIO = 1.02  # of activations that may leave memory, over those that stay
 TOKENS_BOUND_BY_DISK = 128
 MIN_IN_HUGE_PAGES = 0.5  # of the state, without which plain_huge is no other than plain
@@ -45,6 +46,7 @@ def start(workload: Workload, name: str, variant: VariantPlan, ssd: str) -> Work
         budget_bytes=int(variant.budget_share * workload.state_bytes),
         ssd=ssd,
         **({"activations": variant.activations} if variant.activations else {}),
+        **({"update": variant.update} if variant.update else {}),
     )
     environment = PLAIN_HUGE if variant.in_huge_pages else {}
     return WorkerProcess(name, [*worker_command("step"), *options], log_directory=ssd, **environment)
@@ -190,6 +192,11 @@ def timed_bars(result: dict[str, Any]) -> list[dict[str, Any]]:
             to_plain = ratios(used, name, "plain")["median"]
             most = MAX_RESIDENT_RATIO if name.startswith("resident") else MAX_QUARTER_RATIO
             bars.append(at_most(f"{name} step over plain step, {label}", to_plain, most))
+    if "quarter_in_backward" in variants:
+        moved = moved_bytes(variants["quarter_in_backward"]) / result["description"]["parameters"]
+        bars.append(at_most(f"quarter_in_backward SSD bytes per parameter, {label}", moved, MAX_BYTES_IN_BACKWARD))
+        ratio = ratios(used, "quarter_in_backward", "quarter")["median"]
+        bars.append(at_most(f"quarter_in_backward step over quarter step, {label}", ratio, 1))
     if "quarter_clipped" in variants:
         ratio = ratios(used, "quarter_clipped", "quarter")["median"]
         bars.append(at_most(f"clipped step over unclipped step, {label}", ratio, MAX_CLIPPING_RATIO))

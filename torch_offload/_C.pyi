@@ -23,6 +23,12 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def in_transform() -> bool:
     """Whether ``torch.func`` transforms what this thread runs: modules may hold tensors that stand for others."""
 
+def in_backward() -> bool:
+    """Whether this thread runs a part of a backward."""
+
+def is_applied(gradient: torch.Tensor) -> bool:
+    """Whether the backward has used this gradient up: see ``Engine.gradient_applied``."""
+
 def may_hook_saved_tensors() -> bool:
     """Whether torch allows hooks on saved tensors now, and nobody has put any in place in this thread."""
 
@@ -125,6 +131,13 @@ class Engine:
         """Make the tensor ordinary memory of the host again; applies what is pending on it first."""
     def gradient_complete(self, parameter: torch.Tensor) -> None:
         """Adopt ``parameter.grad`` as pages, cache its norm, let it leave. For the post-accumulate hook."""
+    def hold_for_update(self, parameter: torch.Tensor, states: list[torch.Tensor]) -> Pin:
+        """Keep ``parameter.grad`` in memory while its optimizer's update runs, which uses ``states``."""
+    def gradient_applied(self, parameter: torch.Tensor, states: list[torch.Tensor]) -> None:
+        """Make ``parameter.grad`` a gradient without bytes, which only knows its norm.
+
+        Raises OffloadError at any other use from then on, until all of it is overwritten.
+        """
     def save_for_backward(self, tensor: torch.Tensor) -> SavedTensor:
         """Take a tensor that a graph is about to keep, as pages where it lies in the engine's memory."""
     def end_saving(self) -> None:

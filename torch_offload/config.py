@@ -37,6 +37,7 @@ DEFAULT_IO_TIMEOUT = 120
 IoEngine = Literal["auto", "uring_fixed", "uring", "threads"]
 Activations = Literal["page", "keep", "ram", "recompute", "auto"]
 OptimizerDevice = Literal["auto", "gpu", "cpu"]
+Update = Literal["step", "backward"]
 CheckpointPages = Literal["in_place", "copy"]
 RESERVED_GPU_SHARE = 4
 Directories = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -171,6 +172,11 @@ class Config(BaseModel):
     """Where deferred optimizer updates run when the module computes on a GPU. ``gpu``: states come up to it. ``cpu``:
     gradients go down, states stay in ``ram`` and on ``ssd``. ``auto``: on the CPU if weights, gradients and two moments
     of all trained weights do not fit the GPU."""
+    update: Update = "step"
+    """Time of the optimizer's updates. ``step``: they are recorded at ``step()``, and applied to a page before it is
+    next read. ``backward``: each parameter is updated as soon as its gradient is complete, so gradients never leave
+    memory, from the second step on. For one backward per step and no clipping: a norm above ``max_grad_norm``,
+    accumulation and gradients that are read raise an error. Not with ``gpu``."""
     gpu_reserved: Bytes | None = Field(default=None, gt=0)
     """Of ``gpu``, the part of torch's own allocator: results, temporaries, small tensors, activations until they are
     saved. Beyond it torch raises its ``OutOfMemoryError``. None: a quarter. Pages have the rest."""
@@ -220,6 +226,7 @@ class Config(BaseModel):
             checkpoint_pages: CheckpointPages = "in_place",
             activations: Activations = "page",
             optimizer_device: OptimizerDevice = "auto",
+            update: Update = "step",
             gpu_reserved: int | str | None = None,
             report: str | os.PathLike[str] | None = None,
             plan: str | os.PathLike[str] | None = None,
@@ -254,6 +261,13 @@ class Config(BaseModel):
     def _resolve_directories(cls, directories: tuple[Path, ...]) -> tuple[Path, ...]:
         """The script may change its directory before the engine opens."""
         return tuple(Path(os.path.expanduser(directory)).resolve() for directory in directories)
+
+    @field_validator("update")
+    @classmethod
+    def _check_tier(cls, update: Update, info: ValidationInfo) -> Update:
+        if update == "backward" and info.data.get("gpu") is not None:
+            raise ConfigError("'backward' needs the module to compute in ram; leave update or gpu out")
+        return update
 
     @field_validator("report", "plan", "trace", mode="before")
     @classmethod

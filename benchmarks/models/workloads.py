@@ -59,6 +59,7 @@ class VariantPlan:
     budget_share: float = 0  # of the state; 0: plain torch
     max_grad_norm: float = 0  # 0: gradients are not clipped
     activations: str = ""  # "": the package's default
+    update: str = ""  # the same
     in_huge_pages: bool = False  # plain torch with malloc and allocator asking for them
 
 
@@ -67,6 +68,7 @@ PLAIN = {"plain": VariantPlan()}
 HUGE = {"plain_huge": VariantPlan(in_huge_pages=True)}
 IN_MEMORY = PLAIN | {"resident": VariantPlan(RESIDENT)}
 QUARTER = {"quarter": VariantPlan(0.25)}
+IN_BACKWARD = {"quarter_in_backward": VariantPlan(0.25, update="backward")}
 CLIPPED = {"quarter_clipped": VariantPlan(0.25, max_grad_norm=1.0)}
 
 
@@ -93,12 +95,14 @@ def workloads_of(**shape: int) -> list[tuple[Workload, dict[str, VariantPlan]]]:
     """Return the questions, for a model of this shape: both dtypes, bound by the disk and bound by computing."""
     fewest = {"batch": 1, "sequence": 32, "checkpointing": 0, **shape}
     few = {"batch": 1, "sequence": 128, "checkpointing": 0, **shape}
+    more = {"batch": 1, "sequence": 512, "checkpointing": 0, **shape}
     some = {"batch": 1, "sequence": 256, "checkpointing": 0, **shape}
     many = {"batch": 8, "sequence": 256, "checkpointing": 1, **shape}
     return [
-        (Workload("fp32, 32 tokens", **fewest), PLAIN | QUARTER),
-        (Workload("fp32, 128 tokens", **few), PLAIN | QUARTER),
+        (Workload("fp32, 32 tokens", **fewest), PLAIN | QUARTER | IN_BACKWARD),
+        (Workload("fp32, 128 tokens", **few), PLAIN | QUARTER | IN_BACKWARD),
         (Workload("fp32, 256 tokens", **some), IN_MEMORY),
+        (Workload("fp32, 512 tokens", **more), PLAIN | QUARTER | IN_BACKWARD),
         (Workload("fp32, 2048 tokens", **many), IN_MEMORY | QUARTER | CLIPPED),
         (Workload("bf16, 128 tokens", dtype="bf16", **few), PLAIN | QUARTER),
         (Workload("bf16, 2048 tokens", dtype="bf16", **many), IN_MEMORY | QUARTER),
@@ -123,7 +127,7 @@ TINY = Workload(
 )
 SMOKE = Plan(
     [
-        (TINY, HUGE | IN_MEMORY | QUARTER | CLIPPED),
+        (TINY, HUGE | IN_MEMORY | QUARTER | IN_BACKWARD | CLIPPED),
         (replace(TINY, name="smoke bf16", dtype="bf16"), PLAIN | QUARTER),
     ],
     rounds=2,

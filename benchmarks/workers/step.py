@@ -38,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-grad-norm", type=float, default=0, help="0: gradients are not clipped")
     parser.add_argument("--page-elements", type=int, default=1 << 20)
     parser.add_argument("--activations", default="", help="a mode of Config.activations; default: the package's")
+    parser.add_argument("--update", default="", help="a value of Config.update; default: the package's")
     parser.add_argument("--ssd")
     return parser
 
@@ -125,7 +126,8 @@ class Worker:
         from torch_offload import Config
 
         config = Config(ram=options.budget_bytes, ssd=options.ssd, page_elements=options.page_elements)
-        return config.replace(activations=options.activations) if options.activations else config
+        chosen = {"activations": options.activations, "update": options.update}
+        return config.replace(**{name: value for name, value in chosen.items() if value})
 
     def step(self) -> dict[str, Any]:
         """Take a step. Its traffic includes what the engine finished after the step before, told apart as such."""

@@ -37,12 +37,13 @@ struct EngineCounters {
     Counter fallback_calls;    // operators that met a managed tensor
     Counter split_list_calls;  // list operators that ran in chunks
     Counter norms_from_cache;
-    Counter adopted_bytes;  // became pages where they lay
-    Counter copied_bytes;   // were copied into pages
-    Counter home_bytes;     // became pages that lie in the file that they were mapped from
-    Counter direct_bytes;   // of those copied, read past the page cache from the file that they were mapped from
-    Counter zero_segments;  // made without bytes
-    Counter saved_bytes;    // of activations that became pages
+    Counter gradients_applied;  // during the backward
+    Counter adopted_bytes;      // became pages where they lay
+    Counter copied_bytes;       // were copied into pages
+    Counter home_bytes;         // became pages that lie in the file that they were mapped from
+    Counter direct_bytes;       // of those copied, read past the page cache from the file that they were mapped from
+    Counter zero_segments;      // made without bytes
+    Counter saved_bytes;        // of activations that became pages
 };
 
 /// Kept alive by its Python object and by every block of memory it gave out.

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "autograd/applied_gradient.h"
 #include "autograd/derived_tensors.h"
 #include "autograd/gradient_hook.h"
 #include "autograd/managed_arguments.h"
@@ -233,6 +234,7 @@ void call_list(const c10::OperatorHandle& op, const OperatorTraits& traits, c10:
         return;
     }
     const bool is_plain = is_plain_call(keys);
+    if (is_plain && traits.kind == OperatorKind::list && leave_out_applied(op, stack)) return;
     if (is_plain && traits.is_recordable && note_writes(traits, on_stack) &&
         engine->deferred().try_record(op, keys, stack)) {
         return;

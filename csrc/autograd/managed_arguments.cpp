@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "autograd/applied_gradient.h"
 #include "autograd/forked_child.h"
 #include "autograd/overwrites.h"
 #include "autograd/profiler_range.h"
@@ -66,11 +67,19 @@ ManagedArguments::ManagedArguments(const OperatorTraits& traits, c10::ArrayRef<c
     for_each_tensor(arguments, [&](std::size_t position, const at::Tensor& tensor) {
         Block* block = block_of(tensor);
         if (!block) return;
-        if (traits.kind == OperatorKind::resizing) return add_whole(tensor, *block);
+        if (traits.kind == OperatorKind::resizing) {
+            check_has_bytes(*block);
+            return add_whole(tensor, *block);
+        }
         if (tensor.numel() == 0) return;
         if (traits.kind == OperatorKind::counting && !c10::isIntegralType(tensor.scalar_type(), false)) return;
         Access access = traits.writes[position] ? Access::write : Access::read;
         if (position == 0 && overwrites_storage(traits, arguments, keys)) access = Access::overwrite;
+        if (access == Access::overwrite) {
+            block->is_applied.store(false, std::memory_order_relaxed);
+        } else {
+            check_has_bytes(*block);
+        }
         add(tensor, *block, access);
     });
 }

@@ -30,6 +30,8 @@ struct Block {
     /// Somebody got the bare address by a pin or a lease: from then on writes may happen that are not counted.
     std::atomic<bool> is_raw_exposed{false};
     std::atomic<std::shared_ptr<const GradientNorm>> norm;
+    /// Of a gradient: the backward has used it up (applied_gradient.h). It has no bytes until all of it is overwritten.
+    std::atomic<bool> is_applied{false};
 };
 
 SegmentRole role_of(const Segment& segment);

@@ -1,5 +1,6 @@
 // The Python module `torch_offload._C`: arguments in, results out, the GIL given back while the engine waits.
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -10,7 +11,9 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "autograd/applied_gradient.h"
 #include "autograd/engine.h"
 #include "autograd/forked_child.h"
 #include "autograd/gradient_hook.h"
@@ -88,11 +91,19 @@ struct Pin {
 std::unique_ptr<Pin> make_pin(const at::Tensor& tensor) {
     const PinRequest request{managed_segment(tensor), Access::read};
     Block& block = *block_of(tensor);
+    check_has_bytes(block);
     block.is_raw_exposed.store(true);
     auto pin = std::make_unique<Pin>();
     pin->engine = block.engine;
     pin->guard = block.engine->pin({&request, 1});
     pin->guard.keep();
+    return pin;
+}
+
+std::unique_ptr<Pin> make_update_pin(const at::Tensor& parameter, const std::vector<at::Tensor>& states) {
+    auto pin = std::make_unique<Pin>();
+    pin->engine = block_of(parameter) ? block_of(parameter)->engine : nullptr;
+    pin->guard = hold_for_update(parameter, states);
     return pin;
 }
 
@@ -246,17 +257,34 @@ EngineClass make_engine_class(py::module_& module) {
     return engine;
 }
 
-void bind_engine(py::module_& module) {
-    make_engine_class(module)
-        .def("install_allocator", [](Engine& self) { RegisterAllocator::process().install(self.shared_from_this()); })
-        .def("remove_allocator", [](Engine& self) { RegisterAllocator::process().remove(self); })
-        .def("manage", &manage_tensor, py::arg("tensor"), py::kw_only(), py::arg("kind"), py::arg("label"),
-             py::arg("anchor") = py::none(), py::arg("of_module") = false)
-        .def("unmanage", &unmanage_tensor, py::arg("tensor"))
+void bind_gradients(EngineClass& engine) {
+    engine
         .def(
             "gradient_complete",
             [](Engine&, const at::Tensor& parameter) { waiting([&] { gradient_complete(parameter); }); },
             py::arg("parameter"))
+        .def(
+            "hold_for_update",
+            [](Engine&, const at::Tensor& parameter, const std::vector<at::Tensor>& states) {
+                return waiting([&] { return make_update_pin(parameter, states); });
+            },
+            py::arg("parameter"), py::arg("states"))
+        .def(
+            "gradient_applied",
+            [](Engine&, const at::Tensor& parameter, const std::vector<at::Tensor>& states) {
+                waiting([&] { gradient_applied(parameter, states); });
+            },
+            py::arg("parameter"), py::arg("states"));
+}
+
+void bind_engine(py::module_& module) {
+    EngineClass engine = make_engine_class(module);
+    bind_gradients(engine);
+    engine.def("install_allocator", [](Engine& self) { RegisterAllocator::process().install(self.shared_from_this()); })
+        .def("remove_allocator", [](Engine& self) { RegisterAllocator::process().remove(self); })
+        .def("manage", &manage_tensor, py::arg("tensor"), py::kw_only(), py::arg("kind"), py::arg("label"),
+             py::arg("anchor") = py::none(), py::arg("of_module") = false)
+        .def("unmanage", &unmanage_tensor, py::arg("tensor"))
         .def(
             "save_for_backward",
             [](const std::shared_ptr<Engine>& self, const at::Tensor& tensor) {
@@ -285,6 +313,7 @@ void bind_engine(py::module_& module) {
             [](Engine&, const at::Tensor& view) {
                 waiting([&] {
                     managed_segment(view);
+                    check_has_bytes(*block_of(view));
                     block_of(view)->engine->lease(view);
                 });
             },
@@ -347,6 +376,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("may_hook_saved_tensors", &may_hook_saved_tensors);
     m.def("saved_tensor_hook_count", &saved_tensor_hook_count);
     m.def("in_transform", &in_transform);
+    m.def("in_backward", [] { return torch::autograd::get_current_graph_task_id() != -1; });
+    m.def("is_applied", &is_applied, py::arg("gradient"));
     m.def("has_storage", [](const at::Tensor& tensor) { return tensor.has_storage(); }, py::arg("tensor"));
     m.def(
         "engine_of",

@@ -78,6 +78,7 @@ void add_deferred(py::dict& result, const DeferredStatistics& deferred) {
 
 void add_counters(py::dict& result, const EngineCounters& counters) {
     result["norms_from_cache"] = counters.norms_from_cache.get();
+    result["gradients_applied"] = counters.gradients_applied.get();
     result["fallback_calls"] = counters.fallback_calls.get();
     result["split_list_calls"] = counters.split_list_calls.get();
     result["adopted_bytes"] = counters.adopted_bytes.get();

@@ -49,7 +49,8 @@ TraceId work_role(const Segment& segment) {
 /// When the segment is next used; the lock is held, as for all that takes `uses`. What a caller said is used soon comes
 /// before all else. An activation is used nearer than it is, so much as it costs more to send it away. A segment
 /// without uses of its own in the rest of the pass (a moment, a finished gradient) is next used by its deferred work,
-/// which runs when the parameter it belongs to is first pinned: now, if it is pending, else in a pass that follows.
+/// which runs when the parameter it belongs to is first pinned: now, if it is pending, else in a pass that follows. A
+/// moment that passes use by itself, because the backward or the step updates it, is next used there.
 /// What is requested for each use, as routed experts are, is used by what the numbers say: what a pass without
 /// gradients used of it predicts little.
 UsePosition Pager::Impl::next_use(const Segment& segment, const UsePredictor::Held& uses) const {
@@ -65,7 +66,9 @@ UsePosition Pager::Impl::next_use(const Segment& segment, const UsePredictor::He
     if (soonest != kNever) {
         return uses->position_of(segment.kind() == SegmentKind::activation ? soonest / kMovesOfActivation : soonest);
     }
-    return uses->position_of(uses->first_in_following(is_anchored ? segment.anchor_id.load() : segment.trace_id));
+    const bool is_alone = segment.kind() == SegmentKind::state && uses->first_in_following(segment.trace_id) != kNever;
+    const bool is_with_anchor = is_anchored && !is_alone;
+    return uses->position_of(uses->first_in_following(is_with_anchor ? segment.anchor_id.load() : segment.trace_id));
 }
 
 /// Puts the segment where it belongs among those that could go.

@@ -22,6 +22,7 @@ from torch_offload import _C
 from torch_offload.errors import OffloadError
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
+from torch_offload.runtime.backward_updates import BackwardUpdates
 from torch_offload.runtime.eligibility import why_not_pageable
 from torch_offload.runtime.unpickling import UnpickledTensors
 
@@ -57,6 +58,7 @@ class OptimizerHooks:
         *,
         refresh: Callable[[], None],
         label_of: Callable[[torch.Tensor], str | None],
+        updates: BackwardUpdates | None = None,
     ) -> None:
         """Install no hooks; :meth:`install` does.
 
@@ -65,11 +67,13 @@ class OptimizerHooks:
             unpickled: Knows which tensors a file brought.
             refresh: Pages what the modules got since they were last looked at.
             label_of: The name of a parameter of a wrapped module; None of others.
+            updates: Those that run during the backward; None: a step does all of its own.
         """
         self._engine = engine
         self._unpickled = unpickled
         self._refresh = refresh
         self._label_of = label_of
+        self._updates = updates
         self._known: weakref.WeakKeyDictionary[Optimizer, Known] = weakref.WeakKeyDictionary()
         self._calls = threading.local()  # `frame`: the call of `step` that this thread is in, by number
         self._unfinished: dict[int, str] = {}  # optimizers in a step, or whose last one raised: by id, for a message
@@ -78,7 +82,8 @@ class OptimizerHooks:
         """Refuse to keep parameters of which some were updated by a step and others were not.
 
         Raises:
-            OffloadError: If a step raised before its end, and its optimizer has loaded no state since.
+            OffloadError: If a step raised before its end, and its optimizer has loaded no state since; if a backward
+                has updated parameters and the step is missing.
         """
         if self._unfinished:
             raise OffloadError(
@@ -86,6 +91,8 @@ class OptimizerHooks:
                 "updated and others are not. Load a checkpoint into the model and the optimizer (load_state_dict), or "
                 "unwrap the module to save it as it is"
             )
+        if self._updates is not None:
+            self._updates.check_stepped()
 
     def install(self, patches: Patches) -> list[RemovableHandle]:
         """Hook every optimizer, and have loaded states paged as they arrive."""
@@ -116,6 +123,8 @@ class OptimizerHooks:
         if known.is_searched:
             self._refresh()
             known.is_settled = not self._adopt_gradients(optimizer)
+        if self._updates is not None:
+            self._updates.begin_step(optimizer, args, options)
         self._calls.frame = id(sys._getframe(1))
         self._engine.begin_optimizer_step()
         self._unfinished[id(optimizer)] = type(optimizer).__name__
@@ -139,6 +148,8 @@ class OptimizerHooks:
             return
         self._unfinished.pop(id(optimizer), None)
         try:
+            if self._updates is not None:
+                self._updates.end_step(optimizer)
             if known.is_searched:
                 found_any = self._adopt_states(optimizer)
                 known.is_settled = known.is_settled and not found_any
@@ -182,6 +193,8 @@ class OptimizerHooks:
     def _after_loading(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **options: Any) -> Any:
         result = original(optimizer, *args, **options)
         self._unfinished.pop(id(optimizer), None)
+        if self._updates is not None:
+            self._updates.loaded(optimizer)
         known = self._known.get(optimizer)
         if known is not None:
             known.is_settled = False

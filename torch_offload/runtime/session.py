@@ -30,6 +30,7 @@ from torch_offload.reporting.prediction import Prediction
 from torch_offload.reporting.report import Report
 from torch_offload.reporting.timeline import Timeline
 from torch_offload.runtime import raw_access, transformers_saving
+from torch_offload.runtime.backward_updates import BackwardUpdates
 from torch_offload.runtime.optimizer_hooks import OptimizerHooks
 from torch_offload.runtime.passes import Passes
 from torch_offload.runtime.pending_modules import PendingModules
@@ -116,7 +117,10 @@ class Session:
         self._hooks: list[RemovableHandle | Listening] = []
         self._saves_experts = False
         self._unpickled = UnpickledTensors(self.engine, budget_bytes=config.compute_bytes)
-        self._steps = OptimizerHooks(self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of)
+        self.updates = BackwardUpdates(self.engine) if config.update == "backward" else None
+        self._steps = OptimizerHooks(
+            self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of, updates=self.updates
+        )
         self._passes = Passes(self.engine)
         self._activations = PagedActivations(self.engine) if config.pages_activations else None
         self.activation_policy = self._activation_policy_of()
@@ -160,7 +164,15 @@ class Session:
 
     def _begin_forward(self, wrapped: WrappedModule, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         self._steps.abandon_raised()
+        self._check_stepped(wrapped)
         self._passes.begin_forward(wrapped, arguments, options)
+
+    def _check_stepped(self, wrapped: WrappedModule) -> None:
+        """Refuse to run a module that a backward has updated before the step; checkpointing runs it in the backward."""
+        if self.updates is None or _C.in_backward():
+            return
+        if any(wrapped.label_of(parameter) is not None for parameter in self.updates.updated_parameters()):
+            self.updates.check_stepped()
 
     def _end_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         self._passes.end_step()
@@ -194,6 +206,7 @@ class Session:
             on_submodule=self._record_part,
             on_forward=self._begin_forward,
             activations=self._activations,
+            updates=self.updates,
         )
         self._steps.unsettle()
         self._prepare_saving()
@@ -240,6 +253,8 @@ class Session:
             for label, tensor in wrapped.tensors():
                 if not self._is_ours(tensor) or tensor.untyped_storage().data_ptr() in shared:
                     continue
+                if tensor.grad is not None and _C.is_applied(tensor.grad):
+                    tensor.grad = None
                 for part in (*self._steps.states_of(tensor), tensor.grad, tensor):
                     try:
                         self._release(part)
@@ -263,7 +278,7 @@ class Session:
         for parameter in list(module.parameters()):
             found += [] if parameter.grad is None else [parameter.grad]
             found += self._steps.states_of(parameter)
-        return [tensor for tensor in found if _C.is_managed(tensor)]
+        return [tensor for tensor in found if _C.is_managed(tensor) and not _C.is_applied(tensor)]
 
     def modules(self) -> list[nn.Module]:
         """Return the wrapped modules."""

@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from torch_offload import _C
 from torch_offload.activations.paging import PagedActivations
 from torch_offload.hooks.module_hooks import ModuleHook
+from torch_offload.runtime.backward_updates import BackwardUpdates
 from torch_offload.runtime.eligibility import is_sharded, why_not_pageable
-from torch_offload.runtime.tensor_parts import parts_beside, parts_of
+from torch_offload.runtime.tensor_parts import all_parts_of, parts_beside, parts_of
 
 FIRST_SEARCHES = 8
 CALLS_BETWEEN_SEARCHES = 64
@@ -53,6 +54,7 @@ class WrappedModule:
         on_submodule: OnSubmodule,
         on_forward: OnForward,
         activations: PagedActivations | None,
+        updates: BackwardUpdates | None,
     ) -> None:
         """Take note of the module. Nothing is paged before :meth:`scan`.
 
@@ -63,11 +65,13 @@ class WrappedModule:
                 keep the module alive.
             on_forward: Called before each forward of the module: this, and the arguments of the call.
             activations: Pages what the module's forward saves; None: it stays in memory.
+            updates: Told of each gradient that is complete; None: gradients wait for the step.
         """
         self._module = weakref.ref(module)
         self._engine = engine
         self._on_submodule = on_submodule
         self._on_forward = on_forward
+        self._updates = updates
         self._tracked: dict[int, Tracked] = {}
         self._parameters: list[_Folder] = []
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -166,7 +170,7 @@ class WrappedModule:
         self._tracked[id(tensor)] = known
         may_train = kind == "parameter" and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
         if may_train and known.is_managed and known.gradient_hook is None:
-            known.gradient_hook = _hook_gradient(tensor, _gradient_hook(self._engine))
+            known.gradient_hook = _hook_gradient(tensor, _gradient_hook(self._engine, self._updates))
 
     def _has_changed(self) -> bool:
         return any(
@@ -219,7 +223,7 @@ class WrappedModule:
         module = self._module()
         for part in () if module is None else module.modules():
             if not isinstance(part, nn.Embedding | nn.EmbeddingBag):
-                yield from part.parameters(recurse=False)
+                yield from (held for _, held in all_parts_of(part.named_parameters(recurse=False)))
 
     def label_of(self, tensor: torch.Tensor) -> str | None:
         """Return the qualified name of a tracked tensor."""
@@ -282,9 +286,11 @@ def _hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
     return handle
 
 
-def _gradient_hook(engine: _C.Engine) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(engine: _C.Engine, updates: BackwardUpdates | None) -> Callable[[torch.Tensor], None]:
     def complete(parameter: torch.Tensor) -> None:
         if parameter.grad is not None and parameter.grad.layout is torch.strided:
             engine.gradient_complete(parameter)
+            if updates is not None:
+                updates.update(parameter)
 
     return complete

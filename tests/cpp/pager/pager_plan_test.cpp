@@ -110,6 +110,31 @@ protected:
     std::shared_ptr<Segment> late_ = with_role(pager_, kUses);
 };
 
+// A moment that the passes use by itself goes by that use, and not by that of its parameter, which deferred work on it
+// would wait for. Method: a parameter used first, its moment last, another segment between; memory that is short at the
+// end of a pass.
+TEST(PagerPlan, MomentUsedByItselfGoesByThatUse) {
+    constexpr std::size_t kPages = 2;
+    Pager pager(options_with(4 * kPages), std::make_unique<SimEngine>(8, 1));
+    const auto weight = filled_segment(pager, kPages, 1);
+    const auto other = filled_segment(pager, kPages, 2);
+    const auto moment = pager.create_segment(kPages * kPageBytes, 4, SegmentKind::state);
+    for (const auto& segment : {weight, other, moment}) segment->trace_id = pager.new_trace_id();
+    pager.set_anchor(*moment, weight->trace_id);
+    for (int pass = 0; pass < 3; ++pass) {
+        if (pass > 0) pager.end_step();
+        for (const auto& segment : {weight, other, moment}) {
+            pager.touch(segment);
+            const PinGuard used = pin(pager, segment, Access::write);
+        }
+    }
+    const auto more = pager.create_segment(kPages * kPageBytes, 4, SegmentKind::other);
+    const PinGuard pressing = pin(pager, more, Access::overwrite);
+    EXPECT_TRUE(pager.is_resident(*weight));
+    EXPECT_TRUE(pager.is_resident(*other));
+    EXPECT_FALSE(pager.is_resident(*moment));
+}
+
 // What is used late in a step is read shortly before, not at once: its memory serves others meanwhile. Method: a use
 // 600 ms after the step's begin; the read begins at the first use that is no more than the margin before it.
 TEST_F(PagerDeadlines, ReadsComeShortlyBeforeTheirUse) {

@@ -97,6 +97,9 @@ def test_train_step_compares_equal_work(scratch):
         least = quarter["traffic"]["least_read_bytes"] + quarter["traffic"]["least_written_bytes"]
         assert 0.5 < moved / least < 2
         assert row["variants"]["plain"]["final"]["weights_sha256"] == quarter["final"]["weights_sha256"]
+    in_backward = result["workloads"][0]["variants"]["quarter_in_backward"]["final"]
+    assert in_backward["report"]["counters"]["gradients_applied"] > 0
+    assert in_backward["weights_sha256"] == result["workloads"][0]["variants"]["plain"]["final"]["weights_sha256"]
 
 
 def test_pins_are_counted_in_each_build(scratch):

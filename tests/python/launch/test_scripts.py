@@ -34,13 +34,14 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return made | {"grpo": made["dpo"]}
 
 
-def run_both(command: Sequence[str], output: Path, scratch: Path, *, ram: str) -> Ended:
+def run_both(command: Sequence[str], output: Path, scratch: Path, *, ram: str, update: str = "step") -> Ended:
     """Run with OUTPUT replaced by a folder, plain and paged at once; compare the files, return the paged run."""
 
     def named(folder: Path) -> list[str]:
         return [str(folder) if word == "OUTPUT" else word for word in command]
 
-    plain, paged = start(named(output / "plain")), start_paged(named(output / "paged"), ram=ram, ssd=scratch)
+    plain = start(named(output / "plain"))
+    paged = start_paged(named(output / "paged"), ram=ram, ssd=scratch, update=update)
     ends = [plain.end(), paged.end()]
     for ended in ends:
         assert ended.status == 0, ended.errors[-5000:]
@@ -202,3 +203,34 @@ def test_the_first_call_pages_what_it_saves(tmp_path, scratch):
     path.write_text(textwrap.dedent(text))
     ended = start_paged([str(path)], ram="8MiB", ssd=scratch).end()
     assert ended.status == 0, ended.errors[-5000:]
+
+
+def logged_norms(output: Path) -> list[float]:
+    state = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())
+    return [entry["grad_norm"] for entry in state["log_history"] if "grad_norm" in entry]
+
+
+def test_stock_trainer_that_updates_in_the_backward(folders, tmp_path, scratch):
+    """Without clipping: equal weights, the same norms in its log, and resumed it ends the same."""
+    command = [str(SCRIPTS / "fine_tune.py"), "causal", str(folders["causal"]), "OUTPUT", "--max_grad_norm", "0"]
+    ram = share_of_model(folders["causal"], FULL_COPIES)
+    ended = run_both(command, tmp_path, scratch, ram=ram, update="backward")
+    assert ended.report["counters"]["gradients_applied"] > 0
+    folder = str(tmp_path / "paged" / "checkpoint-2")
+    resumed = [*command[:3], str(tmp_path / "resumed"), folder, *command[4:]]
+    ended = start_paged(resumed, ram=ram, ssd=scratch, update="backward").end()
+    assert ended.status == 0, ended.errors[-5000:]
+    name = "model.safetensors"
+    assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+    logged = logged_norms(tmp_path / "plain")
+    assert len(logged) == 4
+    assert logged_norms(tmp_path / "paged") == logged
+
+
+def test_a_stock_trainer_that_clips_is_told_what_is_in_the_way(folders, tmp_path, scratch):
+    """Its defaults clip and this script accumulates: neither goes with updates in the backward."""
+    command = [str(SCRIPTS / "fine_tune.py"), "causal", str(folders["causal"]), str(tmp_path / "out")]
+    ram = share_of_model(folders["causal"], FULL_COPIES)
+    ended = start_paged(command, ram=ram, ssd=scratch, update="backward").end()
+    assert ended.status == 1
+    assert 'update="backward"' in ended.errors

@@ -29,7 +29,7 @@ COUNTED_STEPS = 12
 STATE_BYTES_PER_PARAMETER = 16
 
 
-def train(scratch: str, budget_share: float) -> tuple[list[float], list[float]]:
+def train(scratch: str, budget_share: float, update: str) -> tuple[list[float], list[float]]:
     """Return bytes read and written per step and parameter, as counted and as the replay had to."""
     import torch_offload
     from torch_offload.runtime.process import PROCESS
@@ -39,7 +39,8 @@ def train(scratch: str, budget_share: float) -> tuple[list[float], list[float]]:
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     parameters = LAYERS * WIDTH * WIDTH
     budget_bytes = int(budget_share * STATE_BYTES_PER_PARAMETER * parameters)
-    torch_offload.wrap(module, config=Config(ram=budget_bytes, ssd=scratch, min_paged_bytes=0, page_elements=4096))
+    config = Config(ram=budget_bytes, ssd=scratch, min_paged_bytes=0, page_elements=4096, update=update)
+    torch_offload.wrap(module, config=config)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     batch = torch.ones(4, WIDTH)
     counts = []
@@ -63,6 +64,13 @@ def train(scratch: str, budget_share: float) -> tuple[list[float], list[float]]:
 )
 def test_a_step_moves_what_it_moved_before(budget_share, read, written, over_the_least, scratch):
     """Each direction by itself, and both together against the best eviction."""
-    counted, least = in_child(train, str(scratch), budget_share)
+    counted, least = in_child(train, str(scratch), budget_share, "step")
     assert counted == [pytest.approx(read, rel=0.03), pytest.approx(written, rel=0.03)]
     assert sum(least) <= sum(counted) <= over_the_least * sum(least)
+
+
+def test_a_step_that_updates_in_the_backward_moves_no_gradient(scratch):
+    """Each moment comes and goes once. 16 bytes would do if nothing but pages took memory; 26.8 move otherwise."""
+    counted, least = in_child(train, str(scratch), 0.25, "backward")
+    assert counted == [pytest.approx(9.27, rel=0.03), pytest.approx(9.27, rel=0.03)]
+    assert sum(least) <= sum(counted) <= 1.08 * sum(least)

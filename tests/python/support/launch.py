@@ -1,6 +1,6 @@
 """The launcher without its command line, with pages as small as the tests' models.
 
-python -m support.launch --ram 4MiB --ssd DIRECTORY [--optimizer NAME] [-m] SCRIPT ARGUMENTS...
+python -m support.launch --ram 4MiB --ssd DIRECTORY [--optimizer NAME] [--update WHEN] [-m] SCRIPT ARGUMENTS...
 """
 
 import argparse
@@ -15,10 +15,11 @@ def main() -> None:
     parser.add_argument("--ram", required=True)
     parser.add_argument("--ssd", required=True)
     parser.add_argument("--optimizer")
+    parser.add_argument("--update", default="step")
     parser.add_argument("-m", dest="is_module", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    config = Config(ram=options.ram, ssd=options.ssd, min_paged_bytes=0, page_elements=4096)
+    config = Config(ram=options.ram, ssd=options.ssd, min_paged_bytes=0, page_elements=4096, update=options.update)
     sys.exit(run(config, options.command, is_module=options.is_module, optimizer=options.optimizer))
 
 

@@ -71,9 +71,10 @@ def start(command: Sequence[str]) -> Running:
     return Running([sys.executable, *command])
 
 
-def start_paged(command: Sequence[str], *, ram: str, ssd: Path) -> Running:
+def start_paged(command: Sequence[str], *, ram: str, ssd: Path, update: str = "step") -> Running:
     """Start the same under the launcher."""
-    return Running([sys.executable, "-m", "support.launch", "--ram", ram, "--ssd", str(ssd), *command])
+    settings = ["--ram", ram, "--ssd", str(ssd), "--update", update]
+    return Running([sys.executable, "-m", "support.launch", *settings, *command])
 
 
 def assert_paged(ended: Ended) -> None:

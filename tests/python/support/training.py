@@ -90,6 +90,7 @@ class Placement:
     device: bool = False
     activations: str = "keep"
     optimizer_device: str = "auto"
+    update: str = "step"
     trace: bool = False
     kind: str = "emulated"  # of the device
     threads: int = 1
@@ -261,6 +262,8 @@ def train(case: Case, placement: Placement, model: torch.nn.Module) -> Outcome:
     else:
         run_plain_loop(case, placement, model, optimizer)
     hook.remove()
+    if placement.update == "backward":
+        optimizer.zero_grad()  # they cannot be read
     outcome.digests = random_states() | digest_run(model, optimizer)
     return outcome
 
@@ -319,6 +322,7 @@ def train_paged(case: Case, placement: Placement, scratch: str) -> tuple[Outcome
         page_elements=placement.page_elements,
         activations=placement.activations,
         optimizer_device=placement.optimizer_device,
+        update=placement.update,
         trace=placement.trace,
         emulation={"gpu": True} if placement.device and placement.kind == "emulated" else None,
         ssd=scratch,

@@ -1,8 +1,9 @@
 """A stock Trainer script.
 
-    python fine_tune.py KIND MODEL_FOLDER OUTPUT_FOLDER [CHECKPOINT]
+    python fine_tune.py KIND MODEL_FOLDER OUTPUT_FOLDER [CHECKPOINT] [--max_grad_norm 0]
 
-KIND is causal, classification or seq2seq. With a checkpoint the run is resumed there.
+KIND is causal, classification or seq2seq. With a checkpoint the run is resumed there. Without clipping gradients are
+not accumulated either.
 """
 
 import sys
@@ -21,7 +22,9 @@ from transformers import (
     TrainingArguments,
 )
 
-kind, folder, output = sys.argv[1:4]
+words = sys.argv[1:]
+is_clipped = words[-2:] != ["--max_grad_norm", "0"]
+kind, folder, output, *checkpoint = words if is_clipped else words[:-2]
 tokenizer = AutoTokenizer.from_pretrained(folder)
 texts = [f"the {'small ' * (number % 3)}fox {number} jumps" for number in range(32)]
 if kind == "causal":
@@ -42,7 +45,8 @@ arguments = TrainingArguments(
     output_dir=output,
     max_steps=4,
     per_device_train_batch_size=2,
-    gradient_accumulation_steps=2,
+    gradient_accumulation_steps=2 if is_clipped else 1,
+    max_grad_norm=1.0 if is_clipped else 0,
     learning_rate=1e-3,
     logging_steps=1,
     eval_strategy="steps",
@@ -55,5 +59,5 @@ arguments = TrainingArguments(
 trainer = Trainer(
     model=model, args=arguments, train_dataset=data, eval_dataset=data.select(range(4)), data_collator=collator
 )
-trainer.train(resume_from_checkpoint=sys.argv[4] if len(sys.argv) > 4 else None)
+trainer.train(resume_from_checkpoint=checkpoint[0] if checkpoint else None)
 trainer.save_model(output)
