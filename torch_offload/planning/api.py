@@ -76,7 +76,7 @@ def plan(
     if micro_batches < 1:
         raise ConfigError(f"micro_batches: must be at least 1, got {micro_batches}")
     known = optimizer_named(optimizer)
-    decided, directories = _resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd))
+    decided, directories = resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd))
     machine = probe or probe_machine(directories[0])
     recording = record(model, batch)
     inputs = PlanInputs(
@@ -85,21 +85,21 @@ def plan(
         optimizer=known,
         micro_batches=micro_batches,
         is_clipped=bool(max_grad_norm),
-        tokens=micro_batches * _tokens_of(batch),
+        tokens=micro_batches * tokens_of(batch),
         probe=machine,
         costs=OperatorCosts(machine, limit_seconds=timing_seconds).of(recording.calls),
-        ssd_bytes=_room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes),
+        ssd_bytes=room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes),
         endurance_bytes=parse_size(endurance_bytes),
         steps_per_day=steps_per_day,
     )
     return build_plan(inputs, "host" if preflight.optimizer_device(decided, model.parameters()) == "cpu" else "device")
 
 
-def _room_of(config: Config, directories: Sequence[Path]) -> int:
+def room_of(config: Config, directories: Sequence[Path]) -> int:
     return resources.room_for_pages(directories, keep_free=config.keep_free, max_spill=config.max_spill)
 
 
-def _resolved(config: Config) -> tuple[Config, tuple[Path, ...]]:
+def resolved(config: Config) -> tuple[Config, tuple[Path, ...]]:
     """Return the configuration with a budget, and the directories that pages would go to.
 
     Raises:
@@ -120,7 +120,7 @@ def _resolved(config: Config) -> tuple[Config, tuple[Path, ...]]:
     return config.replace(ram=ram), (directory, *config.ssd[1:])
 
 
-def _tokens_of(batch: Mapping[str, Any]) -> int:
+def tokens_of(batch: Mapping[str, Any]) -> int:
     tensors = [value for value in batch.values() if isinstance(value, Tensor)]
     whole = [tensor for tensor in tensors if not tensor.dtype.is_floating_point]
     if whole:
