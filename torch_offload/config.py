@@ -177,6 +177,9 @@ class Config(BaseModel):
     report: Path | None = None
     """File, or directory for one file per process, that gets a JSON report with timelines when the process ends. None:
     no report, and nothing is recorded for one."""
+    plan: Path | None = None
+    """JSON file of a plan, as ``torch-offload plan --json`` writes it. Reports then say what was predicted beside what
+    was measured, and which input of the plan was wrong. None: no comparison."""
     trace: Trace = False
     """Record what each resource does when, for ``Report.write_trace``. A file, or directory for one file per process,
     also gets it when the process ends; compressed where the name ends in ``.gz``."""
@@ -219,6 +222,7 @@ class Config(BaseModel):
             optimizer_device: OptimizerDevice = "auto",
             gpu_reserved: int | str | None = None,
             report: str | os.PathLike[str] | None = None,
+            plan: str | os.PathLike[str] | None = None,
             trace: bool | str | os.PathLike[str] = False,
             status_line: bool = False,
             watchdog: bool = False,
@@ -251,7 +255,7 @@ class Config(BaseModel):
         """The script may change its directory before the engine opens."""
         return tuple(Path(os.path.expanduser(directory)).resolve() for directory in directories)
 
-    @field_validator("report", "trace", mode="before")
+    @field_validator("report", "plan", "trace", mode="before")
     @classmethod
     def _expand_home(cls, path: object, info: ValidationInfo) -> object:
         """Make ``~`` mean what it means in a shell."""
@@ -261,10 +265,10 @@ class Config(BaseModel):
             raise ConfigError(f"expected true, false or the path of a file, got {path!r}")
         return path
 
-    @field_validator("report", "trace")
+    @field_validator("report", "plan", "trace")
     @classmethod
     def _resolve_file(cls, path: object) -> object:
-        """The script may change its directory before the file is written."""
+        """The script may change its directory before the file is written or read."""
         return path.resolve() if isinstance(path, Path) else path
 
     @field_validator("emulation", mode="before")

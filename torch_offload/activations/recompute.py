@@ -94,9 +94,15 @@ def layers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     Layers for which the user has asked for checkpointing himself are his.
     """
+    for name, layer in all_layers_of(module):
+        if not getattr(layer, "gradient_checkpointing", False) or is_recomputed(layer):
+            yield name, layer
+
+
+def all_layers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers that transformers can checkpoint one by one, in the order of the module."""
     for name, layer in module.named_modules():
-        is_layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(layer).__mro__)
-        if is_layer and not (getattr(layer, "gradient_checkpointing", False) and not is_recomputed(layer)):
+        if any(base.__name__ == "GradientCheckpointingLayer" for base in type(layer).__mro__):
             yield name, layer
 
 

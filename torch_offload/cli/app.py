@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 
 from torch_offload import __version__
+from torch_offload.cli import plan_options
 from torch_offload.cli.config_options import config_from, config_options
 from torch_offload.cli.run_arguments import script_path, separate_script
 from torch_offload.cli.search_options import SearchOptions, search_options
@@ -20,6 +21,7 @@ from torch_offload.integrations.trainer_optimizer import OPTIMIZERS
 from torch_offload.reporting.result import Result
 from torch_offload.reporting.saved_reports import REPORT_NAME
 from torch_offload.runtime.preflight import check_directories
+from torch_offload.system import environment
 from torch_offload.system.terminal import echo, error_console, one_line, show
 
 USAGE_ERROR = 2
@@ -183,7 +185,16 @@ def _search_instead(options: SearchOptions, others: Mapping[str, Any]) -> None:
 
 @app.command()
 @config_options(
-    "gpu", "ram", "ssd", "keep_free", "max_spill", "activations", "optimizer_device", "gpu_reserved", "page_elements"
+    "gpu",
+    "ram",
+    "ssd",
+    "keep_free",
+    "max_spill",
+    "checkpoint_pages",
+    "activations",
+    "optimizer_device",
+    "gpu_reserved",
+    "page_elements",
 )
 @search_options(_search_instead)
 def plan(
@@ -193,41 +204,57 @@ def plan(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A model's directory, its config.json, or its name on the hub.")
     ],
-    batch: Annotated[int, typer.Option(metavar="COUNT", help="Rows of a micro-batch.")] = 1,
-    sequence: Annotated[int, typer.Option(metavar="COUNT", help="Tokens of a row.")] = 512,
-    micro_batches: Annotated[int, typer.Option(metavar="COUNT", help="Micro-batches of a step.")] = 1,
-    dtype: Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16 or float16.")] = "float32",
-    optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="adamw_torch_fused, torch_offload.AdamW or none.")
-    ] = "adamw_torch_fused",
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Layers run again in the backward pass.")
-    ] = False,
-    tbw: Annotated[str, typer.Option(metavar="SIZE", help="Endurance rating of the drive (TBW).")] = "600TB",
-    ssd_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Capacity for pages on the SSD (default: the free space).")
-    ] = None,
+    batch: plan_options.Batch = 1,
+    sequence: plan_options.Sequence = 512,
+    evaluate: plan_options.Evaluate = False,
+    generate: plan_options.Generate = None,
+    train: plan_options.Train = None,
+    micro_batches: plan_options.MicroBatches = None,
+    dtype: plan_options.Dtype = "float32",
+    optimizer: plan_options.Optimizer = None,
+    moments: plan_options.Moments = None,
+    checkpointing: plan_options.Checkpointing = False,
+    tbw: plan_options.Endurance = "600TB",
+    ssd_bytes: plan_options.SsdBytes = None,
     trust_remote_code: TrustsCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict memory, I/O and step time without loading the weights. Exit status 1 if training does not fit.
+    """Predict memory, I/O and step time without loading the weights. Exit status 1 if it does not fit.
 
+    Under torchrun, or with LOCAL_WORLD_SIZE set, it is the plan of one of these processes with its share of memory.
     With --search, of all ways to train a step; --ram then takes a list, such as 8GiB,16GiB.
     """
     from torch_offload.diagnostics.probe import probe_with_progress
     from torch_offload.integrations import hf_models
+    from torch_offload.integrations.trained_parts import TrainedParts
+    from torch_offload.planning.api import DEFAULT_OPTIMIZER
     from torch_offload.planning.api import plan as make_plan
 
     with _plain_errors():
+        training = {
+            "--train": train,
+            "--micro-batches": micro_batches,
+            "--optimizer": optimizer,
+            "--moments": moments,
+            "--checkpointing": checkpointing or None,
+        }
+        work = plan_options.work_of(training, evaluate=evaluate, new_tokens=generate)
+        parts = TrainedParts.of(train or "full")
         config = config_from(given, file)
+        described = hf_models.model_from(
+            model, dtype=dtype, uses_checkpointing=checkpointing, trust_remote_code=trust_remote_code
+        )
         made = make_plan(
-            hf_models.model_from(
-                model, dtype=dtype, uses_checkpointing=checkpointing, trust_remote_code=trust_remote_code
-            ),
+            parts.apply(described.module),
             hf_models.batch_of(batch, sequence),
             config=config,
-            optimizer=None if optimizer == "none" else optimizer,
-            micro_batches=micro_batches,
+            work=work,
+            new_tokens=generate,
+            optimizer=None if optimizer == "none" else optimizer or DEFAULT_OPTIMIZER,
+            moments=moments or "fp32",
+            micro_batches=1 if micro_batches is None else micro_batches,
+            loaded=described.loaded,
+            processes=environment.process_count(),
             probe=probe_with_progress(config.scratch_directory, progress_on=error_console()),
             ssd_bytes=ssd_bytes,
             endurance_bytes=tbw,
@@ -264,6 +291,9 @@ def report(
     tbw: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Endurance rating of the drive (TBW), such as 600TB.")
     ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Put a plan beside it: what torch-offload plan --json wrote.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the report of a run: as a table, as JSON or as an HTML page."""
@@ -271,6 +301,8 @@ def report(
 
     with _plain_errors():
         saved = saved_reports.load(path)
+        if plan is not None:
+            saved = saved_reports.with_plan(saved, plan)
         endurance_bytes = None if tbw is None else parse_size(tbw)
         if html is not None:
             saved.write_html(html, endurance_bytes=endurance_bytes)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torch_offload.cli.config_options import config_from
 from torch_offload.cli.search_options import SearchOptions
@@ -12,13 +12,15 @@ from torch_offload.config import parse_size
 from torch_offload.diagnostics.probe import probe_with_progress
 from torch_offload.errors import ConfigError
 from torch_offload.integrations import hf_models
+from torch_offload.integrations.trained_parts import TrainedParts
 from torch_offload.planning import api
-from torch_offload.planning.page_uses import optimizer_named
+from torch_offload.planning.page_uses import moments_named, optimizer_named
 from torch_offload.planning.search import DEFAULT_TIMING_SECONDS, Question, Recordings, answer
 from torch_offload.planning.search_page import write_page
 from torch_offload.planning.search_result import Search
 from torch_offload.planning.setups import precisions_named, rows_of_step
 from torch_offload.planning.what_if import Machine, WhatIf, machines_of, rates_of, sizes_of
+from torch_offload.system import environment
 from torch_offload.system.terminal import echo, error_console, show
 
 
@@ -43,23 +45,28 @@ def run(options: SearchOptions, others: Mapping[str, Any]) -> int:
     rows = rows_of_step(options.tokens_per_step or 0, others["sequence"])
     own = _own_setup(options.as_is, rows)
     rates = [] if options.ssd_rate is None else rates_of(options.ssd_rate)
+    name = others["optimizer"] or api.DEFAULT_OPTIMIZER
+    optimizer = None if name == "none" else optimizer_named(name)
     allow = precisions_named(() if options.allow is None else options.allow.split(","))
     settings, budgets = _split_ram(others["given"])
     config = config_from(settings, others["file"])
-    model = _model_of(others)
-    decided, directories = api.resolved(config)
+    model, loaded = _model_of(others)
+    processes = environment.process_count()
+    decided, directories = api.resolved(config, processes)
     probe = probe_with_progress(config.scratch_directory, progress_on=error_console())
     ssd_bytes = others["ssd_bytes"]
     question = Question(
         config=decided,
         probe=probe,
-        optimizer=None if others["optimizer"] == "none" else optimizer_named(others["optimizer"]),
-        ssd_bytes=api.room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes),
+        optimizer=optimizer,
+        moments=moments_named(others["moments"] or "fp32", optimizer),
+        processes=processes,
+        ssd_bytes=(api.room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes)) // processes,
         allow=allow,
     )
     batch = hf_models.batch_of(rows, others["sequence"])
-    known = Recordings(model, batch, probe=probe, timing_seconds=DEFAULT_TIMING_SECONDS)
-    machines = machines_of(budgets or [decided.ram or 0], rates)
+    known = Recordings(model, batch, probe=probe, timing_seconds=DEFAULT_TIMING_SECONDS, loaded=loaded)
+    machines = machines_of([max(1, size // processes) for size in budgets] or [decided.ram or 0], rates)
     found = WhatIf(searches=[(machine, answer(_on(machine, question), known)) for machine in machines])
     if options.html is not None:
         write_page(options.html, found, probe=probe)
@@ -67,13 +74,16 @@ def run(options: SearchOptions, others: Mapping[str, Any]) -> int:
     return 0 if found.fits else 1
 
 
-def _model_of(others: Mapping[str, Any]) -> nn.Module:
-    return hf_models.model_from(
+def _model_of(others: Mapping[str, Any]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Return the model as it will be trained, and what of it lies in its checkpoint."""
+    parts = TrainedParts.of(others["train"] or "full")
+    described = hf_models.model_from(
         others["model"],
         dtype=others["dtype"],
         uses_checkpointing=others["checkpointing"],
         trust_remote_code=others["trust_remote_code"],
     )
+    return parts.apply(described.module), tuple(described.loaded)
 
 
 def _on(machine: Machine, question: Question) -> Question:

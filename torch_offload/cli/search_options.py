@@ -59,6 +59,8 @@ class SearchOptions:
             if given:
                 raise ConfigError(f"{', '.join(given)}: of a search; give --search as well")
             return
+        if others["evaluate"] or others["generate"] is not None:
+            raise ConfigError("--search chooses how to train; leave --evaluate and --generate out")
         if self.tokens_per_step is None:
             raise ConfigError("--search needs --tokens-per-step: rows times their tokens, all micro-batches together")
         if others["batch"] != 1 or others["micro_batches"] not in (1, None):

@@ -71,6 +71,11 @@ class Probe(BaseModel, Result):
     to_device: float | None = None
     to_host: float | None = None
 
+    @property
+    def cores(self) -> int:
+        """How many processors share the work of a step."""
+        return int(self.key.get("cores", "1"))
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as values that JSON knows."""
         return self.model_dump(mode="json")

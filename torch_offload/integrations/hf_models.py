@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +54,21 @@ def model_folder(model: str | os.PathLike[str], *, files: tuple[str, ...] = _MOD
         ) from None
 
 
+class DescribedModel(NamedTuple):
+    """A model without weights, and which of its tensors its checkpoint has just so.
+
+    Attributes:
+        module: On the meta device, in training mode.
+        loaded: What will lie in the checkpoint in the dtype that it is asked for in.
+    """
+
+    module: nn.Module
+    loaded: list[Tensor]
+
+
 def model_from(
     model: str | os.PathLike[str], *, dtype: str, uses_checkpointing: bool, trust_remote_code: bool = False
-) -> nn.Module:
+) -> DescribedModel:
     """Return the language model of a configuration on the meta device, in training mode.
 
     Args:
@@ -90,6 +103,7 @@ def model_from(
                     f"{file} is of a quantized model ({method}), which cannot be planned yet; give a plain one"
                 )
         configuration.use_cache = False
+        stored_dtype = getattr(configuration, "dtype", None) or torch.float32
         with torch.device("meta"):
             planned = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 configuration, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
@@ -102,7 +116,8 @@ def model_from(
     planned.train()
     if uses_checkpointing:
         planned.gradient_checkpointing_enable({"use_reentrant": False})
-    return planned  # type: ignore[no-any-return]
+    is_stored_so = str(stored_dtype).removeprefix("torch.") == dtype
+    return DescribedModel(planned, list(planned.parameters()) if is_stored_so else [])
 
 
 def _refuse_code(folder: Path, error: Exception) -> None:

@@ -106,14 +106,17 @@ class Fit:
     def _search(self, given: Given, batch: Mapping[str, Any]) -> Search:
         session = PROCESS.session
         config = self._config if session is None else session.config
-        decided, directories = api.resolved(config.replace(activations=config.activations))
+        processes = 1 if session is not None else environment.process_count()  # a session has its own share
+        decided, directories = api.resolved(config.replace(activations=config.activations), processes)
         machine = probe(directories[0])
         question = Question(
             config=decided,
             probe=machine,
             optimizer=self._optimizer_of(given.args),
+            moments="8bit" if self._optimizer == "adamw-8bit" else "fp32",
+            processes=environment.process_count(),
             is_clipped=bool(given.args.max_grad_norm),
-            ssd_bytes=api.room_of(decided, directories),
+            ssd_bytes=api.room_of(decided, directories) // environment.process_count(),
         )
         known = Recordings(_as_trained(given), batch, probe=machine, timing_seconds=TIMING_SECONDS)
         return answer(question, known)

@@ -1,27 +1,31 @@
-"""``torch_offload.plan``: memory, I/O and time of a training step, before anything is loaded."""
+"""``torch_offload.plan``: memory, I/O and time of a step, before anything is loaded."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from torch_offload.activations.recompute import ActivationChoice, layers_of
 from torch_offload.config import Config, Directories, parse_size
 from torch_offload.diagnostics import ssd_benchmark
 from torch_offload.diagnostics.probe import Probe
 from torch_offload.diagnostics.probe import probe as probe_machine
 from torch_offload.errors import ConfigError, UnsupportedModelError
-from torch_offload.planning.fake_trace import record
-from torch_offload.planning.operator_costs import OperatorCosts
-from torch_offload.planning.page_uses import optimizer_named
-from torch_offload.planning.plan import Plan
-from torch_offload.planning.planner import PlanInputs, build_plan
+from torch_offload.planning import recomputing
+from torch_offload.planning.fake_trace import Recording, record
+from torch_offload.planning.forward_trace import PROMPT, TOKEN, record_evaluation, record_prompt, record_token
+from torch_offload.planning.operator_costs import Cost, OperatorCosts
+from torch_offload.planning.plan import Plan, Work
+from torch_offload.planning.planner import PlanInputs, PlannedMachine, PlannedStep, build_plan
 from torch_offload.runtime import preflight, settings
 from torch_offload.system import resources
 
 DEFAULT_ENDURANCE_BYTES = 600 * 1000**4
 DEFAULT_TIMING_SECONDS = 15.0
-UNPLANNED_ACTIVATIONS = ("recompute", "auto")
+DEFAULT_OPTIMIZER = "adamw_torch_fused"
 
 
 def plan(
@@ -32,9 +36,14 @@ def plan(
     ram: int | str | None = None,
     ssd: Directories | None = None,
     config: Config | Mapping[str, Any] | None = None,
-    optimizer: str | None = "adamw_torch_fused",
+    work: Work = "train",
+    new_tokens: int | None = None,
+    optimizer: str | None = DEFAULT_OPTIMIZER,
+    moments: str = "fp32",
     micro_batches: int = 1,
     max_grad_norm: float | None = None,
+    loaded: Iterable[Tensor] = (),
+    processes: int = 1,
     probe: Probe | None = None,
     ssd_bytes: int | str | None = None,
     endurance_bytes: int | str = DEFAULT_ENDURANCE_BYTES,
@@ -42,24 +51,30 @@ def plan(
     timing_seconds: float = DEFAULT_TIMING_SECONDS,
     **unknown: NoReturn,
 ) -> Plan:
-    """Predict memory, I/O and step time of training a module, without loading or training it.
+    """Predict memory, I/O and time of a step with a module, without loading or training it.
 
-    One forward and backward is recorded on tensors without numbers; its operators are timed alone; its uses of pages
+    Each pass of a step is recorded once on tensors without numbers; its operators are timed alone; its uses of pages
     are replayed under the budgets. The module is not changed, and may be on the meta device.
 
     Experimental: may change in a minor release.
 
     Args:
         model: As it will be trained: in training mode, with checkpointing where wanted, frozen where frozen.
-        batch: Arguments of its forward by name, labels included, of one micro-batch; meta tensors will do.
+        batch: Arguments of its forward by name, of one micro-batch; meta tensors will do. With labels to train, with
+            ``input_ids`` of the prompt to generate.
         gpu: As in ``wrap``. A real GPU cannot be planned yet.
         ram: As in ``wrap``.
         ssd: As in ``wrap``.
         config: All settings; the other arguments take precedence over it.
-        optimizer: Whose states and updates there are: ``adamw_torch_fused``, as the Trainer has by default, or
-            ``torch_offload.AdamW``; None: gradients only.
+        work: What a step is: ``train``; ``evaluate``, a forward of the batch; ``generate``, the prompt and all new
+            tokens. The last two are without gradients, in evaluation mode.
+        new_tokens: Of each row, to generate.
+        optimizer: Whose states and updates there are: ``adamw_torch_fused``, ``torch_offload.AdamW``, or None.
+        moments: How ``torch_offload.AdamW`` keeps its moments: ``fp32`` or ``8bit``.
         micro_batches: Forward and backward passes per step.
         max_grad_norm: Gradients are clipped to it; None or 0: they are not.
+        loaded: Tensors of the module that a checkpoint has in their dtype; see the setting ``checkpoint_pages``.
+        processes: How many like this one share memory, disk and processor; the plan is of one of them.
         probe: What the machine can do. Default: ``torch_offload.probe`` of the directory.
         ssd_bytes: What the SSD may hold. Default: what is free on it, less ``keep_free``, at most ``max_spill``.
         endurance_bytes: What the SSD is rated to have written in its life (TBW), for its years.
@@ -69,55 +84,135 @@ def plan(
 
     Raises:
         ConfigError: If a setting cannot be used.
-        UnsupportedModelError: For a real GPU, and for activations that are recomputed.
-        OffloadError: If the forward depends on numbers that only a real run knows, or there is no loss.
+        UnsupportedModelError: For a real GPU.
+        OffloadError: If the forward depends on numbers that only a real run knows, or has no loss or cache.
     """
     settings.check_arguments("plan", unknown)
-    if micro_batches < 1:
-        raise ConfigError(f"micro_batches: must be at least 1, got {micro_batches}")
-    known = optimizer_named(optimizer)
-    decided, directories = resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd))
-    machine = probe or probe_machine(directories[0])
-    recording = record(model, batch)
-    inputs = PlanInputs(
-        config=decided,
-        recording=recording,
-        optimizer=known,
-        micro_batches=micro_batches,
-        is_clipped=bool(max_grad_norm),
-        tokens=micro_batches * tokens_of(batch),
-        probe=machine,
-        costs=OperatorCosts(machine, limit_seconds=timing_seconds).of(recording.calls),
-        ssd_bytes=room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes),
-        endurance_bytes=parse_size(endurance_bytes),
-        steps_per_day=steps_per_day,
+    step = PlannedStep.of(work, new_tokens, optimizer, moments, micro_batches, clipped=bool(max_grad_norm))
+    decided, directories = resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd), processes)
+    free_bytes = room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes)
+    machine = PlannedMachine(
+        probe or probe_machine(directories[0]), processes, free_bytes // processes, parse_size(endurance_bytes)
     )
-    return build_plan(inputs, "host" if preflight.optimizer_device(decided, model.parameters()) == "cpu" else "device")
+    costs = OperatorCosts(machine.probe, limit_seconds=timing_seconds)
+    return _Planning(model, batch, list(loaded), decided, step, machine, costs, steps_per_day).plan()
+
+
+@dataclass(frozen=True)
+class _Planning:
+    """A plan to be made."""
+
+    model: nn.Module
+    batch: Mapping[str, Any]
+    loaded: list[Tensor]
+    config: Config
+    step: PlannedStep
+    machine: PlannedMachine
+    costs: OperatorCosts
+    steps_per_day: float | None
+
+    def plan(self) -> Plan:
+        """Record what a step consists of, and plan it."""
+        if self.step.work != "train":
+            passes, seconds = _forward_passes(self.model, self.batch, self.loaded, self.step.new_tokens, self.costs)
+            return self._built(passes[0], seconds, passes=passes)
+        if self.config.activations == "recompute":
+            layers = recomputing.layers_to_recompute(self.model)
+            asked = ActivationChoice(recomputed=sorted(layers), explanation=recomputing.ALL_RECOMPUTED)
+            return self._recomputed(layers, asked)
+        if self.config.activations == "auto":
+            return self._chosen()
+        return self._trained(record(self.model, self.batch, loaded=self.loaded))
+
+    def _chosen(self) -> Plan:
+        """Plan a step of which the engine chooses the layers that compute their activations again."""
+        layers = dict(layers_of(self.model))
+        recording = record(self.model, self.batch, loaded=self.loaded, layers=layers)
+        paged = self._trained(recording)
+        if not layers:
+            return paged
+        seconds = self.costs.of({name: layer.calls for name, layer in recording.layers.items()})
+        choice = recomputing.choose(paged, recording, seconds, min_paged_bytes=self.config.min_paged_bytes)
+        return self._recomputed(layers, choice) if choice.recomputed else dataclasses.replace(paged, activations=choice)
+
+    def _recomputed(self, layers: Mapping[str, nn.Module], choice: ActivationChoice) -> Plan:
+        with recomputing.recomputed([layers[name] for name in choice.recomputed]):
+            recording = record(self.model, self.batch, loaded=self.loaded)
+        return self._trained(recording, choice)
+
+    def _trained(self, recording: Recording, choice: ActivationChoice | None = None) -> Plan:
+        return self._built(recording, self.costs.of(recording.calls), activations=choice)
+
+    def _built(self, recording: Recording, seconds: dict[str, Cost], **more: Any) -> Plan:
+        inputs = PlanInputs(
+            config=self.config,
+            recording=recording,
+            step=self.step,
+            machine=self.machine,
+            tokens=self._tokens(),
+            costs=seconds,
+            steps_per_day=self.steps_per_day,
+            **more,
+        )
+        is_on_host = preflight.optimizer_device(self.config, self.model.parameters()) == "cpu"
+        return build_plan(inputs, "host" if is_on_host else "device")
+
+    def _tokens(self) -> int:
+        """Return the tokens of a step; of a generation the new ones."""
+        if self.step.work == "generate":
+            return int(self.batch["input_ids"].shape[0]) * self.step.new_tokens
+        return tokens_of(self.batch) * self.step.micro_batches
+
+
+def _forward_passes(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loaded: Sequence[Tensor],
+    new_tokens: int,
+    costs: OperatorCosts,
+) -> tuple[tuple[Recording, ...], dict[str, Cost]]:
+    """Record the passes of an evaluation or a generation, and return their costs by phase.
+
+    Keys and values grow from token to token: memory is that of the last one, time the mean of the first and the last.
+    """
+    if new_tokens == 0:
+        evaluation = record_evaluation(model, batch, loaded=loaded)
+        return (evaluation,), costs.of(evaluation.calls)
+    prompt = record_prompt(model, batch, loaded=loaded)
+    if new_tokens == 1:
+        return (prompt,), costs.of(prompt.calls)
+    length = batch["input_ids"].shape[1]
+    first = record_token(model, batch, earlier=length, loaded=loaded)
+    last = record_token(model, batch, earlier=length + new_tokens - 2, loaded=loaded)
+    found = costs.of({PROMPT: prompt.calls[PROMPT], "first": first.calls[TOKEN], "last": last.calls[TOKEN]})
+    mean = Cost(
+        seconds=(found["first"].seconds + found["last"].seconds) / 2,
+        timed_seconds=(found["first"].timed_seconds + found["last"].timed_seconds) / 2,
+    )
+    return (prompt, last), {PROMPT: found[PROMPT], TOKEN: mean}
 
 
 def room_of(config: Config, directories: Sequence[Path]) -> int:
     return resources.room_for_pages(directories, keep_free=config.keep_free, max_spill=config.max_spill)
 
 
-def resolved(config: Config) -> tuple[Config, tuple[Path, ...]]:
-    """Return the configuration with a budget, and the directories that pages would go to.
+def resolved(config: Config, processes: int) -> tuple[Config, tuple[Path, ...]]:
+    """Return the configuration with a budget for one process, and the directories that pages would go to.
 
     Raises:
+        ConfigError: If there is no process.
         UnsupportedModelError: If a setting cannot be planned yet.
     """
+    if processes < 1:
+        raise ConfigError(f"processes: must be at least 1, got {processes}")
     if config.uses_cuda:
         raise UnsupportedModelError(
             "gpu: plan measures and times this machine's processor, so it cannot plan for a GPU yet; "
             "plan without gpu, or with emulation={'gpu': True} for its memory and traffic"
         )
-    if config.activations in UNPLANNED_ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"activations={config.activations!r} cannot be planned yet; plan 'page' or 'keep', and have the "
-            "model itself checkpoint the layers that are recomputed"
-        )
     directory = ssd_benchmark.directory_for(config.scratch_directory, file_bytes=0)
     ram = resources.default_ram_bytes() if config.ram is None else config.ram
-    return config.replace(ram=ram), (directory, *config.ssd[1:])
+    return config.replace(ram=max(1, ram // processes)), (directory, *config.ssd[1:])
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:

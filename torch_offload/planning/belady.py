@@ -6,7 +6,7 @@ from the same memory. A memory lists what it asks of the tier below, so that the
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
@@ -91,23 +91,37 @@ class Memory:
     would do.
     """
 
-    def __init__(self, pages: Pages, limit_bytes: int, *, stored: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        pages: Pages,
+        limit_bytes: int,
+        *,
+        stored: Iterable[int] = (),
+        homes: Iterable[int] = (),
+        staying: Collection[str] = (),
+    ) -> None:
         """Begin empty.
 
         Args:
             pages: What the uses will name.
             limit_bytes: The budget, temporaries included.
             stored: Pages whose bytes lie below.
+            homes: Pages whose bytes lie in a file of somebody else's until they are first written.
+            staying: Kinds of pages that never leave.
         """
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0  # the most that was ever in use
         self.needed_bytes = 0  # the most that was ever in use at once
+        self.has_evicted = False
         self.asked: list[PageUse] = []  # of the tier below
         self.resident: set[int] = set()
         self.dirty: set[int] = set()
         self.stored = set(stored)
         self.stored_bytes = sum(pages.size_bytes[page] for page in self.stored)
         self.peak_stored_bytes = self.stored_bytes
+        self.homes = set(homes)
+        self._staying = frozenset(staying)
+        self._staying_bytes = 0
         self._size_bytes, self._kinds = pages.size_bytes, pages.kinds
         self._used_bytes = 0
         self._next_use: dict[int, int] = {}
@@ -143,19 +157,24 @@ class Memory:
         self._begin(event)
         if page not in self._pinned:
             self._pinned.add(page)
-            self._pinned_bytes += self._size_bytes[page]
+            self._pinned_bytes += self._pinnable_bytes(page)
             (self._in_subgroup if event.subgroup else self._in_group).append(page)
         if page not in self.resident:
             self._evict_for(self._size_bytes[page], event.other_bytes)
-            if event.use is not Use.create and page in self.stored:
+            if event.use is not Use.create and (page in self.stored or page in self.homes):
                 self._read_below(page)
             self.resident.add(page)
             self._used_bytes += self._size_bytes[page]
+            self._staying_bytes += self._size_bytes[page] - self._pinnable_bytes(page)
         if event.use is not Use.read:
             self.dirty.add(page)
         self._next_use[page] = following
-        self.needed_bytes = max(self.needed_bytes, self._pinned_bytes + event.other_bytes)
+        self.needed_bytes = max(self.needed_bytes, self._pinned_bytes + self._staying_bytes + event.other_bytes)
         self.peak_bytes = max(self.peak_bytes, self._used_bytes + event.other_bytes)
+
+    def _pinnable_bytes(self, page: int) -> int:
+        """Return the bytes that a use keeps from leaving: none of a page that never does."""
+        return 0 if self._kinds[page] in self._staying else self._size_bytes[page]
 
     def _begin(self, event: PageUse) -> None:
         """Let go of what is no longer in use together with this page."""
@@ -174,8 +193,8 @@ class Memory:
     def _release(self, pages: list[int]) -> None:
         for page in pages:
             self._pinned.discard(page)
-            self._pinned_bytes -= self._size_bytes[page]
-            if page in self.resident:
+            self._pinned_bytes -= self._pinnable_bytes(page)
+            if page in self.resident and self._kinds[page] not in self._staying:
                 heappush(self._furthest, (-self._next_use[page], page))
         pages.clear()
 
@@ -201,6 +220,7 @@ class Memory:
             is_current = page in self.resident and page not in self._pinned and self._next_use[page] == -rank
             if not is_current:
                 continue
+            self.has_evicted = True
             if page in self.dirty and rank != -WORTHLESS:
                 self._write_below(page)
             self._forget(page)
@@ -213,6 +233,7 @@ class Memory:
     def _write_below(self, page: int) -> None:
         self._written[self._kinds[page]] += self._size_bytes[page]
         self.asked.append(PageUse(Use.create, page, group=len(self.asked) + 1))
+        self.homes.discard(page)
         if page not in self.stored:
             self.stored.add(page)
             self.stored_bytes += self._size_bytes[page]
@@ -222,6 +243,7 @@ class Memory:
         if page in self.resident:
             self.resident.discard(page)
             self._used_bytes -= self._size_bytes[page]
+            self._staying_bytes -= self._size_bytes[page] - self._pinnable_bytes(page)
         self.dirty.discard(page)
 
 

@@ -1,4 +1,4 @@
-"""Memory accesses of one forward and backward pass, recorded on fake tensors: shapes without numbers.
+"""Memory accesses of a pass, recorded on fake tensors: shapes without numbers.
 
 The module runs under a mode that sees every operator below autograd. Floating-point tensors are fake: they say that
 they are on the CPU, so that models choose the kernels that they would choose there, and own no bytes. Small tensors of
@@ -7,10 +7,11 @@ integers and truth values are real, since models look at them: positions, masks,
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torch_offload.errors import OffloadError
-from torch_offload.planning.operator_calls import Call, is_passing, reads_arguments, tensors_in
+from torch_offload.planning.operator_calls import Call, is_passing, reads_arguments, rows_looked_up, tensors_in
+from torch_offload.runtime.preflight import is_embedding_table
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,6 +50,7 @@ class Moment(NamedTuple):
         size_bytes: Of a temporary.
         parameters: Numbers of what an operator uses.
         temporaries: The same of temporaries; the one that holds a finished gradient.
+        rows: Of a table that they are looked up in, which is then the only parameter; 0 for every other operator.
     """
 
     what: What
@@ -55,6 +58,7 @@ class Moment(NamedTuple):
     size_bytes: int = 0
     parameters: tuple[int, ...] = ()
     temporaries: tuple[int, ...] = ()
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class ParameterSize:
         element_bytes: Bytes of each.
         dtype: Of each.
         is_trained: Whether it gets a gradient.
+        is_loaded: Whether its bytes lie in a checkpoint.
+        is_table: Whether only rows of it are ever read, and it is not trained.
     """
 
     name: str
@@ -74,11 +80,26 @@ class ParameterSize:
     element_bytes: int
     dtype: torch.dtype
     is_trained: bool
+    is_loaded: bool = False
+    is_table: bool = False
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all elements."""
         return self.elements * self.element_bytes
+
+
+@dataclass
+class RecordedLayer:
+    """The forward of one layer.
+
+    Attributes:
+        calls: How often each operator call is made.
+        saved_bytes: Of each temporary that autograd keeps from it, by number.
+    """
+
+    calls: Counter[Call] = field(default_factory=Counter)
+    saved_bytes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,33 +110,67 @@ class Recording:
         parameters: In the order of the module.
         moments: In the order in which they happen.
         calls: How often each operator call is made, by phase; those that only look at metadata left out.
+        layers: The layers that were asked for, by name.
     """
 
     parameters: list[ParameterSize] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
-    calls: dict[str, Counter[Call]] = field(default_factory=lambda: {phase: Counter() for phase in PHASES})
+    calls: dict[str, Counter[Call]] = field(default_factory=dict)
+    layers: dict[str, RecordedLayer] = field(default_factory=dict)
 
 
-def record(module: nn.Module, batch: Mapping[str, Any]) -> Recording:
+def record(
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    loaded: Collection[Tensor] = (),
+    layers: Mapping[str, nn.Module] = MappingProxyType({}),
+) -> Recording:
     """Run forward and backward once without touching the module or taking memory for it.
 
     Args:
         module: May be on the meta device. Its mode (training, checkpointing) is used as it is.
         batch: Arguments of its forward by name; a meta tensor of integers stands for one full of ones.
+        loaded: Parameters and buffers whose bytes lie in a checkpoint.
+        layers: Modules whose forward is recorded for itself as well, by name.
 
     Raises:
-        OffloadError: If what the module does depends on numbers that are not known yet, torch cannot follow it without
-            them, or it returns no loss.
+        OffloadError: As from :func:`traced`, or if the module returns no loss.
+    """
+    recorder = Recorder(PHASES)
+    with recorder.following(layers):
+        return traced(module, batch, recorder, _forward_and_backward, loaded=loaded)
+
+
+def traced(
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    recorder: "Recorder",
+    program: "Program",
+    *,
+    loaded: Collection[Tensor] = (),
+) -> Recording:
+    """Run a program once on stand-ins of the module's tensors.
+
+    Args:
+        module: As for :func:`record`.
+        batch: The same.
+        recorder: One that has recorded nothing.
+        program: Called with the module, stand-ins of the batch and the recorder.
+        loaded: As for :func:`record`.
+
+    Raises:
+        OffloadError: If what the module does depends on numbers that are not known yet, or torch cannot follow it
+            without them.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = _Recorder()
-    stand_ins = recorder.adopt(module, mode)
+    stand_ins = recorder.adopt(module, mode, {id(tensor) for tensor in loaded})
     inputs = {name: _input(value, mode) for name, value in batch.items()}
     try:
         with mode, recorder:
-            torch.func.functional_call(_Pass(module, recorder), stand_ins, (inputs,))
+            torch.func.functional_call(_Pass(module, recorder, program), stand_ins, (inputs,))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise OffloadError(
             f"the forward of {type(module).__name__} depends on numbers that only a real run has ({error}); "
@@ -123,8 +178,8 @@ def record(module: nn.Module, batch: Mapping[str, Any]) -> Recording:
         ) from error
     except RuntimeError as error:  # such as grouped products in float32, of which some versions know no shape
         raise OffloadError(
-            f"cannot trace the forward and backward of {type(module).__name__} on fake tensors ({error}); if a real "
-            "step fails the same way, fix the model; otherwise plan does not support it"
+            f"cannot trace the {' and '.join(recorder.phases)} of {type(module).__name__} on fake tensors ({error}); "
+            "if a real step fails the same way, fix the model; otherwise plan does not support it"
         ) from error
     finally:
         recorder.stop()
@@ -132,19 +187,24 @@ def record(module: nn.Module, batch: Mapping[str, Any]) -> Recording:
 
 
 class _Pass(nn.Module):
-    """Forward and backward as one call, so that parameters stay replaced while checkpointed layers run again."""
+    """A program as one call, so that parameters stay replaced while checkpointed layers run again."""
 
-    def __init__(self, model: nn.Module, recorder: "_Recorder") -> None:
+    def __init__(self, model: nn.Module, recorder: "Recorder", program: "Program") -> None:
         super().__init__()
         self.model = model
-        self.train(model.training)
+        self.training = model.training
         self._recorder = recorder
+        self._program = program
 
     def forward(self, batch: dict[str, Any]) -> None:
-        with self._recorder.saving():
-            loss = _loss_of(self.model(**batch))
-        self._recorder.begin_backward()
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._program(self.model, batch, self._recorder)
+
+
+def _forward_and_backward(model: nn.Module, batch: dict[str, Any], recorder: "Recorder") -> None:
+    with recorder.saving():
+        loss = _loss_of(model(**batch))
+    recorder.begin_backward()
+    loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _loss_of(output: Any) -> Tensor:
@@ -176,35 +236,60 @@ def _stand_in(tensor: Tensor, mode: "FakeTensorMode") -> Tensor:
     return FakeTensor(mode, shape, torch.device("cpu")).requires_grad_(tensor.requires_grad)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator, and notes what it does to memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, phases: tuple[str, ...]) -> None:
+        """Note nothing before :meth:`adopt`.
+
+        Args:
+            phases: Names of what is recorded: a forward, or a forward and a backward.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = Recording()
-        self._phase = PHASES[0]
+        self.phases = phases
+        self.recording = Recording(calls={phase: Counter() for phase in phases})
+        self._phase = phases[0]
+        self._layer: RecordedLayer | None = None
+        self._sizes: dict[int, int] = {}  # of temporaries that are alive
         self._temporaries: dict[int, int] = {}  # by storage
         self._parameters: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._count = 0
         self._is_on = True
 
-    def adopt(self, module: nn.Module, mode: "FakeTensorMode") -> dict[str, Tensor]:
-        """Return stand-ins for all parameters and buffers, by name; tied ones are one tensor."""
+    def adopt(self, module: nn.Module, mode: "FakeTensorMode", loaded: Collection[int] = ()) -> dict[str, Tensor]:
+        """Return stand-ins for all parameters and buffers, by name; tied ones are one tensor.
+
+        Args:
+            module: Whose they are.
+            mode: Of the stand-ins.
+            loaded: What lies in a checkpoint, by `id`.
+        """
         known: dict[int, Tensor] = {}
+        tables = _tables_of(module)
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         for name, tensor in named:
             if id(tensor) not in known:
-                known[id(tensor)] = self._adopt_one(name, tensor, mode)
+                size = ParameterSize(
+                    name,
+                    tensor.numel(),
+                    tensor.element_size(),
+                    tensor.dtype,
+                    tensor.requires_grad and self._is_training(),
+                    is_loaded=id(tensor) in loaded,
+                    is_table=id(tensor) in tables,
+                )
+                known[id(tensor)] = self._adopt_one(size, tensor, mode)
         return {f"model.{name}": known[id(tensor)] for name, tensor in named}
 
-    def _adopt_one(self, name: str, tensor: Tensor, mode: "FakeTensorMode") -> Tensor:
+    def _is_training(self) -> bool:
+        return self.phases == PHASES
+
+    def _adopt_one(self, size: ParameterSize, tensor: Tensor, mode: "FakeTensorMode") -> Tensor:
         stand_in = _stand_in(tensor, mode)
         index = len(self.recording.parameters)
         self._parameters[stand_in.untyped_storage()._cdata] = index
-        self.recording.parameters.append(
-            ParameterSize(name, tensor.numel(), tensor.element_size(), tensor.dtype, tensor.requires_grad)
-        )
+        self.recording.parameters.append(size)
         if tensor.requires_grad:
             stand_in.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda parameter: self._finish(index, parameter)
@@ -214,6 +299,29 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def stop(self) -> None:
         """Note nothing more: what dies after the pass is not part of it."""
         self._is_on = False
+
+    def restart(self) -> None:
+        """Forget what was recorded but for the temporaries that are alive: they are there when the pass begins."""
+        alive = sorted(self._temporaries.values())
+        self.recording.moments = [Moment(What.allocate, number, self._sizes[number]) for number in alive]
+        self.recording.calls = {phase: Counter() for phase in self.phases}
+
+    @contextmanager
+    def following(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Record the forward of some modules for itself as well."""
+        hooks = []
+        for name, layer in layers.items():
+            entry = self.recording.layers[name] = RecordedLayer()
+            hooks.append(layer.register_forward_pre_hook(lambda *_, entry=entry: self._enter(entry)))
+            hooks.append(layer.register_forward_hook(lambda *_: self._enter(None)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, layer: RecordedLayer | None) -> None:
+        self._layer = layer
 
     def begin_backward(self) -> None:
         """The forward has ended."""
@@ -228,6 +336,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             temporary = self._temporaries.get(tensor.untyped_storage()._cdata)
             if temporary is not None:
                 self._note(Moment(What.save, temporary))
+                if self._layer is not None:
+                    self._layer.saved_bytes[temporary] = self._sizes[temporary]
             return tensor
 
         with saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -243,8 +353,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         output = func(*args, **kwargs)
         self._track(tensors_in(output))
-        self._note_use(func, given)
-        self.recording.calls[self._phase][Call.of(func, args, kwargs, output)] += 1
+        self._note_use(func, given, args)
+        call = Call.of(func, args, kwargs, output)
+        self.recording.calls[self._phase][call] += 1
+        if self._layer is not None:
+            self._layer.calls[call] += 1
         return output
 
     def _track(self, outputs: list[Tensor]) -> None:
@@ -255,21 +368,31 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             self._temporaries[key] = self._count
             self._references[key] = weakref.ref(storage, lambda _, key=key: self._free(key))  # type: ignore[misc]
+            self._sizes[self._count] = storage.nbytes()
             self._note(Moment(What.allocate, self._count, storage.nbytes()))
             self._count += 1
 
     def _free(self, key: int) -> None:
         self._references.pop(key, None)
-        self._note(Moment(What.free, self._temporaries.pop(key)))
+        number = self._temporaries.pop(key)
+        del self._sizes[number]
+        self._note(Moment(What.free, number))
 
-    def _note_use(self, func: Any, given: list[Tensor]) -> None:
+    def _note_use(self, func: Any, given: list[Tensor], args: Any) -> None:
         if not reads_arguments(func):
             return
         keys = list(dict.fromkeys(tensor.untyped_storage()._cdata for tensor in given))
         parameters = tuple(self._parameters[key] for key in keys if key in self._parameters)
         temporaries = tuple(self._temporaries[key] for key in keys if key in self._temporaries)
         if parameters or temporaries:
-            self._note(Moment(What.operate, parameters=parameters, temporaries=temporaries))
+            rows = self._rows_of(func, args, parameters)
+            self._note(Moment(What.operate, parameters=parameters, temporaries=temporaries, rows=rows))
+
+    def _rows_of(self, func: Any, args: Any, parameters: tuple[int, ...]) -> int:
+        """Return how many rows a lookup reads; of a table that trains, the engine has the whole."""
+        if len(parameters) != 1 or self.recording.parameters[parameters[0]].is_trained:
+            return 0
+        return rows_looked_up(func, args)
 
     def _finish(self, index: int, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -279,6 +402,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, moment: Moment) -> None:
         if self._is_on:
             self.recording.moments.append(moment)
+
+
+def _tables_of(module: nn.Module) -> set[int]:
+    """Return what is looked up by rows only and does not train, by `id`."""
+    tables: set[int] = set()
+    others: set[int] = set()
+    for part in module.modules():
+        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            is_table = is_embedding_table(part, name) and not tensor.requires_grad
+            (tables if is_table else others).add(id(tensor))
+    return tables - others
 
 
 def _is_about_integers(func: Any, given: list[Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
@@ -293,6 +427,10 @@ def _is_about_integers(func: Any, given: list[Tensor], args: Any, kwargs: dict[s
     if dtype is None:
         return str(func).startswith("aten.arange") and all(isinstance(value, int) for value in args)
     return isinstance(dtype, torch.dtype) and not dtype.is_floating_point and not dtype.is_complex
+
+
+Program = Callable[[nn.Module, dict[str, Any], Recorder], None]
+"""What is recorded: called with a module, a batch and the recorder."""
 
 
 def _is_fake(tensor: Tensor) -> bool:

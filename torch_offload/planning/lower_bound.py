@@ -60,7 +60,7 @@ def _used_parameters(recording: Recording) -> tuple[set[int], set[int]]:
     is_backward = False
     for moment in recording.moments:
         is_backward = is_backward or moment.what is What.backward
-        if moment.what is What.operate and not getattr(moment, "rows", 0):
+        if moment.what is What.operate and not moment.rows:
             used[is_backward].update(moment.parameters)
     return used
 

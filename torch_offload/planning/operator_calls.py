@@ -114,6 +114,11 @@ def reads_arguments(operator: Any) -> bool:
     return _packet_name(operator).split(".")[-1] not in _WITHOUT_READING
 
 
+def rows_looked_up(operator: Any, arguments: Any) -> int:
+    """Return how many rows of its first argument an embedding reads, 0 for another operator."""
+    return int(arguments[1].numel()) if _packet_name(operator) == "aten.embedding" else 0
+
+
 def _packet_name(operator: Any) -> str:
     return str(getattr(operator, "overloadpacket", operator))
 

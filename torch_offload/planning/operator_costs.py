@@ -47,16 +47,19 @@ class OperatorCosts:
             limit_seconds: Time to spend on timing.
         """
         self._probe = probe
-        self._limit_seconds = limit_seconds
+        self._left_seconds = limit_seconds
+        self._known: dict[Call, tuple[float, bool]] = {}
         self._largest_bytes = int(resources.free_memory_bytes() * MAX_SHARE_OF_FREE_MEMORY)
 
     def of(self, calls: Mapping[str, Counter[Call]]) -> dict[str, Cost]:
-        """Return the cost of each phase."""
+        """Return the cost of each phase; calls that an earlier phase had cost the same."""
         total: Counter[Call] = Counter()
         for counts in calls.values():
-            total.update(counts)
-        seconds = self._seconds(total)
-        return {phase: _sum_of(counts, seconds) for phase, counts in calls.items()}
+            total.update({call: count for call, count in counts.items() if call not in self._known})
+        started = time.perf_counter()
+        self._known |= self._seconds(total)
+        self._left_seconds -= time.perf_counter() - started
+        return {phase: _sum_of(counts, self._known) for phase, counts in calls.items()}
 
     def estimate(self, call: Call) -> float:
         """Return the seconds that the machine's rates allow at best."""
@@ -68,7 +71,7 @@ class OperatorCosts:
     def _seconds(self, total: "Counter[Call]") -> dict[Call, tuple[float, bool]]:
         """Return the seconds of one call of each, and whether they were timed."""
         estimates = {call: self.estimate(call) for call in total}
-        spent_until = time.perf_counter() + self._limit_seconds
+        spent_until = time.perf_counter() + self._left_seconds
         found = {}
         for call in sorted(total, key=lambda call: -total[call] * estimates[call]):
             fits = call.input_bytes + call.output_bytes <= self._largest_bytes

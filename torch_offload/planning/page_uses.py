@@ -1,18 +1,21 @@
-"""The page uses of training steps, made from the recording of one pass: what the engine will pin, in its order."""
+"""The page uses of steps, made from recordings of their passes: what the engine will pin, in its order."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from torch_offload.errors import ConfigError
+from torch_offload.optim.adamw_state import MIN_PACKED_ELEMENTS
 from torch_offload.planning.belady import Pages, PageUse, Use
-from torch_offload.planning.fake_trace import Moment, Recording, What
+from torch_offload.planning.fake_trace import Moment, ParameterSize, Recording, What
 
 OptimizerName = Literal["adamw_torch_fused", "torch_offload.AdamW"]
 OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw_torch_fused", "torch_offload.AdamW")
+Moments = Literal["fp32", "8bit"]
 UpdateTier = Literal["device", "host"]
+MIN_TABLE_PAGES = 4  # of a table, below which it comes as a whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +26,21 @@ class StepShape:
         page_elements: Elements per page.
         min_paged_bytes: Smaller tensors stay in memory.
         optimizer: Whose states there are; None: gradients are dropped when the step ends.
+        moments: How ``torch_offload.AdamW`` keeps its moments.
         micro_batches: Forward and backward passes per step.
         pages_activations: Whether what autograd keeps becomes pages.
         update_tier: Where deferred updates run.
+        uses_homes: Whether pages of loaded weights lie in the checkpoint until they are first written.
     """
 
     page_elements: int
     min_paged_bytes: int
     optimizer: OptimizerName | None
+    moments: Moments = "fp32"
     micro_batches: int = 1
     pages_activations: bool = False
     update_tier: UpdateTier = "device"
+    uses_homes: bool = False
 
 
 def optimizer_named(name: str | None) -> OptimizerName | None:
@@ -50,13 +57,32 @@ def optimizer_named(name: str | None) -> OptimizerName | None:
     raise ConfigError(f"optimizer: {name!r} is not known; there are: {', '.join(OPTIMIZERS)}")
 
 
-def state_element_bytes(optimizer: OptimizerName | None, dtype: torch.dtype) -> dict[str, int]:
+def moments_named(name: str, optimizer: OptimizerName | None) -> Moments:
+    """Return the moments of this name, if the optimizer can keep such.
+
+    Raises:
+        ConfigError: If they are not known, or the optimizer has no others than torch's.
+    """
+    if name == "fp32":
+        return "fp32"
+    if name != "8bit":
+        raise ConfigError(f"moments: {name!r} are not known; there are: fp32, 8bit")
+    if optimizer != "torch_offload.AdamW":
+        raise ConfigError("moments: 8bit are torch_offload.AdamW's; give optimizer='torch_offload.AdamW' as well")
+    return "8bit"
+
+
+def state_bytes_of(parameter: ParameterSize, optimizer: OptimizerName | None, moments: Moments) -> dict[str, int]:
     """Return the bytes per element of each state that an optimizer keeps for a parameter."""
-    if optimizer is None:
+    if optimizer is None or not parameter.is_trained:
         return {}
-    if optimizer == "torch_offload.AdamW" and dtype is torch.bfloat16:
-        return {"master_low": 2, "exp_avg": 4, "exp_avg_sq": 4}
-    return {"exp_avg": dtype.itemsize, "exp_avg_sq": dtype.itemsize}
+    dtype = parameter.dtype
+    if optimizer != "torch_offload.AdamW":
+        return {"exp_avg": dtype.itemsize, "exp_avg_sq": dtype.itemsize}
+    is_packed = moments == "8bit" and parameter.elements >= MIN_PACKED_ELEMENTS and dtype is not torch.float64
+    moment_bytes = 1 if is_packed else 4 if dtype is torch.bfloat16 else dtype.itemsize
+    master = {"master_low": 2} if dtype is torch.bfloat16 else {}
+    return {**master, "exp_avg": moment_bytes, "exp_avg_sq": moment_bytes}
 
 
 @dataclass
@@ -69,25 +95,30 @@ class _Paged:
 
 
 class StepUses:
-    """All pages of a model in training, and the order in which steps use them.
+    """All pages of a model, and the order in which steps use them.
 
     Attributes:
         pages: Every page, kinds named as in a report.
+        homes: Of these, the ones that lie in a checkpoint at first.
         resident_bytes: What is too small to be paged, gradients and states included.
         updated_elements: How many a step updates.
     """
 
-    def __init__(self, recording: Recording, shape: StepShape) -> None:
+    def __init__(self, recording: Recording, shape: StepShape, *, passes: Sequence[Recording] = ()) -> None:
         """Lay out the pages.
 
         Args:
             recording: Of one pass.
             shape: Of a step.
+            passes: Recordings of the same module that a step consists of, each without a backward; empty: forward and
+                backward of `recording`, once for each micro-batch.
         """
         self.pages = Pages()
+        self.homes: set[int] = set()
         self.resident_bytes = 0
         self.updated_elements = sum(parameter.elements for parameter in recording.parameters if parameter.is_trained)
         self._recording = recording
+        self._passes = list(passes) or [recording] * shape.micro_batches
         self._shape = shape
         self._paged = self._lay_out()
         self._activations = self._lay_out_activations() if shape.pages_activations else {}
@@ -96,16 +127,22 @@ class StepUses:
         self._other_bytes = self.resident_bytes
         self._pending: set[int] = set()
 
+    def phases(self) -> list[str]:
+        """Return the names of what the marks of one step end, in order."""
+        return [name for recording in self._passes for name in recording.calls]
+
     def events(self, *, steps: int) -> Iterator[PageUse]:
-        """Yield the uses of loading and of so many steps; a mark ends each forward and each backward."""
+        """Yield the uses of loading and of so many steps; a mark ends each phase."""
         for paged in self._paged.values():
             self._group += 1
-            yield from self._each(Use.create, paged.weight)
+            yield from self._each(Use.create, [page for page in paged.weight if page not in self.homes])
         for step in range(steps):
             if step > 0 and self._shape.optimizer is not None:
                 self._pending = {index for index, paged in self._paged.items() if paged.gradient}
-            for micro_batch in range(self._shape.micro_batches):
-                yield from self._pass(micro_batch)
+            for number, recording in enumerate(self._passes):
+                if number > 0:
+                    yield PageUse(Use.mark)
+                yield from self._pass(recording, number)
             if self._shape.optimizer is None:
                 for paged in self._paged.values():
                     yield from self._each(Use.drop, paged.gradient)
@@ -114,12 +151,14 @@ class StepUses:
     def _lay_out(self) -> dict[int, _Paged]:
         paged = {}
         for index, parameter in enumerate(self._recording.parameters):
-            states = state_element_bytes(self._shape.optimizer, parameter.dtype) if parameter.is_trained else {}
+            states = state_bytes_of(parameter, self._shape.optimizer, self._shape.moments)
             if parameter.size_bytes < max(self._shape.min_paged_bytes, 1):
                 of_one = parameter.element_bytes * (1 + parameter.is_trained) + sum(states.values())
                 self.resident_bytes += parameter.elements * of_one
                 continue
             entry = _Paged(self._cut("parameter", parameter.elements, parameter.element_bytes))
+            if parameter.is_loaded and self._shape.uses_homes:
+                self.homes.update(entry.weight)
             if parameter.is_trained:
                 entry.gradient = self._cut("gradient", parameter.elements, parameter.element_bytes)
                 entry.states = [self._cut("state", parameter.elements, size) for size in states.values()]
@@ -142,11 +181,11 @@ class StepUses:
         counts = [min(whole, elements - first) for first in range(0, elements, whole)]
         return [self.pages.add(kind, count * element_bytes) for count in counts]
 
-    def _pass(self, micro_batch: int) -> Iterator[PageUse]:
-        """Yield what one forward and backward use."""
+    def _pass(self, recording: Recording, micro_batch: int) -> Iterator[PageUse]:
+        """Yield what one recorded pass uses."""
         sizes: dict[int, int] = {}  # of temporaries that are not pages
         saved: set[int] = set()
-        for moment in self._recording.moments:
+        for moment in recording.moments:
             if moment.what is What.backward:
                 yield PageUse(Use.mark)
             elif moment.what is What.allocate:
@@ -168,8 +207,6 @@ class StepUses:
                 yield from self._finish(moment.subject, micro_batch)
                 self._let_go(moment, sizes)
         self._other_bytes = self.resident_bytes
-        if micro_batch + 1 < self._shape.micro_batches:
-            yield PageUse(Use.mark)
 
     def _save(self, number: int, sizes: dict[int, int], saved: set[int]) -> Iterator[PageUse]:
         """It becomes pages where it lies."""
@@ -195,7 +232,7 @@ class StepUses:
             if index in self._pending:
                 self._pending.discard(index)
                 yield from self._update(self._paged[index])
-            yield from self._each(Use.read, self._paged[index].weight)
+            yield from self._each(Use.read, self._paged[index].weight, rows=moment.rows)
         for number in activations:
             yield from self._each(Use.read, self._activations[number])
 
@@ -229,5 +266,15 @@ class StepUses:
         group = -self._subgroup if is_below else self._group
         return PageUse(Use.update, page, group, subgroup, 0 if is_below else self._other_bytes, is_below)
 
-    def _each(self, use: Use, pages: list[int]) -> Iterator[PageUse]:
+    def _each(self, use: Use, pages: list[int], *, rows: int = 0) -> Iterator[PageUse]:
+        """Yield one use of each page, or of those in which so many rows of a table lie, one after the other."""
+        if rows and len(pages) >= MIN_TABLE_PAGES:
+            return self._looked_up(pages, rows)
         return (PageUse(use, page, self._group, 0, self._other_bytes) for page in pages)
+
+    def _looked_up(self, pages: list[int], rows: int) -> Iterator[PageUse]:
+        """Yield the reads of as many pages as rows from anywhere lie in, evenly spread."""
+        count = max(1, round(len(pages) * (1 - (1 - 1 / len(pages)) ** rows)))
+        for number in range(count):
+            self._group += 1
+            yield PageUse(Use.read, pages[number * len(pages) // count], self._group, 0, self._other_bytes)

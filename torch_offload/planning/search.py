@@ -6,25 +6,31 @@ that could still win are replayed with large pages, the best of those with the p
 
 import copy
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from torch_offload.activations.recompute import layers_of, set_recomputed
+from torch_offload.activations.recompute import layers_of
 from torch_offload.config import Config, Directories, parse_size
 from torch_offload.diagnostics.probe import Probe
 from torch_offload.diagnostics.probe import probe as probe_machine
-from torch_offload.planning import api
+from torch_offload.planning import api, recomputing
 from torch_offload.planning.fake_trace import Recording, record
 from torch_offload.planning.lower_bound import lower_bound
 from torch_offload.planning.operator_costs import Cost, OperatorCosts
-from torch_offload.planning.page_uses import OptimizerName, StepShape, UpdateTier, optimizer_named
+from torch_offload.planning.page_uses import (
+    Moments,
+    OptimizerName,
+    StepShape,
+    UpdateTier,
+    moments_named,
+    optimizer_named,
+)
 from torch_offload.planning.plan import Plan
-from torch_offload.planning.planner import PlanInputs, build_plan
+from torch_offload.planning.planner import PlanInputs, PlannedMachine, PlannedStep, build_plan
 from torch_offload.planning.search_result import Candidate, Replay, Search
 from torch_offload.planning.setups import Setup, divisors, first_rows, precisions_named, rows_in, setups_of
 from torch_offload.planning.step_time import rates_of
@@ -44,9 +50,12 @@ def search(
     ram: int | str | None = None,
     ssd: Directories | None = None,
     config: Config | Mapping[str, Any] | None = None,
-    optimizer: str | None = "adamw_torch_fused",
+    optimizer: str | None = api.DEFAULT_OPTIMIZER,
+    moments: str = "fp32",
     allow: Iterable[str] = (),
     max_grad_norm: float | None = None,
+    loaded: Iterable[Tensor] = (),
+    processes: int = 1,
     probe: Probe | None = None,
     ssd_bytes: int | str | None = None,
     timing_seconds: float = DEFAULT_TIMING_SECONDS,
@@ -68,9 +77,12 @@ def search(
         config: All settings; the other arguments take precedence over it. Settings of ``activations`` and
             ``optimizer_device`` are kept, others are searched.
         optimizer: As for ``plan``.
+        moments: As for ``plan``.
         allow: Other numbers that may be chosen: ``bf16``, weights in bfloat16 with ``torch_offload.AdamW``;
             ``8bit-moments``, its moments in 8 bits.
         max_grad_norm: Gradients are clipped to it; None or 0: they are not.
+        loaded: As for ``plan``.
+        processes: As for ``plan``; rows are those of one of them.
         probe: As for ``plan``.
         ssd_bytes: As for ``plan``.
         timing_seconds: Time to spend on timing operators, 0 for estimates only.
@@ -82,15 +94,18 @@ def search(
         OffloadError: As from ``plan``.
     """
     settings.check_arguments("search", unknown)
-    decided, directories = api.resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd))
+    known_optimizer = optimizer_named(optimizer)
+    decided, directories = api.resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd), processes)
     machine = probe or probe_machine(directories[0])
-    known = Recordings(model, batch, probe=machine, timing_seconds=timing_seconds)
+    known = Recordings(model, batch, probe=machine, timing_seconds=timing_seconds, loaded=tuple(loaded))
     question = Question(
         config=decided,
         probe=machine,
-        optimizer=optimizer_named(optimizer),
+        optimizer=known_optimizer,
+        moments=moments_named(moments, known_optimizer),
         is_clipped=bool(max_grad_norm),
-        ssd_bytes=api.room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes),
+        processes=processes,
+        ssd_bytes=(api.room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes)) // processes,
         allow=tuple(allow),
     )
     return answer(question, known)
@@ -104,6 +119,8 @@ class Question:
         config: With budgets.
         probe: Rates of the machine.
         optimizer: As it is unless a precision asks for another one.
+        moments: The same.
+        processes: How many share the machine; budgets are of one of them.
         is_clipped: Whether gradients are clipped.
         ssd_bytes: What the SSD may hold.
         allow: Precisions that may be chosen.
@@ -112,7 +129,9 @@ class Question:
     config: Config
     probe: Probe
     optimizer: OptimizerName | None = "adamw_torch_fused"
+    moments: Moments = "fp32"
     is_clipped: bool = False
+    processes: int = 1
     ssd_bytes: int
     allow: tuple[str, ...] = ()
 
@@ -144,12 +163,14 @@ class Recordings:
         batch: Of the whole step.
         probe: What estimates of costs are made from.
         timing_seconds: For all of them together.
+        loaded: Tensors of the model whose bytes lie in a checkpoint.
     """
 
     model: nn.Module
     batch: Mapping[str, Any]
     probe: Probe
     timing_seconds: float
+    loaded: tuple[Tensor, ...] = ()
     _known: dict[tuple[int, bool, bool], Recorded] = field(default_factory=dict)
     _models: dict[bool, nn.Module] = field(default_factory=dict)
 
@@ -169,11 +190,19 @@ class Recordings:
         if is_bf16 not in self._models:
             self._models[is_bf16] = meta_copy(self.model, dtype=torch.bfloat16 if is_bf16 else None).train()
         model = self._models[is_bf16]
-        with _recomputing(model, on=recomputes):
-            recording = record(model, first_rows(self.batch, rows))
+        with recomputing.recomputed([layer for _, layer in layers_of(model)] if recomputes else []):
+            recording = record(model, first_rows(self.batch, rows), loaded=self._loaded_of(model, is_bf16=is_bf16))
         share = rows / sum(divisors(self.rows))  # of the time: operators take as long as there are rows
         costs = OperatorCosts(self.probe, limit_seconds=self.timing_seconds * share)
         return Recorded(recording, costs.of(recording.calls))
+
+    def _loaded_of(self, model: nn.Module, *, is_bf16: bool) -> list[Tensor]:
+        """Return what lies in a checkpoint of a copy of the model; nothing where the copy has another type."""
+        if is_bf16:
+            return []
+        stored = {id(tensor) for tensor in self.loaded}
+        pairs = zip(_tensors_of(self.model), _tensors_of(model), strict=True)
+        return [copied for tensor, copied in pairs if id(tensor) in stored]
 
 
 def answer(question: Question, known: Recordings) -> Search:
@@ -258,7 +287,7 @@ class Planner:
             self._shape(setup),
             recorded.costs,
             memory_bytes=self._question.memory_bytes,
-            rates=rates_of(self._question.config, self._question.probe),
+            rates=rates_of(self._question.config, self._question.probe, processes=self._question.processes),
         )
         return Candidate(setup=setup, lower_bound_seconds=bound, operations=recorded.operations * setup.accumulation)
 
@@ -284,21 +313,19 @@ class Planner:
         inputs = PlanInputs(
             config=config,
             recording=recorded.recording,
-            micro_batches=setup.accumulation,
-            is_clipped=question.is_clipped,
+            step=PlannedStep(
+                micro_batches=setup.accumulation, is_clipped=question.is_clipped, **self._optimizer(setup)
+            ),
+            machine=PlannedMachine(question.probe, question.processes, question.ssd_bytes, api.DEFAULT_ENDURANCE_BYTES),
             tokens=self._tokens,
-            probe=question.probe,
             costs=recorded.costs,
-            ssd_bytes=question.ssd_bytes,
-            endurance_bytes=api.DEFAULT_ENDURANCE_BYTES,
             steps_per_day=None,
-            **self._optimizer(setup),
         )
         return build_plan(inputs, _update_tier(config, self._known.model))
 
     def _optimizer(self, setup: Setup) -> dict[str, Any]:
         name = "torch_offload.AdamW" if setup.precisions else self._question.optimizer
-        return {"optimizer": name}
+        return {"optimizer": name, "moments": "8bit" if "8bit-moments" in setup.precisions else self._question.moments}
 
     def _shape(self, setup: Setup) -> StepShape:
         config = self._question.config.replace(activations=setup.activations)
@@ -307,6 +334,7 @@ class Planner:
             min_paged_bytes=config.min_paged_bytes,
             micro_batches=setup.accumulation,
             pages_activations=config.pages_activations,
+            uses_homes=config.checkpoint_pages == "in_place" and config.gpu is None,
             **self._optimizer(setup),
         )
 
@@ -328,16 +356,8 @@ def _is_checkpointed(model: nn.Module) -> bool:
     return any(bool(getattr(part, "gradient_checkpointing", False)) for part in model.modules())
 
 
-@contextmanager
-def _recomputing(model: nn.Module, *, on: bool) -> Iterator[None]:
-    layers = [layer for _, layer in layers_of(model)] if on else []
-    try:
-        for layer in layers:
-            set_recomputed(layer, on=True)
-        yield
-    finally:
-        for layer in layers:
-            set_recomputed(layer, on=False)
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def meta_copy(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
@@ -348,8 +368,7 @@ def meta_copy(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Modul
         dtype: Of the fractions among its parameters and buffers; None: their own.
     """
     memo: dict[int, Any] = {}
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    for tensor in tensors:
+    for tensor in _tensors_of(model):
         kind = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)

@@ -7,6 +7,12 @@ from math import inf
 from torch_offload.config import Config
 from torch_offload.diagnostics.probe import Probe
 
+READ_CPU_SECONDS_PER_BYTE = 0.33e-9
+WRITTEN_CPU_SECONDS_PER_BYTE = 0.13e-9
+"""What a page costs the processor on its way in and out: its request, its checksum, its memory. Seconds of one core,
+after steps of benchmarks/results/generate.json (all of them reads) and train_step.json (as many writes) beside the same
+steps in memory."""
+
 COMPUTE = "compute"
 HOST_UPDATE = "host update"
 SSD = "ssd"
@@ -25,17 +31,26 @@ class Rates:
     to_host: float
 
 
-def rates_of(config: Config, probe: Probe) -> Rates:
-    """Return the rates that a run has: those measured, or those that an emulated device and disk are set to."""
+def rates_of(config: Config, probe: Probe, *, processes: int = 1) -> Rates:
+    """Return the rates that a run has: those measured, or those that an emulated device and disk are set to.
+
+    Each of several processes has its share of the disk.
+    """
     link, ssd = config.link_rate, config.ssd_rate or inf
     copy_rate = probe.copy_rate / 2  # bytes that arrive
     return Rates(
-        ssd_read=min(probe.ssd_read, ssd),
-        ssd_write=min(probe.ssd_write, ssd),
-        ssd_mixed=min(probe.ssd_mixed, ssd),
+        ssd_read=min(probe.ssd_read / processes, ssd),
+        ssd_write=min(probe.ssd_write / processes, ssd),
+        ssd_mixed=min(probe.ssd_mixed / processes, ssd),
         to_device=link or probe.to_device or copy_rate,
         to_host=link or probe.to_host or copy_rate,
     )
+
+
+def paging_seconds(read_bytes: int, written_bytes: int, cores: float) -> float:
+    """Return the seconds for which moving pages keeps all cores from computing."""
+    cpu_seconds = read_bytes * READ_CPU_SECONDS_PER_BYTE + written_bytes * WRITTEN_CPU_SECONDS_PER_BYTE
+    return cpu_seconds / cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +60,7 @@ class Phase:
     Attributes:
         name: ``forward`` or ``backward``.
         compute_seconds: Of the processor or device that the module computes on.
+        paging_seconds: Of the processor for moving pages, while which it computes nothing.
         host_update_seconds: Of updates that run beside it.
         ssd_read: Bytes that came from the SSD.
         ssd_written: Bytes that went there.
@@ -54,6 +70,7 @@ class Phase:
 
     name: str
     compute_seconds: float
+    paging_seconds: float = 0.0
     host_update_seconds: float = 0.0
     ssd_read: dict[str, int] = field(default_factory=dict)
     ssd_written: dict[str, int] = field(default_factory=dict)
@@ -64,7 +81,7 @@ class Phase:
         """Return how long each resource is busy at least."""
         ssd = ssd_seconds(sum(self.ssd_read.values()), sum(self.ssd_written.values()), rates)
         return {
-            COMPUTE: self.compute_seconds,
+            COMPUTE: self.compute_seconds + self.paging_seconds,
             HOST_UPDATE: self.host_update_seconds,
             SSD: ssd,
             TO_DEVICE: sum(self.to_device.values()) / rates.to_device,

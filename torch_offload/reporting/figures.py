@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_offload.activations.recompute import ActivationChoice
 from torch_offload.reporting.bottleneck import Bottleneck, Wear, bottleneck_of, wear_of
+from torch_offload.reporting.prediction import Comparison, Prediction, compare
 from torch_offload.reporting.timeline import Timeline, Traffic, by_purpose
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Figures(Traffic):
         activations: Which layers page the activations of the backward pass and which recompute them, and why; None
             where the engine does not decide it.
         timeline: Samples over time, where they were recorded (``Config.report``, the status line).
+        prediction: Of the plan that the run was given (``Config.plan``).
         activities: What :meth:`Report.write_trace` writes, where recorded (``Config.trace``). Not part of the JSON
             and of copies.
     """
@@ -98,6 +100,7 @@ class Figures(Traffic):
     device: DeviceReport | None = None
     activations: ActivationChoice | None = None
     timeline: Timeline | None = None
+    prediction: Prediction | None = None
     activities: "_C.ActivityRecord | None" = field(default=None, compare=False, repr=False)
 
     @property
@@ -105,6 +108,15 @@ class Figures(Traffic):
         """The resource that a step waits for most, None where no steps were recorded."""
         steady = None if self.timeline is None else self.timeline.steady()
         return None if steady is None else bottleneck_of(steady.stall_seconds, steady.seconds)
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """What was predicted beside what was measured, None without a plan or recorded steps."""
+        steady = None if self.timeline is None else self.timeline.steady()
+        if self.prediction is None or steady is None:
+            return None
+        peak_bytes = self.host_peak_bytes if self.device is None else self.device.peak_bytes
+        return compare(self.prediction, steady, peak_bytes=peak_bytes)
 
     @property
     def wear(self) -> Wear | None:

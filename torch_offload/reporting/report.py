@@ -17,6 +17,7 @@ from torch_offload.errors import ConfigError
 from torch_offload.reporting.chrome_trace import write_trace
 from torch_offload.reporting.figures import DeviceReport, Figures
 from torch_offload.reporting.html_page import page_of
+from torch_offload.reporting.prediction import Comparison, Prediction
 from torch_offload.reporting.result import Result
 from torch_offload.reporting.saved_format import SavedReport, fields_of
 from torch_offload.reporting.table import table_of
@@ -45,6 +46,7 @@ class Report(Figures, Result):
         *,
         timeline: Timeline | None = None,
         activations: ActivationChoice | None = None,
+        prediction: Prediction | None = None,
         activities: "_C.ActivityRecord | None" = None,
     ) -> "Report":
         """Sort the engine's statistics into a report."""
@@ -65,6 +67,7 @@ class Report(Figures, Result):
             device=None if device is None else DeviceReport.from_statistics(device),
             activations=activations,
             timeline=timeline,
+            prediction=prediction,
             activities=activities,
             **known,
         )
@@ -73,7 +76,9 @@ class Report(Figures, Result):
         """Return the report as values that JSON knows, totals of the SSD traffic included."""
         content = dataclasses.asdict(dataclasses.replace(self, activities=None))
         del content["activities"]
-        return content | {name: getattr(self, name) for name in _TOTALS}
+        content["prediction"] = None if self.prediction is None else self.prediction.model_dump()
+        comparison = {"comparison": None if self.comparison is None else self.comparison.to_dict()}
+        return content | {name: getattr(self, name) for name in _TOTALS} | comparison
 
     @classmethod
     def read_json(cls, path: str | os.PathLike[str]) -> "Report":
@@ -146,8 +151,17 @@ class Report(Figures, Result):
                 f"{self.evictions} evicted ({self.clean_drops} clean), {self.faults} faults",
                 f"stalls  {stalls or 'none'} (seconds)",
                 *(() if self.activations is None else (f"layers  {self.activations.explanation}",)),
+                *plan_lines(self.comparison),
             )
         )
+
+
+def plan_lines(comparison: Comparison | None) -> list[str]:
+    """Return a line for each figure, and one for the input that was wrong."""
+    if comparison is None:
+        return []
+    lines = [f"plan    {figure.name}: {figure}" for figure in comparison.figures]
+    return lines if comparison.wrong_input is None else [*lines, f"plan    wrong: {comparison.wrong_input}"]
 
 
 def _text_of(path: Path) -> bytes:

@@ -4,6 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from torch_offload.reporting.prediction import Prediction
+
 MAX_NAME_CHARACTERS = 1024
 MAX_NAMES = 256
 """Of one table of figures: kinds, causes, purposes, counters."""
@@ -91,6 +93,8 @@ class SavedReport(_Saved):
     device: SavedDevice | None = None
     activations: SavedActivations | None = None
     timeline: SavedTimeline | None = None
+    prediction: Prediction | None = None
+    comparison: Annotated[Any, Field(exclude=True)] = None
     ssd_read_bytes: Annotated[Count | None, Field(exclude=True)] = None
     ssd_written_bytes: Annotated[Count | None, Field(exclude=True)] = None
 

@@ -1,10 +1,12 @@
 """Files of reports and traces: their names, and reading them."""
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch_offload.errors import ConfigError
+from torch_offload.reporting.prediction import Prediction
 from torch_offload.reporting.report import Report
 
 REPORT_NAME = "torch-offload-report"
@@ -39,6 +41,18 @@ def load(path: Path) -> Report:
     if not path.exists():
         raise ConfigError(f"there is no report {path}; write one with: torch-offload run --report {path} SCRIPT")
     return Report.read_json(path)
+
+
+def with_plan(report: Report, plan: Path) -> Report:
+    """Return the report with the prediction of a plan beside it.
+
+    Raises:
+        ConfigError: If the file is no plan, or the report has no steps.
+    """
+    compared = dataclasses.replace(report, prediction=Prediction.of_plan(plan))
+    if compared.comparison is None:
+        raise ConfigError("the report has no steps to compare with a plan; record them with torch-offload run --report")
+    return compared
 
 
 def wear_lines(report: Report, endurance_bytes: int | None) -> Iterator[str]:

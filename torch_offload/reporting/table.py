@@ -17,7 +17,7 @@ def table_of(report: Figures) -> "Table":
     """Return the report as a table of two columns, in sections."""
     from torch_offload.system.tables import two_columns
 
-    sections = (_device_rows, _memory_rows, _ssd_rows, _page_rows, _activation_rows, _step_rows)
+    sections = (_device_rows, _memory_rows, _ssd_rows, _page_rows, _activation_rows, _step_rows, _plan_rows)
     return two_columns("torch_offload report", (rows(report) for rows in sections))
 
 
@@ -86,6 +86,15 @@ def _step_rows(report: Figures) -> "Iterator[Row]":
         yield "suggestion", bottleneck.suggestion
     if wear is not None:
         yield "SSD wear", f"{wear.bytes_per_step / 1e9:.3g} GB per step, {wear.bytes_per_day / 1e9:.4g} GB per day"
+
+
+def _plan_rows(report: Figures) -> "Iterator[Row]":
+    comparison = report.comparison
+    if comparison is None:
+        return
+    for figure in comparison.figures:
+        yield f"plan, {figure.name}", str(figure)
+    yield "plan, wrong input", comparison.wrong_input or "none: the time is as predicted"
 
 
 def _step(steady: Interval) -> str:

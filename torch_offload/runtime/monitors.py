@@ -40,6 +40,7 @@ class Monitors:
         self.recorder: Recorder | None = None
         self.report_path: Path | None = None
         self.trace_path: Path | None = None
+        self.compares = False
         self._recorded: Timeline | None = None
         self._status_line: StatusLine | None = None
         self._watchdog: Watchdog | None = None
@@ -56,9 +57,10 @@ class Monitors:
         if config.status_line:
             self._show_status_line()
         self.report_path = config.report or self.report_path
+        self.compares = self.compares or config.plan is not None
         if isinstance(config.trace, Path):
             self.trace_path = config.trace
-        if config.report is None and self._status_line is None:
+        if config.report is None and config.plan is None and self._status_line is None:
             return
         self.recorder = Recorder(session)
         self.recorder.start()

@@ -15,11 +15,12 @@ from torch_offload.config import Config
 from torch_offload.errors import ConfigError
 from torch_offload.hooks.patches import LivingPatches
 from torch_offload.hooks.registrations import Registrations
-from torch_offload.reporting.report import Report
+from torch_offload.reporting.report import Report, plan_lines
 from torch_offload.reporting.saved_reports import report_file, trace_file
 from torch_offload.runtime.monitors import Monitors
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
 from torch_offload.runtime.session import Session
+from torch_offload.system.terminal import echo
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,8 @@ class Process:
         return target
 
     def _save_files_at_exit(self) -> None:
-        is_asked_for = self.monitors.report_path is not None or self.monitors.trace_path is not None
+        paths = (self.monitors.report_path, self.monitors.trace_path)
+        is_asked_for = self.monitors.compares or any(path is not None for path in paths)
         if is_asked_for and not self._saves_at_exit:
             atexit.register(self._save_files)
             self._saves_at_exit = True
@@ -160,6 +162,19 @@ class Process:
                 continue
             if written is not None:
                 logger.info("wrote the %s to %s", name, written)
+
+        if self.monitors.compares:
+            self._say_comparison()
+
+    def _say_comparison(self) -> None:
+        """Write to stderr what a plan predicted beside what this process measured."""
+        report = self.report()
+        if report is None:
+            return
+        if report.comparison is None:
+            logger.warning("plan: nothing to compare: fewer than two steps of an optimizer were recorded")
+        for line in plan_lines(report.comparison):
+            echo(f"torch-offload: {line}", err=True)
 
     def close_session(self) -> None:
         """Close the session, if one is open, and keep its last report."""

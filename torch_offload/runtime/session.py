@@ -26,6 +26,7 @@ from torch_offload.errors import OffloadError
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 from torch_offload.hooks.registrations import Listener, Listening, Registrations
+from torch_offload.reporting.prediction import Prediction
 from torch_offload.reporting.report import Report
 from torch_offload.reporting.timeline import Timeline
 from torch_offload.runtime import raw_access, transformers_saving
@@ -80,9 +81,11 @@ class Session:
             provisional: Dense layers that will be replaced.
 
         Raises:
+            ConfigError: If the file of a plan is none.
             OffloadError: If the budget or the directory cannot be used; nothing stays installed.
         """
         self.config = config
+        self._prediction = None if config.plan is None else Prediction.of_plan(config.plan)
         self._registrations = registrations
         self.engine = _started_engine(
             budget_bytes=config.ram or 0,
@@ -282,7 +285,11 @@ class Session:
         statistics = self.engine.statistics()
         choice = None if self.activation_policy is None else self.activation_policy.choice
         return Report.from_statistics(
-            statistics, timeline=timeline, activations=choice, activities=self.engine.activity_log()
+            statistics,
+            timeline=timeline,
+            activations=choice,
+            prediction=self._prediction,
+            activities=self.engine.activity_log(),
         )
 
     def on_close(self, undo: Callable[[], None]) -> None:

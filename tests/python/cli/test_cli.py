@@ -163,6 +163,14 @@ def test_what_the_script_raises_comes_out_as_it_is(monkeypatch, launched, raised
         (["inspect", "nobody/nothing"], "there is no folder nobody/nothing, and no such repository on the hub"),
         (["verify", "nobody/nothing"], "there is no folder nobody/nothing, and no such repository on the hub"),
         (["plan", "{folder}", "--dtype", "fp32"], "dtype: 'fp32' is not known; there are: float32, bfloat16, float16"),
+        (["plan", "{folder}", "--train", "lora:r=0"], "train: the rank r of lora must be a whole number of at least 1"),
+        (["plan", "{folder}", "--train", "layer:2"], "train: did you mean layers? expected full, lora:r=16"),
+        (["plan", "{folder}", "--generate", "0"], "--generate: must be at least 1, got 0"),
+        (["plan", "{folder}", "--generate", "2", "--evaluate"], "--evaluate and --generate are two plans; give one"),
+        (
+            ["plan", "{folder}", "--generate", "2", "--train", "full", "--checkpointing"],
+            "--train, --checkpointing: of training, which --generate has none of; leave --generate or them out",
+        ),
         (["plan", "{folder}", "--ram", "2GX"], "ram: cannot read '2GX' as a size; accepted: "),
         (["probe", "--ssd", "{folder}/gone"], "gone does not exist; create it"),
         (["run", "--ram", "2GX", "a.py"], "ram: cannot read '2GX' as a size; accepted: "),
@@ -234,6 +242,32 @@ def test_a_quantized_model_is_not_planned(monkeypatch, capsys, configured):
     said = capsys.readouterr().err
     assert "is of a quantized model (torch_offload)" in said
     assert "knows" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "work"),
+    [
+        (("--train", "lora:r=2,targets=q_proj"), "train"),
+        (("--train", "layers:1", "--accumulate", "2"), "train"),
+        (("--optimizer", "torch_offload.AdamW", "--moments", "8bit"), "train"),
+        (("--activations", "recompute"), "train"),
+        (("--activations", "auto"), "train"),
+        (("--evaluate",), "evaluate"),
+        (("--generate", "3"), "generate"),
+    ],
+)
+def test_all_that_a_run_can_do_is_planned(monkeypatch, capsys, configured, options, work):
+    common = ("--ram", "8MiB", "--ssd", str(configured), *PLANNED)
+    assert run_main(monkeypatch, "plan", str(configured), *common, *options) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["work"], made["fits"]) == (work, True)
+
+
+def test_a_plan_is_of_one_of_the_processes_that_share_a_machine(monkeypatch, capsys, configured):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert run_main(monkeypatch, "plan", str(configured), "--ram", "16MiB", "--ssd", str(configured), *PLANNED) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["processes"], made["budget_bytes"]["ram"]) == (2, 8 << 20)
 
 
 def test_a_plan_is_shown_as_a_table(monkeypatch, capsys, configured):

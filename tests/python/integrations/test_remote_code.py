@@ -115,7 +115,7 @@ def test_code_runs_where_the_user_trusts_it(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     ran = bring_code(folder)
     for model in (folder, folder / "config.json"):
-        made = hf_models.model_from(model, dtype="float32", uses_checkpointing=False, trust_remote_code=True)
+        made = hf_models.model_from(model, dtype="float32", uses_checkpointing=False, trust_remote_code=True).module
         assert type(made).__name__ == "OwnModel"
     assert ran.exists()
 
