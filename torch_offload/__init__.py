@@ -28,6 +28,8 @@ from torch_offload.integrations.quantizer_hook import open_coded_folders  # noqa
 from torch_offload.optim.adamw import AdamW  # noqa: E402  after the check, which names the remedy
 from torch_offload.planning.api import plan  # noqa: E402
 from torch_offload.planning.plan import Plan  # noqa: E402
+from torch_offload.planning.search import search  # noqa: E402
+from torch_offload.planning.search_result import Search  # noqa: E402
 from torch_offload.reporting.report import Report  # noqa: E402
 from torch_offload.runtime.api import evict, flush, is_resident, pinned, prefetch, report, unwrap, wrap  # noqa: E402
 from torch_offload.runtime.loading import from_pretrained, loading  # noqa: E402
@@ -56,6 +58,7 @@ __all__ = [
     "Probe",
     "Report",
     "ReportCallback",
+    "Search",
     "TierIOError",
     "UnsupportedModelError",
     "__version__",
@@ -71,6 +74,7 @@ __all__ = [
     "prefetch",
     "probe",
     "report",
+    "search",
     "unwrap",
     "wrap",
 ]

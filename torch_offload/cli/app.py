@@ -1,7 +1,7 @@
 """The command line: ``torch-offload`` and ``python -m torch_offload``."""
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch_offload import __version__
 from torch_offload.cli import plan_options
 from torch_offload.cli.config_options import config_from, config_options
 from torch_offload.cli.run_arguments import script_path, separate_script
+from torch_offload.cli.search_options import SearchOptions, search_options
 from torch_offload.config import RENAMED, Config, parse_size
 from torch_offload.errors import CheckpointError, ConfigError, OffloadError, UnsupportedModelError
 from torch_offload.integrations.trainer_optimizer import OPTIMIZERS
@@ -46,13 +47,16 @@ class ScriptRun:
     command: list[str]
     is_module: bool
     optimizer: str | None = None
+    fit: bool = False
 
     def run(self) -> int:
         """Run it; returns its exit status."""
         # Imported here: it replaces functions of torch, which the other commands do not need.
         from torch_offload.launch import runner
 
-        status: int = runner.run(self.config, self.command, is_module=self.is_module, optimizer=self.optimizer)
+        status: int = runner.run(
+            self.config, self.command, is_module=self.is_module, optimizer=self.optimizer, fit=self.fit
+        )
         return status
 
 
@@ -96,6 +100,9 @@ def run(
             help="Have a Trainer create torch_offload.AdamW, with moments in 32 or 8 bits, in place of torch's AdamW.",
         ),
     ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Have a Trainer split the rows of a step as the fastest plan splits them.")
+    ] = False,
 ) -> None:
     """Run a training script with its models paged between GPU, memory and SSD.
 
@@ -110,7 +117,16 @@ def run(
         if module is None:
             command[0] = script_path(command[0])
         check_directories(config.ssd)
-    context.obj.append(ScriptRun(config, command, is_module=module is not None, optimizer=optimizer))
+        if fit:
+            _measure_machine(config)
+    context.obj.append(ScriptRun(config, command, is_module=module is not None, optimizer=optimizer, fit=fit))
+
+
+def _measure_machine(config: Config) -> None:
+    """Have what plans are made from in the cache, before a budget is in force."""
+    from torch_offload.diagnostics.probe import probe_with_progress
+
+    probe_with_progress(config.scratch_directory, progress_on=error_console())
 
 
 @app.command()
@@ -155,6 +171,18 @@ def bench_ssd(
     _show(result, as_json=as_json)
 
 
+def _search_instead(options: SearchOptions, others: Mapping[str, Any]) -> None:
+    """Search, where that is asked for, and end with its exit status."""
+    with _plain_errors():
+        options.check(others)
+        if not options.search:
+            return
+        from torch_offload.cli import plan_search
+
+        status = plan_search.run(options, others)
+    raise typer.Exit(status)
+
+
 @app.command()
 @config_options(
     "gpu",
@@ -168,6 +196,7 @@ def bench_ssd(
     "gpu_reserved",
     "page_elements",
 )
+@search_options(_search_instead)
 def plan(
     *,
     given: dict[str, Any],
@@ -193,6 +222,7 @@ def plan(
     """Predict memory, I/O and step time without loading the weights. Exit status 1 if it does not fit.
 
     Under torchrun, or with LOCAL_WORLD_SIZE set, it is the plan of one of these processes with its share of memory.
+    With --search, of all ways to train a step; --ram then takes a list, such as 8GiB,16GiB.
     """
     from torch_offload.diagnostics.probe import probe_with_progress
     from torch_offload.integrations import hf_models

@@ -10,7 +10,7 @@ from torch_offload.cli.config_options import flags_without_value
 from torch_offload.errors import ConfigError
 
 RUN = "run"
-FLAGS = frozenset({*flags_without_value(), "-h", "--help"})
+FLAGS = frozenset({*flags_without_value(), "--fit", "-h", "--help"})
 MODULE_OPTIONS = ("-m", "--module")
 
 

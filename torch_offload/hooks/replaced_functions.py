@@ -20,7 +20,7 @@ class Until(Enum):
     CALL_RETURNS = "the call that needed it returns"
     NO_CODED_MODEL = "no model with coded experts is alive"
     NO_REPORT_CALLBACK = "no `ReportCallback` is alive"
-    PROCESS_ENDS = "the process that `torch-offload run --optimizer` started ends"
+    PROCESS_ENDS = "the process that `torch-offload run --optimizer` or `--fit` started ends"
 
 
 @dataclass(frozen=True)
@@ -272,6 +272,14 @@ TRAINER_OPTIMIZER = ReplacedFunction(
     until=Until.PROCESS_ENDS,
     alternative="`optimizer_cls_and_kwargs`, which the script has to give its `Trainer` itself.",
 )
+TRAINER_INIT = ReplacedFunction(
+    owner="transformers.trainer:Trainer",
+    name="__init__",
+    parameters=("self", "model", "args", "data_collator", "train_dataset"),
+    reason="A `Trainer` of a launched script splits its rows as the plan says, before it makes anything of them.",
+    until=Until.PROCESS_ENDS,
+    alternative="A callback of `Trainer` that may change the arguments before the first data loader.",
+)
 LORA_CREATE = ReplacedFunction(
     owner="peft.tuners.lora.model:LoraModel",
     name="_create_new_module",
@@ -337,6 +345,7 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     TRANSFORMERS_SAVE,
     CALLBACK_LOG,
     TRAINER_OPTIMIZER,
+    TRAINER_INIT,
     LORA_CREATE,
     LORA_FORWARD_HOOKS,
     LORA_PREPARE,

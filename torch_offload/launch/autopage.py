@@ -22,12 +22,14 @@ from torch_offload.config import Config, format_size
 from torch_offload.hooks.import_watcher import ImportWatcher
 from torch_offload.hooks.registrations import Listener
 from torch_offload.integrations.trainer_optimizer import TrainerOptimizer
+from torch_offload.launch.fit import Fit
 from torch_offload.runtime import preflight
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.session import Session
 from torch_offload.runtime.tensor_parts import is_not_quantized_yet, is_ordinary, parts_of
 from torch_offload.system import environment
 from torch_offload.system.environment import Launch
+from torch_offload.system.terminal import echo
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,10 @@ class Autopage:
         if self._optimizer is not None:
             ImportWatcher("transformers.trainer", self._optimizer.install).install()
             atexit.register(self._warn_if_unused, self._optimizer)
+        self._fit = Fit(launch.config, optimizer=launch.optimizer) if launch.fit else None
+        if self._fit is not None:
+            ImportWatcher("transformers.trainer", self._fit.install).install()
+            atexit.register(self._say_if_not_fitted, self._fit)
 
     def _warn_if_unused(self, optimizer: TrainerOptimizer) -> None:
         """Warn, when this process ends, if it paged a model and no Trainer chose an optimizer by its arguments."""
@@ -65,6 +71,15 @@ class Autopage:
                 "--optimizer %s had no effect: the script made its optimizer itself, in a loop of its own or by a "
                 "Trainer's optimizers or optimizer_cls_and_kwargs; create torch_offload.AdamW there",
                 optimizer.name,
+            )
+
+    def _say_if_not_fitted(self, fit: Fit) -> None:
+        """Say so, when this process ends, if it paged a model and made no Trainer."""
+        if self._session is not None and not fit.is_used and os.getpid() == self._process:
+            echo(
+                "torch-offload: --fit had no effect: the script makes no Trainer, so it ran as it is; torch-offload "
+                "plan MODEL --search --tokens-per-step COUNT says what rows and accumulation its loop should have",
+                err=True,
             )
 
     def _on_tensor(self, module: nn.Module, name: str, tensor: torch.Tensor, kind: str) -> None:

@@ -28,7 +28,9 @@ FAILURE_STATUS = 1
 SIGNAL_STATUS = 128
 
 
-def run(config: Config, command: Sequence[str], *, is_module: bool, optimizer: str | None = None) -> int:
+def run(
+    config: Config, command: Sequence[str], *, is_module: bool, optimizer: str | None = None, fit: bool = False
+) -> int:
     """Run a script to its end and return the exit status that Python would have ended with.
 
     It takes over the process: arguments, search path, ``__main__`` and environment are the script's from here on.
@@ -38,6 +40,7 @@ def run(config: Config, command: Sequence[str], *, is_module: bool, optimizer: s
         command: Path of the script, or name of the module, and its arguments.
         is_module: Whether it is the name of a module, as after ``python -m``.
         optimizer: What a ``Trainer`` creates, a name of ``trainer_optimizer.OPTIMIZERS``; None: what the script says.
+        fit: Whether a ``Trainer`` splits the rows of a step as the fastest plan does.
     """
     name, *arguments = command
     if not is_module and not os.path.exists(name):
@@ -46,7 +49,7 @@ def run(config: Config, command: Sequence[str], *, is_module: bool, optimizer: s
     _set_first_path(os.getcwd() if is_module else _script_directory(name))
     if is_module and not _module_exists(name):
         return _refuse(f"no module named {name}", FAILURE_STATUS)
-    launch = environment.Launch(name=uuid.uuid4().hex, config=config, optimizer=optimizer)
+    launch = environment.Launch(name=uuid.uuid4().hex, config=config, optimizer=optimizer, fit=fit)
     environment.hand_to_children(launch)
     autopage.begin(launch)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -89,8 +89,8 @@ def plan(
     """
     settings.check_arguments("plan", unknown)
     step = PlannedStep.of(work, new_tokens, optimizer, moments, micro_batches, clipped=bool(max_grad_norm))
-    decided, directories = _resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd), processes)
-    free_bytes = _room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes)
+    decided, directories = resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd), processes)
+    free_bytes = room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes)
     machine = PlannedMachine(
         probe or probe_machine(directories[0]), processes, free_bytes // processes, parse_size(endurance_bytes)
     )
@@ -161,7 +161,7 @@ class _Planning:
         """Return the tokens of a step; of a generation the new ones."""
         if self.step.work == "generate":
             return int(self.batch["input_ids"].shape[0]) * self.step.new_tokens
-        return _tokens_of(self.batch) * self.step.micro_batches
+        return tokens_of(self.batch) * self.step.micro_batches
 
 
 def _forward_passes(
@@ -192,11 +192,11 @@ def _forward_passes(
     return (prompt, last), {PROMPT: found[PROMPT], TOKEN: mean}
 
 
-def _room_of(config: Config, directories: Sequence[Path]) -> int:
+def room_of(config: Config, directories: Sequence[Path]) -> int:
     return resources.room_for_pages(directories, keep_free=config.keep_free, max_spill=config.max_spill)
 
 
-def _resolved(config: Config, processes: int) -> tuple[Config, tuple[Path, ...]]:
+def resolved(config: Config, processes: int) -> tuple[Config, tuple[Path, ...]]:
     """Return the configuration with a budget for one process, and the directories that pages would go to.
 
     Raises:
@@ -215,7 +215,7 @@ def _resolved(config: Config, processes: int) -> tuple[Config, tuple[Path, ...]]
     return config.replace(ram=max(1, ram // processes)), (directory, *config.ssd[1:])
 
 
-def _tokens_of(batch: Mapping[str, Any]) -> int:
+def tokens_of(batch: Mapping[str, Any]) -> int:
     tensors = [value for value in batch.values() if isinstance(value, Tensor)]
     whole = [tensor for tensor in tensors if not tensor.dtype.is_floating_point]
     if whole:

@@ -1,6 +1,8 @@
 """A report as one HTML page that needs no network: figures, timelines, bottleneck, suggestion, wear."""
 
 import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import resources
 from typing import Any
 
@@ -22,26 +24,49 @@ def page_of(report: Figures, *, endurance_bytes: int | None = None) -> str:
     Raises:
         OffloadError: If jinja2 or plotly is missing.
     """
-    try:
+    with libraries_needed():
+        from torch_offload.reporting import charts
+    return rendered(
+        TEMPLATE,
+        charts.charts_of(report),
+        title="torch_offload report",
+        cards=_cards(report),
+        bottleneck=report.bottleneck,
+        wear=_wear_rows(report, endurance_bytes),
+        totals=_totals(report),
+    )
+
+
+def rendered(template: str, charts: Iterable[Mapping[str, Any]], **content: Any) -> str:
+    """Return a page with charts that needs no network.
+
+    Args:
+        template: Name of one that extends the one of all pages.
+        charts: Title, explanation and figure of each.
+        **content: What the template names beside them.
+
+    Raises:
+        OffloadError: If jinja2 or plotly is missing.
+    """
+    with libraries_needed():
         import jinja2
         from plotly.offline import get_plotlyjs
+    folder = resources.files("torch_offload.reporting") / "templates"
+    loader = jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8"))
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, loader=loader)
+    inlined = [{**chart, "figure": _inline(chart["figure"])} for chart in charts]
+    return environment.get_template(template).render(charts=inlined, plotly=get_plotlyjs(), **content)
 
-        from torch_offload.reporting import charts
+
+@contextmanager
+def libraries_needed() -> Iterator[None]:
+    """Turn a failed import into an OffloadError that names what to install."""
+    try:
+        yield
     except ImportError as error:
         raise OffloadError(
             f"an HTML report needs jinja2 and plotly ({error}); install them with: pip install 'torch-offload[report]'"
         ) from None
-    templates = resources.files("torch_offload.reporting") / "templates"
-    source = (templates / TEMPLATE).read_text(encoding="utf-8")
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
-    return template.render(
-        cards=_cards(report),
-        bottleneck=report.bottleneck,
-        charts=[chart | {"figure": _inline(chart["figure"])} for chart in charts.charts_of(report)],
-        wear=_wear_rows(report, endurance_bytes),
-        totals=_totals(report),
-        plotly=get_plotlyjs(),
-    )
 
 
 def _inline(figure: Any) -> str:

@@ -66,11 +66,13 @@ class Launch:
         name: What its processes share.
         config: The settings of its engines.
         optimizer: What a ``Trainer`` creates, a name of ``trainer_optimizer.OPTIMIZERS``; None: what the script says.
+        fit: Whether a ``Trainer`` splits the rows of a step as the fastest plan does.
     """
 
     name: str
     config: Config
     optimizer: str | None = None
+    fit: bool = False
 
 
 class _Handed(BaseModel):
@@ -81,6 +83,7 @@ class _Handed(BaseModel):
     name: str
     config: dict[str, Any]
     optimizer: str | None
+    fit: bool = False
 
 
 @contextmanager
@@ -101,7 +104,8 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
 def hand_to_children(launch: Launch) -> None:
     """Have every Python process that this one starts page like this one."""
     settings = launch.config.model_dump(mode="json", exclude_unset=True)
-    os.environ[LAUNCH] = json.dumps({"name": launch.name, "config": settings, "optimizer": launch.optimizer})
+    handed = {"name": launch.name, "config": settings, "optimizer": launch.optimizer, "fit": launch.fit}
+    os.environ[LAUNCH] = json.dumps(handed)
     paths = [str(SITE_DIRECTORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in dict.fromkeys(paths) if path)
     os.environ.update(LOADING_IN_SEQUENCE)
@@ -119,7 +123,8 @@ def launch_of_parent() -> Launch | None:
         return None
     try:
         content = _Handed.model_validate_json(handed)
-        return Launch(name=content.name, config=Config.model_validate(content.config), optimizer=content.optimizer)
+        config = Config.model_validate(content.config)
+        return Launch(name=content.name, config=config, optimizer=content.optimizer, fit=content.fit)
     except (ValidationError, ConfigError) as error:
         problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise ConfigError(
@@ -132,6 +137,11 @@ def process_count() -> int:
     """Return how many processes of this machine train together, as torchrun and accelerate say it."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(count)) if count.isdigit() else 1
+
+
+def is_first_process() -> bool:
+    """Whether this process is the first of those of this machine that train together, or the only one."""
+    return os.environ.get("LOCAL_RANK", "0") in ("0", "-1")
 
 
 def cache_directory() -> Path:

@@ -237,3 +237,16 @@ def test_expert_quality_judges_every_way():
     assert all(0 < ratio < 1 for ratio in found["rate_at_qmoes_error"])
     assert all(0 < ratio < 1.1 for row in found["bytes_by_classes"] for ratio in row.values())
     assert found["adapters"]["loss_adapted"] not in {row["loss"] for row in found["variants"]}
+
+
+def test_search_is_held_against_a_sweep(scratch):
+    """Every candidate was trained, the chosen one as well, and the accumulating script moved more bytes."""
+    result = smoke("search", scratch)
+    (problem,) = result["problems"]
+    assert len(problem["sweep"]) == 2
+    losses = [row["measured"]["loss"] for row in problem["sweep"]]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert problem["regret"] >= 1
+    for row in (problem, result["adapters"]):
+        assert row["chosen"][:2] == [2, 1]
+        assert 0 < row["baselines"]["1 row, accumulated"]["chosen_bytes_over_it"] < 1

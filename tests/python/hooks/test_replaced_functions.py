@@ -23,6 +23,7 @@ from torch_offload.hooks.replaced_functions import (
     markdown_table,
 )
 from torch_offload.integrations.trainer_optimizer import TrainerOptimizer
+from torch_offload.launch.fit import Fit
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -122,11 +123,14 @@ def test_what_a_report_callback_needs_lasts_as_long_as_it():
     assert originals() == before
 
 
-def test_what_the_optimizer_of_a_launched_trainer_needs_is_put_back():
+def test_what_a_launched_trainer_needs_is_put_back():
+    """Its optimizer, and the split of its rows."""
     before = originals()
-    chosen = TrainerOptimizer("adamw")
+    chosen, fit = TrainerOptimizer("adamw"), Fit(torch_offload.Config())
     chosen.install()
+    fit.install()
     assert {path for path in before if before[path] is not originals()[path]} == names_of(Until.PROCESS_ENDS)
+    fit.uninstall()
     chosen.uninstall()
     assert originals() == before
 
