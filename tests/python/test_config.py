@@ -83,8 +83,8 @@ def test_sizes_are_written_in_the_largest_unit(size, text):
         (
             {"zzz": 1},
             "there are: gpu, ram, ssd, keep_free, max_spill, checkpoint_pages, activations, optimizer_device, "
-            "update, gpu_reserved, report, plan, trace, status_line, watchdog, min_paged_bytes, page_elements, queue_depth, "
-            "io_engine, io_timeout, emulation",
+            "update, gpu_reserved, report, plan, trace, status_line, watchdog, min_paged_bytes, page_elements, "
+            "queue_depth, io_engine, io_timeout, emulation",
         ),
         ({"ram": 0}, "ram: expected more than 0, got 0"),
         ({"ram": -1}, "ram: a size cannot be negative, got -1"),
