@@ -8,6 +8,7 @@ import json
 import logging
 import random
 
+import numpy as np
 import pytest
 import torch
 from support.figures import MACHINE
@@ -18,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 from torch_offload import Config
 from torch_offload.launch import fit as fits
-from torch_offload.launch.fit import Fit
+from torch_offload.launch.fit import Fit, Given
 
 SLOW = MACHINE.model_copy(update={"ssd_read": 1e7, "ssd_write": 1e7, "ssd_mixed": 1e7})
 ROWS = 8
@@ -84,28 +85,28 @@ def test_what_is_best_already_stays(fit, tmp_path, capsys):
 
 
 def test_random_numbers_are_left_as_they_are(fit, tmp_path):
-    """Data sets and collators may draw some. Method: a data set that does."""
+    """Data sets and collators may draw some. Method: the choice for a data set that does, and how often it did."""
 
     class Drawing:
+        drawn = 0
+
         def __len__(self) -> int:
             return 16
 
         def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-            if not 0 <= number < 16:
-                raise IndexError
-            ids = torch.randint(0, 256, (16,)) * 0 + random.randrange(256)
+            Drawing.drawn += 1
+            ids = torch.randint(0, 256, (16,)) * 0 + random.randrange(256) * 0 + int(np.random.randint(256))
             return {"input_ids": ids, "labels": ids}
 
+    def states() -> tuple[object, ...]:
+        return torch.random.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
     model = tiny_model("llama", tied=False)
-    states = []
-    for on in (True, False):
-        if not on:
-            fit.uninstall()
-        torch.manual_seed(3)
-        random.seed(3)
-        made(tmp_path, Drawing(), model=model)
-        states.append((torch.random.get_rng_state().tolist(), random.getstate()))
-    assert states[0] == states[1]
+    options = {"model": model, "args": arguments_of(tmp_path), "train_dataset": Drawing()}
+    before = states()
+    fit.apply(object.__new__(Trainer), Given.of((), options))
+    assert Drawing.drawn > 0
+    assert states() == before
 
 
 def test_the_longest_row_is_planned_and_a_longer_one_is_warned_of_once(fit, tmp_path, monkeypatch, caplog):
