@@ -26,9 +26,11 @@ def page_of(report: Figures, *, endurance_bytes: int | None = None) -> str:
     """
     with libraries_needed():
         from torch_offload.reporting import charts
+
+        drawn = charts.charts_of(report)
     return rendered(
         TEMPLATE,
-        charts.charts_of(report),
+        drawn,
         title="torch_offload report",
         cards=_cards(report),
         bottleneck=report.bottleneck,

@@ -158,8 +158,8 @@ def test_a_module_without_such_layers_cannot_recompute():
 def test_auto_recomputes_where_the_disk_is_slower_than_computing(machine, recomputes):
     """Method: one budget in which activations move, a disk that takes hours and one that takes no time."""
     config = settings("40MiB", activations="auto")
-    paged = plan_of(empty_model(), batch_of(), config.replace(activations="page"), probe=machine)
-    plan = plan_of(empty_model(), batch_of(), config, probe=machine)
+    paged = plan_of(empty_model(), batch_of(rows=16), config.replace(activations="page"), probe=machine)
+    plan = plan_of(empty_model(), batch_of(rows=16), config, probe=machine)
     assert plan.activations is not None
     chosen = plan.activations.recomputed
     assert bool(chosen) == recomputes
@@ -186,8 +186,8 @@ def test_the_layers_of_a_recording_are_those_of_its_forward():
 def test_activations_that_stay_on_the_host_are_not_sent_further():
     """As pages they reach the SSD from the same memory."""
     config = settings("30MiB", gpu="16MiB", emulation={"gpu": True}, activations="ram")
-    stays = plan_of(empty_model(), batch_of(), config)
-    leaves = plan_of(empty_model(), batch_of(), config.replace(activations="page"))
+    stays = plan_of(empty_model(), batch_of(rows=16), config)
+    leaves = plan_of(empty_model(), batch_of(rows=16), config.replace(activations="page"))
     assert "activation" not in stays.ssd_written
     assert leaves.ssd_written["activation"] > 0
     assert stays.needed_bytes["ram"] > leaves.needed_bytes["ram"]
