@@ -11,9 +11,10 @@ import json
 from typing import Any
 
 import torch
+from harness.worker_process import serve
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-from workers.step import LEARNING_RATE, Worker, make_model, make_parser, serve
+from workers.step import LEARNING_RATE, Worker, make_model, make_parser
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -103,9 +104,14 @@ def bytes_of(base: Any) -> int:
     return total
 
 
-if __name__ == "__main__":
+def make_adapters_parser() -> argparse.ArgumentParser:
+    """Return the options of a worker that trains adapters."""
     parser = make_parser()
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--folder", default="", help="of the base; default: random weights in fp32")
     parser.add_argument("--quantized", type=int, default=0, help="1: the folder's model in NF4")
-    serve(lambda: AdaptersWorker(parser.parse_args()))
+    return parser
+
+
+if __name__ == "__main__":
+    serve(lambda: AdaptersWorker(make_adapters_parser().parse_args()))

@@ -1,6 +1,7 @@
 """Trains as workers/step.py does, or adapters as workers/adapters.py does, with the rows of a step in micro-batches.
 
-Takes their options, and --accumulation, --ssd-rate and --rank. --batch is the rows of a micro-batch.
+Takes their options, and --accumulation and --ssd-rate. Without --rank all weights train. --batch is the rows of a
+micro-batch.
 """
 
 import argparse
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from harness.machine import CpuSeconds
 from harness.process_memory import forget_peak, peak_resident_bytes
-from workers.adapters import AdaptersWorker
-from workers.step import Worker, make_parser, serve
+from harness.worker_process import serve
+from workers.adapters import AdaptersWorker, make_adapters_parser
+from workers.step import Worker
 
 if TYPE_CHECKING:
     from torch_offload import Config
@@ -68,10 +70,10 @@ class SplitAdaptersWorker(SplitStep, AdaptersWorker):
 
 
 def parse_options() -> argparse.Namespace:
-    parser = make_parser()
+    parser = make_adapters_parser()
+    parser.set_defaults(rank=0)  # all weights train
     parser.add_argument("--accumulation", type=int, required=True)
     parser.add_argument("--ssd-rate", type=int, default=0, help="bytes per second that both ways share; 0: as it is")
-    parser.add_argument("--rank", type=int, default=0, help="of adapters; 0: all weights train")
     return parser.parse_args()
 
 

@@ -70,7 +70,7 @@ def launched(monkeypatch):
     """What the launcher is called with; it answers with the status 7."""
     calls = []
 
-    def run(config, command, *, is_module, optimizer):
+    def run(config, command, *, is_module, optimizer, fit):
         calls.append((config, command, is_module, optimizer))
         return 7
 
@@ -130,7 +130,7 @@ def test_run_hands_the_optimizer_to_the_launcher(monkeypatch, launched):
 def test_what_the_script_raises_comes_out_as_it_is(monkeypatch, launched, raised):
     """Also errors of ours: the traceback of the script is worth more than one line of this command."""
 
-    def run(config, command, *, is_module, optimizer):
+    def run(config, command, *, is_module, optimizer, fit):
         raise raised
 
     monkeypatch.setattr(sys.modules["torch_offload.launch.runner"], "run", run)
