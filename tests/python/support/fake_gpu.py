@@ -94,6 +94,10 @@ class _Slot:
     driver: ctypes.CDLL | None = None
 
 
+OTHERS_KERNELS = ("bitsandbytes", "torchao")
+"""Packages that launch kernels of their own where they find a GPU, this one too."""
+
+
 def driver() -> ctypes.CDLL:
     """Return the driver of this process: what tests ask of it are functions named ``fake_gpu_...``."""
     assert _Slot.driver is not None
@@ -103,6 +107,8 @@ def driver() -> ctypes.CDLL:
 def load(library: Path) -> None:
     """Give this process the GPU. Before torch is imported, which looks for one once."""
     assert "torch" not in sys.modules
+    for package in OTHERS_KERNELS:
+        sys.modules[package] = None  # type: ignore[assignment] (as if it were not installed)
     _Slot.driver = ctypes.CDLL(str(library))
     import torch
 
