@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from generate import make_model
+from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, is_quiet, progress
 from harness.worker_process import WorkerProcess, option_words, worker_command
@@ -236,12 +237,9 @@ def bars_of(rows: list[dict[str, Any]], *, judges: bool) -> list[dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model for seconds: shows that it runs")
+    parser = driver_parser(__doc__)
     parser.add_argument("--only", default="", help="settings whose name contains this, such as 'lora ssd'")
     parser.add_argument("--steps", type=int, help="quiet steps to measure; default: 5")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
     plans = SMOKE if options.smoke else USUAL
     plans = replace(plans, steps=options.steps or plans.steps)

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread
 from harness.rounds import take_turns
@@ -299,13 +300,10 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the bars")
-    parser.add_argument("--smoke", action="store_true", help="one problem of a tiny model: shows that it runs")
+    parser = driver_parser(__doc__, smoke="one problem of a tiny model")
     parser.add_argument("--reduced", action="store_true", help="a model of a third of the size")
     parser.add_argument("--activations", default="", help="search this way of activations only")
     parser.add_argument("--only", nargs="*", help="problems whose names contain one of these")
-    parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
     options = parser.parse_args()
     plan = plan_of(options)
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
