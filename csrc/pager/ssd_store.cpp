@@ -20,6 +20,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kIdleWait{200};
 constexpr std::chrono::milliseconds kBrokenPause{10};
+constexpr std::chrono::milliseconds kLongestTurn{500};  // of a thread that runs, by far
 constexpr std::size_t kReapBatch = 32;
 constexpr double kFirstReadRate = 1e9;  // bytes per second, until there is a measurement
 constexpr double kJitter = 0.25;        // of a wait before a transfer is tried again, either way
@@ -172,7 +173,7 @@ void SsdStore::serve_broken(const TierIoError& error) {
 /// Until it is stopped and nothing is in flight that may end soon.
 void SsdStore::serve() {
     std::array<IoRequest*, kReapBatch> finished{};
-    auto turn_start = Clock::now();
+    auto turn_start = last_look_ = Clock::now();
     settle_arrived();  // what a turn that failed has left
     while (true) {
         take_queue();
@@ -296,9 +297,18 @@ const Transfer* SsdStore::oldest_begun() const {
     return oldest;
 }
 
+/// Whether a transfer that has taken long is the disk's fault. Not where this thread has not run for a while, as in a
+/// process that was stopped: what has ended meanwhile was not taken from the engine, or did not run either.
+bool SsdStore::may_judge(Clock::time_point now) noexcept {
+    if (now - last_look_ > kLongestTurn) judge_from_ = now + kLongestTurn;
+    last_look_ = now;
+    return now >= judge_from_;
+}
+
 /// Whether the disk does not answer. Nobody needs what is in flight when a store stops.
-bool SsdStore::is_stuck() const {
+bool SsdStore::is_stuck() {
     const auto now = Clock::now();
+    if (!may_judge(now)) return false;
     const auto is_old = [&](const Transfer& transfer) { return now - transfer.submitted >= limits_.warn_after; };
     const Transfer* const oldest = oldest_begun();
     if (!oldest || !is_old(*oldest) || !std::ranges::all_of(submitted_, is_old)) return false;
@@ -312,6 +322,7 @@ bool SsdStore::is_stuck() const {
 /// disk does not answer.
 void SsdStore::check_ages() {
     const auto now = Clock::now();
+    if (!may_judge(now)) return;
     const Transfer* const oldest = oldest_begun();
     if (!oldest || now - oldest->submitted < std::min(limits_.warn_after, limits_.timeout)) {
         last_warning_.reset();

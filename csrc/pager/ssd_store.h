@@ -96,7 +96,8 @@ private:
     std::chrono::milliseconds longest_wait() const;
     void submit_ready();
     const Transfer* oldest_begun() const;
-    bool is_stuck() const;
+    bool may_judge(Clock::time_point now) noexcept;
+    bool is_stuck();
     void check_ages();
     std::string describe(const Transfer& transfer, Clock::time_point now) const;
     std::string under_way() const;
@@ -156,7 +157,9 @@ private:
     Transfers submitted_;  // the engine's
     Transfers arrived_;    // the engine has done with them, and they are not settled
     IoArbiter arbiter_;
-    std::optional<Clock::time_point> last_warning_;  // of a disk that does not answer
+    Clock::time_point last_look_{};                  // at the ages of transfers
+    Clock::time_point judge_from_{};                 // not before, that a disk does not answer
+    std::optional<Clock::time_point> last_warning_;  // that it does not
     std::minstd_rand jitter_;
 
     std::atomic<std::size_t> in_flight_{0};  // queued, ready, delayed or submitted

@@ -58,6 +58,23 @@ TEST(PagerLate, ReadThatDoesNotEndIsRaised) {
     EXPECT_TRUE(holds(*segment, 1));
 }
 
+// A transfer is not late for the time in which the thread that takes its end did not run, as in a process that was
+// stopped. Method: that thread sleeps for longer than a transfer may take, and the disk answers at its next look.
+TEST(PagerLate, TimeInWhichNobodyLookedIsNotTheDisks) {
+    const LogCapture log(LogLevel::warning);
+    PagerOptions options = options_with(8);
+    options.transfer_limits.timeout = milliseconds(600);
+    auto* const disk = new GatedEngine;
+    Pager pager(options, std::unique_ptr<IoEngine>(disk));
+    const auto segment = filled_segment(pager, 1, 1);
+    ASSERT_EQ(pager.evict(segment), 0u);
+    disk->shut();
+    disk->open_after(milliseconds(800));
+    const PinGuard guard = pin(pager, segment, Access::read);
+    EXPECT_TRUE(holds(*segment, 1));
+    EXPECT_EQ(log.lines().find("has taken"), std::string::npos) << log.lines();
+}
+
 // Who needs the memory of a page whose write does not end is told so, and so is who needs the page; nothing is lost.
 // Method: a shut disk and more memory wanted than is free, then an open one.
 TEST(PagerLate, WriteThatDoesNotEndIsRaised) {

@@ -1,12 +1,15 @@
 // An I/O engine that finishes transfers when a test lets it. Header only.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "storage/io_engine.h"
@@ -14,7 +17,7 @@
 namespace torch_offload::test {
 
 /// Keeps bytes in memory by place. What is submitted waits for open() or for its turn in finish_one(). Waits for events
-/// only, never for a time.
+/// only, but for open_after().
 /// Threads: any.
 class GatedEngine : public IoEngine {
 public:
@@ -34,8 +37,14 @@ public:
         std::unique_lock lock(mutex_);
         ++reaps_;
         const auto can_finish = [&] { return !waiting_.empty() && (is_open_ || allowed_ > 0); };
-        changed_.wait(lock, [&] { return woken_ || can_finish(); });
+        const auto may_pause = [&] { return !waiting_.empty() && pause_.count() > 0; };
+        changed_.wait(lock, [&] { return woken_ || can_finish() || may_pause(); });
         woken_ = false;
+        if (may_pause()) {
+            std::this_thread::sleep_for(std::exchange(pause_, {}));
+            is_open_ = true;
+            return 0;
+        }
         std::size_t count = 0;
         for (; count < finished.size() && can_finish(); ++count) {
             if (!is_open_) --allowed_;
@@ -70,6 +79,11 @@ public:
         const std::lock_guard lock(mutex_);
         is_open_ = true;
         changed_.notify_all();
+    }
+    /// The next reap() with something under way takes so long and finishes nothing; all after it finish everything.
+    void open_after(std::chrono::milliseconds pause) {
+        const std::lock_guard lock(mutex_);
+        pause_ = pause;
     }
     void finish_one() {
         const std::lock_guard lock(mutex_);
@@ -113,6 +127,7 @@ private:
     std::size_t most_ = 0;
     std::size_t allowed_ = 0;
     std::uint64_t reaps_ = 0;
+    std::chrono::milliseconds pause_{};
     bool is_open_ = true;
     bool woken_ = false;
 };
