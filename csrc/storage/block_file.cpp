@@ -22,7 +22,9 @@
 namespace torch_offload {
 namespace {
 
-constexpr std::size_t kGrowthBytes = 64 * kMiB;
+constexpr std::uint64_t kMinGrowthBytes = kMiB;
+constexpr std::uint64_t kMaxGrowthBytes = 64 * kMiB;
+constexpr std::uint64_t kGrowthPart = 32;  // of the file, between those two: so much of it is room to spare
 constexpr std::uint64_t kGrowthShare = 8;  // one step takes at most this part of the free disk, or what is asked for
 
 void check_directory(const std::string& directory) {
@@ -173,7 +175,8 @@ std::uint64_t BlockFile::grow(std::size_t wanted_bytes) {
     const std::uint64_t end_bytes = size_bytes();
     const std::uint64_t free_bytes = free_disk_bytes(file_.get());
     const std::uint64_t usable_bytes = growth_bytes(limits_, end_bytes, free_bytes);
-    const std::uint64_t step_bytes = std::min<std::uint64_t>(kGrowthBytes, usable_bytes / kGrowthShare);
+    const std::uint64_t share_bytes = std::clamp(end_bytes / kGrowthPart, kMinGrowthBytes, kMaxGrowthBytes);
+    const std::uint64_t step_bytes = std::min(share_bytes, usable_bytes / kGrowthShare);
     std::uint64_t added_bytes = std::max<std::uint64_t>(wanted_bytes, step_bytes / wanted_bytes * wanted_bytes);
     int error = wanted_bytes <= usable_bytes ? extend_to(end_bytes, added_bytes) : ENOSPC;
     if (error != 0 && added_bytes > wanted_bytes) {

@@ -16,6 +16,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -403,6 +404,20 @@ TEST(BlockFile, FloorIsAFullDisk) {
     const std::size_t wanted_bytes = round_up(free_bytes / 4 * 3, kSectorBytes);
     full_message_of([&] { large.allocate(wanted_bytes); });
     EXPECT_LE(large.size_bytes(), 64 * kMiB + kMiB);
+}
+
+// A file is hardly longer than what lies in it, and grows in few steps. Method: extents of 64 KiB up to 256 MiB.
+TEST(BlockFile, GrowsByASmallPartOfItself) {
+    ScratchDirectory directory;
+    BlockFile file(directory.path());
+    std::size_t used_bytes = 0;
+    std::set<std::uint64_t> sizes;
+    while (used_bytes < 256 * kMiB) {
+        used_bytes += file.allocate(64 * kKiB).size_bytes;
+        sizes.insert(file.size_bytes());
+        ASSERT_LE(file.size_bytes(), used_bytes + std::max<std::size_t>(kMiB, used_bytes / 32));
+    }
+    EXPECT_LE(sizes.size(), 128u);
 }
 
 }  // namespace
