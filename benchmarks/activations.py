@@ -26,7 +26,7 @@ from harness.disk import DiskProbe
 from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
-from harness.rounds import take_turns
+from harness.rounds import Workers
 from harness.worker_process import WorkerProcess, worker_command
 
 HERE = Path(__file__).resolve().parent
@@ -66,11 +66,8 @@ def start(name: str, plan: Plan, ssd: str, *, context: int, extra: list[str]) ->
 
 def find_longest_kept(plan: Plan, ssd: str) -> int:
     """Return the longest row that trains within the budget while its activations stay in memory."""
-    worker = start("paged_kept", plan, ssd, context=plan.search_tokens, extra=["--find"])
-    try:
+    with start("paged_kept", plan, ssd, context=plan.search_tokens, extra=["--find"]) as worker:
         return int(worker.ask("step")["largest_context"])
-    finally:
-        worker.close()
 
 
 def measure(plan: Plan, ssd: str) -> dict[str, Any]:
@@ -80,20 +77,14 @@ def measure(plan: Plan, ssd: str) -> dict[str, Any]:
     context = MIN_MULTIPLE * max(kept, plan.search_tokens)
     if context > plan.most_tokens:
         sys.exit(f"{MIN_MULTIPLE} times {kept} tokens are more than the model's {plan.most_tokens}")
-    workers: dict[str, WorkerProcess] = {}
-    try:
+    with Workers() as workers:
         for name, extra in VARIANTS.items():
             workers[name] = start(name, plan, ssd, context=context, extra=extra)
-        for worker in workers.values():
-            worker.step()
-        turns = {name: worker.step for name, worker in workers.items()}
+        workers.warm_up(1)
         probe = DiskProbe(ssd, probe_bytes=plan.probe_bytes)
-        rounds = take_turns(turns, wanted=plan.rounds, most=plan.most_rounds, probe=probe)
-        final = {name: worker.ask("finish") for name, worker in workers.items()}
+        rounds = workers.take_turns(wanted=plan.rounds, most=plan.most_rounds, probe=probe)
+        final = workers.finish()
         description = workers["plain"].description
-    finally:
-        for worker in workers.values():
-            worker.close()
     return {"kept_tokens": kept, "context": context, "rounds": rounds, "final": final, "description": description}
 
 

@@ -33,7 +33,7 @@ from harness.options import driver_parser
 from harness.process_memory import PLAIN_HUGE
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
-from harness.rounds import Round, take_turns
+from harness.rounds import Round, Workers
 from harness.worker_process import WorkerProcess, option_words, worker_command
 from models.workloads import TINY, Workload
 
@@ -104,18 +104,12 @@ def measure(workload: Workload, plan: Plan, ssd: str) -> dict[str, Any]:
     """Let the variants take turns."""
     progress(workload.name)
     probe = DiskProbe(ssd, probe_bytes=plan.probe_bytes)
-    workers: dict[str, WorkerProcess] = {}
-    try:
+    with Workers() as workers:
         for name in ("plain", "plain_huge", "paged"):
             workers[name] = start(name, workload, ssd)
-            for _ in range(plan.warmup):
-                workers[name].step()
-        turns = {name: worker.step for name, worker in workers.items()}
-        rounds = take_turns(turns, wanted=plan.rounds, most=plan.most_rounds, probe=probe)
-        final = {name: worker.ask("finish") for name, worker in workers.items()}
-    finally:
-        for worker in workers.values():
-            worker.close()
+        workers.warm_up(plan.warmup)
+        rounds = workers.take_turns(wanted=plan.rounds, most=plan.most_rounds, probe=probe)
+        final = workers.finish()
     described = {"workload": asdict(workload), "description": workers["paged"].description, "final": final}
     return described | {"budget_bytes": budget_of(workload), "rounds": rounds} | summarise(rounds, plan)
 
@@ -136,26 +130,18 @@ def measure_folder(workload: Workload, plan: Plan, ssd: str) -> dict[str, Any]:
     """Let a base from a folder, in bf16 and in NF4, in memory and paged, take turns."""
     progress(workload.name)
     probe = DiskProbe(ssd, probe_bytes=plan.probe_bytes)
-    workers: dict[str, WorkerProcess] = {}
     budgets: dict[str, int] = {}
-    with tempfile.TemporaryDirectory(dir=ssd) as scratch:
+    with tempfile.TemporaryDirectory(dir=ssd) as scratch, Workers() as workers:
         folder = make_folder(workload, scratch)
-        try:
-            for kind, quantized in (("bf16", 0), ("nf4", 1)):
-                base = {"folder": folder, "quantized": quantized, "rank": plan.rank}
-                plain = workers[f"plain_{kind}"] = start(f"plain_{kind}", workload, ssd, **base)
-                budgets[kind] = folder_budget(plain.description, workload)
-                paged = {**base, "budget_bytes": budgets[kind]}
-                workers[f"paged_{kind}"] = start(f"paged_{kind}", workload, ssd, **paged)
-            for worker in workers.values():
-                for _ in range(plan.warmup):
-                    worker.step()
-            turns = {name: worker.step for name, worker in workers.items()}
-            rounds = take_turns(turns, wanted=plan.rounds, most=plan.most_rounds, probe=probe)
-            final = {name: worker.ask("finish") for name, worker in workers.items()}
-        finally:
-            for worker in workers.values():
-                worker.close()
+        for kind, quantized in (("bf16", 0), ("nf4", 1)):
+            base = {"folder": folder, "dtype": "bf16", "quantized": quantized, "rank": plan.rank}
+            plain = workers[f"plain_{kind}"] = start(f"plain_{kind}", workload, ssd, **base)
+            budgets[kind] = folder_budget(plain.description, workload)
+            paged = {**base, "budget_bytes": budgets[kind]}
+            workers[f"paged_{kind}"] = start(f"paged_{kind}", workload, ssd, **paged)
+        workers.warm_up(plan.warmup)
+        rounds = workers.take_turns(wanted=plan.rounds, most=plan.most_rounds, probe=probe)
+        final = workers.finish()
     described = {name: worker.description for name, worker in workers.items()}
     used, is_disturbed = usable(rounds, wanted=plan.rounds)
     seconds = {name: spread([row["steps"][name]["seconds"] for row in used]) for name in workers}

@@ -26,7 +26,7 @@ from harness.disk import DiskProbe
 from harness.options import driver_parser
 from harness.provenance import git, machine
 from harness.reporting import at_most, emit, progress, spread, usable
-from harness.rounds import take_turns
+from harness.rounds import Workers
 from harness.worker_process import BENCHMARKS, WorkerProcess
 from models.workloads import FEW, RESIDENT, TINY, Workload
 
@@ -48,25 +48,19 @@ WORKLOADS = (
 
 
 @contextmanager
-def pair_of(
-    trees: dict[str, Path], worker: str, options: Sequence[str], ssd: str
-) -> Iterator[dict[str, WorkerProcess]]:
+def pair_of(trees: dict[str, Path], worker: str, options: Sequence[str], ssd: str) -> Iterator[Workers]:
     """Have a worker of this tree over the package of each tree; they end with the block."""
-    workers: dict[str, WorkerProcess] = {}
-    try:
+    with Workers() as workers:
         for name, tree in trees.items():
             search_path = os.pathsep.join([str(BENCHMARKS), str(tree)])
             python = ["env", f"PYTHONPATH={search_path}", "PYTHONSAFEPATH=1", sys.executable]
             workers[name] = WorkerProcess(name, [*python, "-m", f"workers.{worker}", *options], log_directory=ssd)
         yield workers
-    finally:
-        for one in workers.values():
-            one.close()
 
 
-def finished(workers: dict[str, WorkerProcess], trees: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def finished(workers: Workers, trees: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """Return what workers say at their end; refuses one that measured another package."""
-    final = {name: worker.ask("finish") for name, worker in workers.items()}
+    final = workers.finish()
     for name, tree in trees.items():
         if Path(final[name]["package"]).parent != tree:
             raise SystemExit(f"{name}: measured {final[name]['package']}, which is not in {tree}")
@@ -143,11 +137,8 @@ class Comparison:
         )
         probe = DiskProbe(self.ssd, probe_bytes=self.probe_bytes)
         with pair_of(self.trees, "step", options, self.ssd) as workers:
-            for worker in workers.values():
-                for _ in range(self.warmup):
-                    worker.step()
-            turns = {name: worker.step for name, worker in workers.items()}
-            rounds = take_turns(turns, wanted=self.rounds, most=3 * self.rounds, probe=probe)
+            workers.warm_up(self.warmup)
+            rounds = workers.take_turns(wanted=self.rounds, most=3 * self.rounds, probe=probe)
             final = finished(workers, self.trees)
         weights = {state["weights_sha256"] for state in final.values()}
         return {"rounds": rounds, "weights_differ": len(weights) > 1}

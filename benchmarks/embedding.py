@@ -19,7 +19,7 @@ from harness.disk import DiskProbe
 from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_most, emit, progress, spread, usable
-from harness.rounds import take_turns
+from harness.rounds import Workers
 from harness.worker_process import WorkerProcess, option_words, worker_command
 
 BF16_BYTES = 2
@@ -74,19 +74,14 @@ def measure(plan: Plan, root: Path) -> dict[str, Any]:
     progress("write the table")
     write_weights(plan, weights)
     probe = DiskProbe(str(root), probe_bytes=plan.probe_bytes)
-    workers: dict[str, WorkerProcess] = {}
-    try:
+    with Workers() as workers:
         for name, budget_bytes in (("plain", 0), ("paged", plan.budget_bytes)):
             shape = {key: getattr(plan, key) for key in ("rows", "width", "vocabulary", "asked", "page_elements")}
             shape |= {"file": weights, "ssd": root, "budget_bytes": budget_bytes}
             words = option_words(shape)
             workers[name] = WorkerProcess(name, [*worker_command("embedding"), *words], log_directory=str(root))
-        turns = {name: worker.step for name, worker in workers.items()}
-        rounds = take_turns(turns, wanted=plan.rounds, most=plan.most_rounds, probe=probe)
+        rounds = workers.take_turns(wanted=plan.rounds, most=plan.most_rounds, probe=probe)
         report = workers["paged"].ask("finish")["report"]
-    finally:
-        for worker in workers.values():
-            worker.close()
     used, is_disturbed = usable(rounds, wanted=plan.rounds)
     pages = [row["steps"]["paged"]["ssd_read_bytes"] / (BF16_BYTES * plan.page_elements) for row in rounds]
     rows = [row["steps"]["paged"]["distinct_rows"] for row in rounds]

@@ -37,7 +37,7 @@ from harness.memory_group import MemoryGroup, end_cleanly_on_signals
 from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
-from harness.rounds import Round, take_turns
+from harness.rounds import Round, Workers
 from harness.worker_process import WorkerProcess, option_words, worker_command
 from models.llama_gguf import write_gguf
 
@@ -154,11 +154,8 @@ def command_of(plan: Plan, task: Task, folder: Path, variant: str, budget_bytes:
 def measure_base_bytes(root: Path, task: Task) -> int:
     """Return what a process peaks at that generates with next to no model."""
     smallest = make_model(root / "smallest", *SMALLEST)
-    worker = WorkerProcess("base", options_of(task, smallest, "plain"), log_directory=str(root))
-    try:
+    with WorkerProcess("base", options_of(task, smallest, "plain"), log_directory=str(root)) as worker:
         return int(worker.step()["peak_resident_bytes"])
-    finally:
-        worker.close()
 
 
 def measure(plan: Plan, task: Task, folder: Path, base_bytes: int, probe: DiskProbe) -> dict[str, Any]:
@@ -168,8 +165,8 @@ def measure(plan: Plan, task: Task, folder: Path, base_bytes: int, probe: DiskPr
     limit_bytes = int(base_bytes + OF_WEIGHTS * weight_bytes)
     budget_bytes = int(limit_bytes / LIMIT_TOLERANCE) - base_bytes if plan.judges_time else weight_bytes // 2
     groups: dict[str, MemoryGroup] = {}
-    workers: dict[str, WorkerProcess] = {}
     with ExitStack() as stack:
+        workers = Workers()
         for variant in variants_of(task):
             command = command_of(plan, task, folder, variant, budget_bytes)
             if variant != "plain" and plan.judges_time:
@@ -178,12 +175,10 @@ def measure(plan: Plan, task: Task, folder: Path, base_bytes: int, probe: DiskPr
                 command = groups[variant].command(command)
             workers[variant] = WorkerProcess(variant, command, log_directory=str(folder.parent))
             stack.callback(workers[variant].close)
-            for _ in range(plan.warmup):
-                workers[variant].step()
-        turns = {name: worker.step for name, worker in workers.items()}
-        rounds = take_turns(turns, wanted=plan.rounds, most=plan.most_rounds, probe=probe)
+            workers[variant].warm_up(plan.warmup)
+        rounds = workers.take_turns(wanted=plan.rounds, most=plan.most_rounds, probe=probe)
         replay = workers["paged"].ask("replay")
-        final = {name: worker.ask("finish") | worker.description for name, worker in workers.items()}
+        final = {name: answer | workers[name].description for name, answer in workers.finish().items()}
         report = final["paged"].pop("report")
         peaks = {name: group.peak_bytes() for name, group in groups.items()}
     sizes = {"weight_bytes": weight_bytes, "budget_bytes": budget_bytes, "limit_bytes": limit_bytes}

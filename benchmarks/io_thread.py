@@ -95,17 +95,13 @@ def measure(case: Case, *, rounds: int, warmup: int, ssd: str, probe: DiskProbe)
     progress(case.name)
     workload = case.workload
     options = workload.step_options(budget_bytes=int(case.budget_share * workload.state_bytes), ssd=ssd)
-    worker = WorkerProcess("io_thread", [*worker_command("step"), *options], log_directory=ssd)
     steps: list[dict[str, float]] = []
-    try:
-        for _ in range(warmup):
-            worker.step()
+    with WorkerProcess("io_thread", [*worker_command("step"), *options], log_directory=ssd) as worker:
+        worker.warm_up(warmup)
         for _ in range(rounds):
             sampler, disk = Sampler(worker.process.pid, ssd), DiskCounters(ssd)
             answer = worker.step()
             steps.append(sampler.stop() | disk.since() | {"other_share": answer["other_share"]})
-    finally:
-        worker.close()
     return {"case": case.name, "disk": probe.bandwidth()} | {
         name: spread([step[name] for step in steps]) for name in steps[0]
     }

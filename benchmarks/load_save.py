@@ -8,7 +8,8 @@ and 2 %, loads the model from a cold cache, wraps it, runs it on one token and s
 peaks at with a model of a few kilobytes. The least time of a phase is what its bytes take at the disk's rate
 (harness/disk.py): the file and what pages moved. Each round does so twice: with pages copied out of the checkpoint,
 which the rates are of, and with pages that stay in it, which is the default. A round in which somebody else took more
-than a tenth of the machine's CPU is dropped, where enough others are left.
+than a tenth of the machine's CPU is dropped, where enough others are left. At the end LoRA adapters are trained over
+the same file within the same budget: how large the scratch file becomes in which only they and their moments need room.
 """
 
 import filecmp
@@ -24,7 +25,7 @@ from harness.disk import DiskProbe, seconds_at_disk_rate
 from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, is_quiet, spread
-from harness.worker_process import worker_command
+from harness.worker_process import WorkerProcess, option_words, worker_command
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests" / "python"))
@@ -32,6 +33,12 @@ from support.memory_limits import UNLIMITED, LimitedRun, run_limited  # noqa: E4
 
 SLACK = 1.02
 MIN_SHARE = 0.8
+FP32_BYTES = 4
+RANK = 8
+ADAPTER_STEPS = 4
+ADAPTER_TOKENS = 64
+COPIES_OF_ADAPTERS = 3  # the adapters and their two moments
+MOST_OF_SCRATCH_FILE = 1.05  # over those copies
 PLAIN_CHECK = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -58,10 +65,11 @@ class Plan:
     rounds: int
     most_rounds: int
     probe_bytes: int
+    page_elements: int  # of training adapters
 
 
-FULL = Plan(hidden=1024, layers=12, rounds=5, most_rounds=12, probe_bytes=256 << 20)
-SMOKE = Plan(hidden=256, layers=12, rounds=1, most_rounds=1, probe_bytes=16 << 20)
+FULL = Plan(hidden=1024, layers=12, rounds=5, most_rounds=12, probe_bytes=256 << 20, page_elements=1 << 20)
+SMOKE = Plan(hidden=256, layers=12, rounds=1, most_rounds=1, probe_bytes=16 << 20, page_elements=1 << 14)
 SMALLEST = (64, 1)
 MIN_BUDGET_BYTES = 8 << 20
 MODEL_OVER_BUDGET = 3
@@ -98,6 +106,22 @@ def share_of_disk(phase: dict[str, Any], disk: dict[str, float], *, read_bytes: 
     return seconds_at_disk_rate(disk, read_bytes=read, written_bytes=written) / float(phase["seconds"])
 
 
+def train_adapters(plan: Plan, folder: Path, budget_bytes: int) -> dict[str, Any]:
+    """Train adapters over the model for some steps; return how large the scratch file is, and what it has to hold."""
+    shape = {"hidden": plan.hidden, "intermediate": 4 * plan.hidden, "layers": plan.layers, "heads": 8}
+    row = {"vocabulary": 8 * plan.hidden, "batch": 1, "sequence": ADAPTER_TOKENS, "checkpointing": 1, "rank": RANK}
+    place = {"folder": folder, "ssd": folder.parent, "budget_bytes": budget_bytes, "page_elements": plan.page_elements}
+    command = [*worker_command("adapters"), *option_words(shape | row | place)]
+    with WorkerProcess("adapters", command, log_directory=str(folder.parent)) as worker:
+        steps = [worker.step() for _ in range(ADAPTER_STEPS)]
+        report = worker.ask("finish")["report"]
+        own_bytes = COPIES_OF_ADAPTERS * FP32_BYTES * worker.description["adapter_parameters"]
+        base_bytes = worker.description["base_bytes"]
+    read_bytes = min(step["weights_read_bytes"] for step in steps[1:])
+    file = {"scratch_file_bytes": report["ssd_file_bytes"], "adapters_and_moments_bytes": own_bytes}
+    return file | {"base_bytes": base_bytes, "weights_read_bytes": read_bytes, "steps": steps}
+
+
 def measure(plan: Plan, root: Path) -> dict[str, Any]:
     """Run the rounds; return them with sizes and limits."""
     base_bytes = measure_base_bytes(root)
@@ -129,7 +153,7 @@ def measure(plan: Plan, root: Path) -> dict[str, Any]:
     sizes = {"base_bytes": base_bytes, "model_bytes": size_bytes, "budget_bytes": budget_bytes}
     limits = {"limit_bytes": limit_bytes, "limited_by": run.kind}
     results = {"files_differ": int(not same), "tensors_differ": int(plain.stdout)}
-    return sizes | limits | results | {"rounds": rounds}
+    return sizes | limits | results | {"rounds": rounds, "adapters": train_adapters(plan, folder, budget_bytes)}
 
 
 def summarise(result: dict[str, Any], plan: Plan) -> dict[str, Any]:
@@ -146,6 +170,9 @@ def bars_of(result: dict[str, Any], *, is_timed: bool) -> list[dict[str, Any]]:
     """Return what must hold; rates only where a phase is long enough to have one."""
     rounds = result["rounds"]
     in_place = [row["in_place"] for row in rounds]
+    adapters = result["adapters"]
+    scratch_share = adapters["scratch_file_bytes"] / adapters["adapters_and_moments_bytes"]
+    base_share = adapters["weights_read_bytes"] / (adapters["base_bytes"] - result["budget_bytes"])
     group_peak_bytes = max(row["group_peak_bytes"] for row in [*rounds, *in_place])
     peak_bytes = max(row["peak_bytes"] for row in [*rounds, *in_place])
     bars = [
@@ -153,6 +180,7 @@ def bars_of(result: dict[str, Any], *, is_timed: bool) -> list[dict[str, Any]]:
         at_most("engine peak over budget", peak_bytes / result["budget_bytes"], 1),
         at_most("in place: bytes written while loading", max(row["load"]["ssd_written_bytes"] for row in in_place), 0),
         at_most("first tokens that differ", sum(row["tokens_differ"] for row in rounds), 0),
+        at_least("LoRA: bytes read per step over what does not fit", base_share, 1),
         at_most("saved files that differ", result["files_differ"], 0),
         at_most("tensors that differ in plain transformers", result["tensors_differ"], 0),
     ]
@@ -162,6 +190,7 @@ def bars_of(result: dict[str, Any], *, is_timed: bool) -> list[dict[str, Any]]:
             bars.append(at_least(f"{phase} rate over the disk's", share, MIN_SHARE))
         read_share = max(row["load"]["storage_read_bytes"] for row in in_place) / result["model_bytes"]
         bars.append(at_most("in place: bytes read while loading, of the model's", read_share, 0.05))
+        bars.append(at_most("LoRA: scratch file over adapters and their moments", scratch_share, MOST_OF_SCRATCH_FILE))
         ratio = result["in_place_over_copied"]["median"]
         bars.append(at_most("in place: time to the first token, over copied", ratio, 0.6))
     return bars

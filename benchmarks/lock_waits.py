@@ -129,17 +129,13 @@ def measure(case: Case, rounds: int, warmup: int, ssd: str, preloaded: Path, lib
         "LOCK_WAITS_FILE": str(counts),
         "LOCK_WAITS_LIBRARY": library,
     }
-    worker = WorkerProcess("locks", [*worker_command("step"), *options], log_directory=ssd, **environment)
-    try:
-        for _ in range(warmup):
-            worker.step()
+    with WorkerProcess("locks", [*worker_command("step"), *options], log_directory=ssd, **environment) as worker:
+        worker.warm_up(warmup)
         steps = []
         for _ in range(rounds):
             before = read_sites(counts)
             seconds = worker.step()["seconds"]
             steps.append((seconds, list(since(before, read_sites(counts)))))
-    finally:
-        worker.close()
     shares = {
         f"{who}_share": spread([waited(sites, is_of_engine=who == "engine") / seconds for seconds, sites in steps])
         for who in ("program", "engine")

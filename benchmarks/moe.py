@@ -23,7 +23,7 @@ from harness.disk import DiskProbe, seconds_at_disk_rate
 from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
-from harness.rounds import take_turns
+from harness.rounds import Workers
 from harness.worker_process import WorkerProcess, worker_command
 
 MIN_MULTIPLE = 10
@@ -71,22 +71,16 @@ def start(name: str, plan: Plan, ssd: str, *, budget_bytes: int = 0) -> WorkerPr
 
 def measure(plan: Plan, ssd: str) -> dict[str, Any]:
     """Let the variants take turns."""
-    workers = {"resident": start("resident", plan, ssd)}
-    try:
+    with Workers(resident=start("resident", plan, ssd)) as workers:
         description = workers["resident"].description
         budget_bytes = description["expert_bytes"] // MIN_MULTIPLE
         for name in (*PAGED, "bf16"):
             workers[name] = start(name, plan, ssd, budget_bytes=budget_bytes)
             progress(f"{name} is ready")
-        for worker in workers.values():
-            worker.step()
-        turns = {name: worker.step for name, worker in workers.items()}
+        workers.warm_up(1)
         probe = DiskProbe(ssd, probe_bytes=plan.probe_bytes)
-        rounds = take_turns(turns, wanted=plan.rounds, most=plan.most_rounds, probe=probe)
-        final = {name: worker.ask("finish") for name, worker in workers.items()}
-    finally:
-        for worker in workers.values():
-            worker.close()
+        rounds = workers.take_turns(wanted=plan.rounds, most=plan.most_rounds, probe=probe)
+        final = workers.finish()
     return {"budget_bytes": budget_bytes, "description": description, "rounds": rounds, "final": final}
 
 

@@ -50,7 +50,7 @@ from harness.options import driver_parser
 from harness.process_memory import PLAIN_HUGE
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
-from harness.rounds import take_turns
+from harness.rounds import Workers
 from harness.worker_process import WorkerFailed, WorkerProcess, worker_command
 from models.workloads import TINY, Workload
 
@@ -87,7 +87,7 @@ class Rows:
         self.plan = plan
         self.scratch = scratch
         self.venv = venv
-        self.workers: dict[str, WorkerProcess] = {}
+        self.workers = Workers()
         self.limits: dict[str, float] = {}
         self.groups: dict[str, MemoryGroup] = {}
         self.nvme: dict[Path, WorkerProcess | None] = {}  # of DeepSpeed, by folder; none where it did not start
@@ -134,8 +134,7 @@ class Rows:
     def keep(self, worker: WorkerProcess) -> WorkerProcess:
         self.workers[worker.name] = worker
         self.stack.callback(worker.close)
-        for _ in range(self.plan.warmup):
-            worker.step()
+        worker.warm_up(self.plan.warmup)
         progress(f"{worker.name}: {worker.description} peak {worker.peak_resident_bytes / 1e9:.2f} GB")
         return worker
 
@@ -197,17 +196,11 @@ def beside_ours(rows: Rows, row: dict[str, Any], probe: DiskProbe) -> dict[str, 
 
 def compared(rows: Rows, starts: dict[str, Callable[[], WorkerProcess]], probe: DiskProbe) -> dict[str, Any]:
     """Let two workers take turns and end; return spreads of each, of the first over the second, and the rounds."""
-    workers: dict[str, WorkerProcess] = {}
-    try:
+    with Workers() as workers:
         for name, start_worker in starts.items():
             workers[name] = start_worker()
-            for _ in range(rows.plan.warmup):
-                workers[name].step()
-        turns = {name: worker.step for name, worker in workers.items()}
-        rounds = take_turns(turns, wanted=rows.plan.rounds, most=rows.plan.most_rounds, probe=probe)
-    finally:
-        for worker in workers.values():
-            worker.close()
+            workers[name].warm_up(rows.plan.warmup)
+        rounds = workers.take_turns(wanted=rows.plan.rounds, most=rows.plan.most_rounds, probe=probe)
     used, is_disturbed = usable(rounds, wanted=rows.plan.rounds)
     first, second = starts
     return {
@@ -336,9 +329,8 @@ def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | Non
         most_bytes = machine(scratch)["memory_bytes"] - others_bytes
         deepspeed = choose_deepspeed(rows, settings, probe, most_bytes=most_bytes) if "deepspeed" in plan.peers else {}
         start(rows, deepspeed.get("settings"))
-        turns = {name: worker.step for name, worker in rows.workers.items()}
-        rounds = take_turns(turns, wanted=rows.plan.rounds, most=rows.plan.most_rounds, probe=probe)
-        final = {name: worker.ask("finish") for name, worker in rows.workers.items()}
+        rounds = rows.workers.take_turns(wanted=rows.plan.rounds, most=rows.plan.most_rounds, probe=probe)
+        final = rows.workers.finish()
         used, is_disturbed = usable(rounds, wanted=plan.rounds)
         return {
             "workload": asdict(plan.workload),

@@ -169,16 +169,12 @@ def command_of(setting: Setting, shape: Shape, folder: Path, ssd: str) -> list[s
 def measure(setting: Setting, plans: Plans, rates: Probe, folder: Path, ssd: str) -> dict[str, Any]:
     """Plan a setting, run it, and put both side by side."""
     planned = plan_of(setting, plans.shape, rates, ssd)
-    worker = WorkerProcess(setting.kind, command_of(setting, plans.shape, folder, ssd), log_directory=ssd)
-    try:
-        for _ in range(plans.warmup_auto if setting.mode == "auto" else plans.warmup):
-            worker.step()
+    with WorkerProcess(setting.kind, command_of(setting, plans.shape, folder, ssd), log_directory=ssd) as worker:
+        worker.warm_up(plans.warmup_auto if setting.mode == "auto" else plans.warmup)
         steps: list[dict[str, Any]] = []
         while len(steps) < plans.steps or (quiet_count(steps) < plans.steps and len(steps) < plans.most_steps):
             steps.append(worker.step())
         report = worker.ask("finish")["report"]
-    finally:
-        worker.close()
     quiet = [step for step in steps if is_quiet(step)]
     counted = quiet if len(quiet) >= min(3, plans.steps) else steps
     measured = {

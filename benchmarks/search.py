@@ -16,12 +16,10 @@ problem has LoRA adapters over a frozen base at a quarter of it.
 """
 
 import argparse
-import contextlib
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -29,7 +27,7 @@ import torch
 from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread
-from harness.rounds import take_turns
+from harness.rounds import Workers
 from harness.worker_process import WorkerFailed, WorkerProcess, option_words, worker_command
 from workers.adapters import TARGETS
 from workers.step import make_configuration
@@ -164,9 +162,8 @@ def name_of(setup: Any) -> tuple[int, int, str, bool]:
     return (setup.rows, setup.accumulation, setup.activations, setup.checkpointing)
 
 
-@contextlib.contextmanager
-def worker_of(plan: Plan, problem: Problem, ssd: str, setup: Any) -> Iterator[WorkerProcess]:
-    """Give a process that trains as a setup says."""
+def worker_of(plan: Plan, problem: Problem, ssd: str, setup: Any) -> WorkerProcess:
+    """Start a process that trains as a setup says."""
     options = plan.model_options(problem) | {
         "batch": setup.rows,
         "accumulation": setup.accumulation,
@@ -179,19 +176,14 @@ def worker_of(plan: Plan, problem: Problem, ssd: str, setup: Any) -> Iterator[Wo
     }
     command = [*worker_command("split"), *option_words(options)]
     name = f"{setup.rows}x{setup.accumulation}-{setup.activations}-{int(setup.checkpointing)}"
-    worker = WorkerProcess(name, command, log_directory=ssd)
-    try:
-        yield worker
-    finally:
-        worker.close()
+    return WorkerProcess(name, command, log_directory=ssd)
 
 
 def swept(plan: Plan, problem: Problem, ssd: str, setup: Any) -> dict[str, Any]:
     """Train some steps; return their median, or that memory ran out."""
     try:
         with worker_of(plan, problem, ssd, setup) as worker:
-            for _ in range(plan.warmup):
-                worker.step()
+            worker.warm_up(plan.warmup)
             steps = [worker.step() for _ in range(plan.steps)]
     except WorkerFailed as failure:
         if "OutOfTierMemory" not in str(failure) and "out of memory" not in str(failure):
@@ -204,14 +196,13 @@ def swept(plan: Plan, problem: Problem, ssd: str, setup: Any) -> dict[str, Any]:
 
 def duel(plan: Plan, problem: Problem, ssd: str, rivals: list[Any]) -> dict[str, Any]:
     """Let setups take turns; return the seconds of each."""
-    with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(worker_of(plan, problem, ssd, setup)) for setup in rivals]
-        for worker in workers:
-            for _ in range(plan.warmup):
-                worker.step()
-        turns = {worker.name: worker.step for worker in workers}
-        rounds = take_turns(turns, wanted=plan.rounds, most=plan.rounds)
-    return {name: spread([row["steps"][name]["seconds"] for row in rounds]) for name in turns}
+    with Workers() as workers:
+        for setup in rivals:
+            worker = worker_of(plan, problem, ssd, setup)
+            workers[worker.name] = worker
+        workers.warm_up(plan.warmup)
+        rounds = workers.take_turns(wanted=plan.rounds, most=plan.rounds)
+    return {name: spread([row["steps"][name]["seconds"] for row in rounds]) for name in workers}
 
 
 def solve(plan: Plan, problem: Problem, ssd: str, probe: torch_offload.Probe) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import Any
 from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
-from harness.rounds import take_turns
+from harness.rounds import Workers, take_turns
 from harness.worker_process import WorkerProcess, option_words, worker_command
 
 CARD_OPERATIONS = 165e12
@@ -126,8 +126,7 @@ def shares_of(steps: dict[str, dict[str, Any]], rates: Rates) -> dict[str, float
 def measure(point: Point, rates: Rates, plan: Plan, ssd: str) -> dict[str, Any]:
     """Predict a step of the point, then take steps."""
     progress(point.binding)
-    workers: dict[str, WorkerProcess] = {}
-    try:
+    with Workers() as workers:
         workers["plain"] = start("plain", point, rates, ssd, "--plain")
         prediction = workers["plain"].ask("predict")
         workers["ours"] = start("ours", point, rates, ssd)
@@ -135,10 +134,7 @@ def measure(point: Point, rates: Rates, plan: Plan, ssd: str) -> dict[str, Any]:
         for warm_up in turns.values():
             warm_up()
         rounds = take_turns(turns, wanted=plan.rounds, most=plan.most_rounds)
-        final = {name: worker.ask("finish") for name, worker in workers.items()}
-    finally:
-        for worker in workers.values():
-            worker.close()
+        final = workers.finish()
     used, is_disturbed = usable(rounds, wanted=plan.rounds)
     seconds = spread([row["steps"]["ours"]["seconds"] for row in used])
     shares = [shares_of(row["steps"], rates) for row in used]

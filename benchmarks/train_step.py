@@ -23,7 +23,7 @@ from harness.options import driver_parser
 from harness.process_memory import PLAIN_HUGE
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
-from harness.rounds import Round, take_turns
+from harness.rounds import Round, Workers
 from harness.worker_process import WorkerProcess, worker_command
 from models.workloads import LARGE, SMOKE, USUAL, Plan, VariantPlan, Workload, with_each_activations
 from optimum import optimum
@@ -58,20 +58,13 @@ def measure(
     """Run one workload; return the rounds and what they come to."""
     progress(workload.name)
     probe = DiskProbe(ssd, probe_bytes=plan.probe_bytes)
-    workers: dict[str, WorkerProcess] = {}
-    try:
+    with Workers() as workers:
         for name, variant in variants.items():
             workers[name] = start(workload, name, variant, ssd)
-        for worker in workers.values():
-            for _ in range(plan.warmup):
-                worker.step()
-        turns = {name: worker.step for name, worker in workers.items()}
-        rounds = take_turns(turns, wanted=plan.rounds, most=plan.most_rounds, probe=probe)
+        workers.warm_up(plan.warmup)
+        rounds = workers.take_turns(wanted=plan.rounds, most=plan.most_rounds, probe=probe)
         replays = {name: worker.ask("replay") for name, worker in workers.items()}
-        final = {name: worker.ask("finish") for name, worker in workers.items()}
-    finally:
-        for worker in workers.values():
-            worker.close()
+        final = workers.finish()
     used, is_disturbed = usable(rounds, wanted=plan.rounds)
     description = workers["plain"].description
     result: dict[str, Any] = {"workload": asdict(workload), "description": description, "disturbed": is_disturbed}

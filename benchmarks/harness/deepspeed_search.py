@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.deepspeed_setup import CHANGES, START
 from harness.reporting import is_quiet, progress, spread, usable
-from harness.rounds import take_turns
+from harness.rounds import Workers
 from harness.worker_process import WorkerFailed, WorkerProcess
 
 WARMUP_STEPS = 1
@@ -105,17 +105,11 @@ def fastest(
     if len(two) == 1:
         return {"settings": two[0]["settings"], "rounds": []}
     names = {f"deepspeed_{place}": row["settings"] for place, row in zip(("first", "second"), two, strict=True)}
-    workers: dict[str, WorkerProcess] = {}
-    try:
+    with Workers() as workers:
         for name, settings in names.items():
             workers[name] = start_named(settings, name)
-            for _ in range(WARMUP_STEPS):
-                workers[name].step()
-        turns = {name: worker.step for name, worker in workers.items()}
-        rounds = take_turns(turns, wanted=FINAL_ROUNDS, most=MOST_FINAL_ROUNDS)
-    finally:
-        for worker in workers.values():
-            worker.close()
+            workers[name].warm_up(WARMUP_STEPS)
+        rounds = workers.take_turns(wanted=FINAL_ROUNDS, most=MOST_FINAL_ROUNDS)
     used, _ = usable(rounds, wanted=FINAL_ROUNDS)
     seconds = {name: spread([row["steps"][name]["seconds"] for row in used]) for name in names}
     winner = min(names, key=lambda name: seconds[name]["median"])

@@ -5,6 +5,7 @@ from typing import Any
 
 from harness.disk import DiskProbe
 from harness.reporting import are_enough, is_quiet, progress
+from harness.worker_process import WorkerProcess
 
 Round = dict[str, Any]
 Turn = Callable[[], dict[str, Any]]
@@ -32,3 +33,26 @@ def take_turns(turns: Mapping[str, Turn], *, wanted: int, most: int, probe: Disk
         rounds.append({"quiet": quiet, "steps": steps} | disk)
         progress(f"{ {name: round(step['seconds'], 2) for name, step in steps.items()} } {quiet=}")
     return rounds
+
+
+class Workers(dict[str, WorkerProcess]):
+    """The process of each variant; all end with the context."""
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.values():
+            worker.close()
+
+    def warm_up(self, steps: int) -> None:
+        for worker in self.values():
+            worker.warm_up(steps)
+
+    def take_turns(self, *, wanted: int, most: int, probe: DiskProbe | None = None) -> list[Round]:
+        """Let each process step in turn, as `take_turns` does."""
+        turns = {name: worker.step for name, worker in self.items()}
+        return take_turns(turns, wanted=wanted, most=most, probe=probe)
+
+    def finish(self) -> dict[str, dict[str, Any]]:
+        return {name: worker.ask("finish") for name, worker in self.items()}

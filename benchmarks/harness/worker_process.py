@@ -47,6 +47,16 @@ class WorkerProcess:
             )
         self.description = self._answer()
 
+    def __enter__(self) -> "WorkerProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def warm_up(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
     def step(self) -> dict[str, Any]:
         answer = self.ask("step")
         self.peak_resident_bytes = max(self.peak_resident_bytes, answer["peak_resident_bytes"])

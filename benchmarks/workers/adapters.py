@@ -1,7 +1,7 @@
 """Trains LoRA adapters over a frozen base, step by step on request, as workers/step.py does.
 
 Takes workers/step.py's options and --rank; with --budget-bytes base and adapters are paged, otherwise it is plain PEFT.
-The base is a random-init Llama, or with --folder a model in bf16 from there, --quantized to NF4 as it is loaded.
+The base is a random-init Llama, or with --folder the model from there in --dtype, --quantized to NF4 as it is loaded.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from workers.step import LEARNING_RATE, Worker, make_model, make_parser
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -80,7 +81,7 @@ class AdaptersWorker(Worker):
 
 
 def load_model(options: argparse.Namespace) -> Any:
-    """Load the model of a folder in bf16; quantized, linear layers but the head are NF4 with nested statistics."""
+    """Load the model of a folder; quantized, linear layers but the head are NF4 with nested statistics."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -88,7 +89,7 @@ def load_model(options: argparse.Namespace) -> Any:
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
     chosen = {"quantization_config": quantization} if options.quantized else {}
-    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.bfloat16, use_cache=False, **chosen)
+    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=DTYPES[options.dtype], use_cache=False, **chosen)
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()

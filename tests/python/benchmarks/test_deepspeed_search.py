@@ -24,6 +24,10 @@ class FakeWorker:
         self.peak_resident_bytes = peak_bytes
         self.is_closed = False
 
+    def warm_up(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
     def step(self) -> dict[str, Any]:
         return dict(self.answer)
 
