@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -338,23 +338,26 @@ class Config(BaseModel):
         return cls(**_named(obj)) if isinstance(obj, Mapping) else super().model_validate(obj, **options)
 
     @classmethod
-    def combine(cls, config: "Config | Mapping[str, Any] | None", **overrides: Any) -> "Config":
+    def combine(cls, config: "Settings | None", **overrides: Any) -> "Config":
         """Return a configuration with some settings replaced by those that are not None.
 
         Args:
-            config: A configuration, a mapping of settings, or None for the defaults.
+            config: A configuration, a mapping of settings, ``"auto"`` for what the engine decides by measuring, or None
+                for the defaults.
             **overrides: Settings that take precedence.
 
         Raises:
             ConfigError: If a setting does not exist or cannot be used.
         """
+        if config == "auto":
+            config = {"activations": "auto"}
         if isinstance(config, (str, os.PathLike)):
             raise ConfigError(
-                f"config: expected a torch_offload.Config or a dict, got {config!r}; read a file by "
+                f"config: expected a torch_offload.Config, a dict or 'auto', got {config!r}; read a file by "
                 "config=torch_offload.Config.from_file(...)"
             )
         if config is not None and not isinstance(config, (Config, Mapping)):
-            raise ConfigError(f"config: expected a torch_offload.Config or a dict, got {type(config).__name__}")
+            raise ConfigError(f"config: expected a torch_offload.Config, a dict or 'auto', got {type(config).__name__}")
         base = config if isinstance(config, Config) else cls(**_named(config or {}))
         return base.replace(**{name: value for name, value in overrides.items() if value is not None})
 
@@ -395,6 +398,10 @@ class Config(BaseModel):
     def replace(self, **changes: Any) -> "Config":
         """Return a copy with some settings changed, checked like a new one."""
         return Config(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
+
+
+Settings: TypeAlias = Config | Mapping[str, Any] | Literal["auto"]
+"""What calls take as ``config``."""
 
 
 def _mapping_of(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:

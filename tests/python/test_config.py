@@ -204,7 +204,7 @@ def test_a_dict_is_a_configuration(scratch):
     torch_offload.unwrap(module)
     with pytest.raises(ConfigError, match="unknown setting 'rma'; did you mean 'ram'"):
         torch_offload.wrap(module, config={"rma": "8MiB"})
-    with pytest.raises(ConfigError, match=r"expected a torch_offload\.Config or a dict, got int"):
+    with pytest.raises(ConfigError, match=r"expected a torch_offload\.Config, a dict or 'auto', got int"):
         torch_offload.wrap(module, config=8)
     with pytest.raises(
         ConfigError, match=r"got 'offload\.yaml'; read a file by config=torch_offload\.Config\.from_file"

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from torch_offload.activations.recompute import ActivationChoice, layers_of
-from torch_offload.config import Config, Directories, parse_size
+from torch_offload.config import Config, Directories, Settings, parse_size
 from torch_offload.diagnostics import ssd_benchmark
 from torch_offload.diagnostics.probe import Probe
 from torch_offload.diagnostics.probe import probe as probe_machine
@@ -35,7 +35,7 @@ def plan(
     gpu: int | str | None = None,
     ram: int | str | None = None,
     ssd: Directories | None = None,
-    config: Config | Mapping[str, Any] | None = None,
+    config: Settings | None = None,
     work: Work = "train",
     new_tokens: int | None = None,
     optimizer: str | None = DEFAULT_OPTIMIZER,

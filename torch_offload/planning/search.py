@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_offload.activations.recompute import layers_of
-from torch_offload.config import Config, Directories, parse_size
+from torch_offload.config import Config, Directories, Settings, parse_size
 from torch_offload.diagnostics.probe import Probe
 from torch_offload.diagnostics.probe import probe as probe_machine
 from torch_offload.planning import api, recomputing
@@ -49,7 +49,7 @@ def search(
     gpu: int | str | None = None,
     ram: int | str | None = None,
     ssd: Directories | None = None,
-    config: Config | Mapping[str, Any] | None = None,
+    config: Settings | None = None,
     optimizer: str | None = api.DEFAULT_OPTIMIZER,
     moments: str = "fp32",
     allow: Iterable[str] = (),

@@ -1,15 +1,15 @@
 """The verbs of the public surface."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from torch_offload import _C
-from torch_offload.config import Config, Directories, format_size
+from torch_offload.config import Directories, Settings, format_size
 from torch_offload.errors import OffloadError, OutOfTierMemory
 from torch_offload.reporting.report import Report
 from torch_offload.runtime import preflight
@@ -29,7 +29,7 @@ def wrap(
     gpu: int | str | None = None,
     ram: int | str | None = None,
     ssd: Directories | None = None,
-    config: Config | Mapping[str, Any] | None = None,
+    config: Settings | None = None,
     **unknown: NoReturn,
 ) -> AnyModule:
     """Page the module's parameters, buffers, gradients and optimizer states between GPU, memory and SSD.
@@ -46,8 +46,9 @@ def wrap(
         ram: Hard limit of memory. Default: 80 % of what is free now.
         ssd: Directory on a real disk for an unnamed scratch file, or several to spread pages over. Default: a usual
             directory for temporary files.
-        config: All settings, as a :class:`Config` or a dict; the other arguments take precedence over it. Default:
-            those of the environment variable ``TORCH_OFFLOAD_CONFIG``.
+        config: All settings, as a :class:`Config` or a dict; the other arguments take precedence over it. ``"auto"``
+            leaves to measurements what it can: ``activations="auto"``, with the reasons in the report. Default: those
+            of the environment variable ``TORCH_OFFLOAD_CONFIG``.
         **unknown: None; another name is refused with the setting that it may mean.
 
     Raises:

@@ -1,12 +1,12 @@
 """Builds and loads models that do not fit in memory: their tensors become pages one by one as they are registered."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
-from torch_offload.config import Config, Directories
+from torch_offload.config import Config, Directories, Settings
 from torch_offload.runtime import preflight
 from torch_offload.runtime.api import wrap
 from torch_offload.runtime.process import PROCESS
@@ -39,7 +39,7 @@ def loading(
     gpu: int | str | None = None,
     ram: int | str | None = None,
     ssd: Directories | None = None,
-    config: Config | Mapping[str, Any] | None = None,
+    config: Settings | None = None,
     **unknown: NoReturn,
 ) -> Iterator[Loading]:
     """Page every parameter and buffer that any module gets inside the block, as soon as it is registered.
@@ -85,7 +85,7 @@ def from_pretrained(
     gpu: int | str | None = None,
     ram: int | str | None = None,
     ssd: Directories | None = None,
-    config: Config | Mapping[str, Any] | None = None,
+    config: Settings | None = None,
     **options: Any,
 ) -> Any:
     """Load a model under the budget and wrap it: it is never in memory as a whole.

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch_offload.config import Config
+from torch_offload.config import Config, Settings
 from torch_offload.errors import ConfigError
 from torch_offload.system import environment
 
 
-def requested(config: Config | Mapping[str, Any] | None, **arguments: Any) -> Config:
+def requested(config: Settings | None, **arguments: Any) -> Config:
     """Return the settings that a call asks for.
 
     Args:

@@ -209,3 +209,13 @@ def test_a_module_is_copied_and_pickled_while_it_is_measured(config: Config):
     expected = model(input_ids=rows()).logits
     assert same_bits(copied(input_ids=rows()).logits, expected)
     assert same_bits(pickle.loads(stored)(input_ids=rows()).logits, expected)
+
+
+def test_auto_is_what_measurements_decide(config: Config):
+    """`config="auto"` measures and explains like the setting, and the numbers stay those of plain torch."""
+    plain = train(llama(), DECIDED_STEPS)
+    model = torch_offload.wrap(llama(), ram="4MiB", ssd=config.ssd, config="auto")
+    assert train(model, DECIDED_STEPS) == plain
+    report = torch_offload.report()
+    assert "a step" in report.activations.explanation
+    assert report.ssd_read_bytes > 0
