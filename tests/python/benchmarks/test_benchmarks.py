@@ -199,7 +199,8 @@ def test_load_save_moves_a_model_of_three_times_the_budget(scratch):
     assert measured["model_bytes"] >= 3 * measured["budget_bytes"]
     assert measured["rounds"][0]["load"]["ssd_written_bytes"] > 0
     assert measured["rounds"][0]["in_place"]["token"]["ssd_read_bytes"] > 0
-    assert len(result["bars"]) == 6
+    assert 0 < measured["adapters"]["scratch_file_bytes"] < measured["model_bytes"]
+    assert len(result["bars"]) == 7
 
 
 def test_three_tiers_computes_what_plain_torch_does(scratch):
