@@ -12,6 +12,7 @@ namespace torch_offload {
 namespace {
 
 constexpr std::size_t kMaxSpareBytes = 16 * kMiB;
+constexpr std::size_t kMaxSpareBytesOfForward = 4 * kMiB;
 constexpr std::size_t kMaxSpareBytesWhileLoading = 64 * kMiB;
 constexpr std::size_t kMaxAhead = 256;        // segments
 constexpr std::size_t kMaxUsesAhead = 4'096;  // of them, also where the same few come again and again
@@ -201,11 +202,13 @@ void Pager::Impl::find_slack(std::vector<Ahead>& ahead) {
 }
 
 /// Free memory that reads ahead of use leave to demand, and writes under way make up for. Before there is a prediction,
-/// a model is being loaded or laid out: nothing is known to be used soon, and much has to be written.
+/// a model is being loaded or laid out: nothing is known to be used soon, and much has to be written. Passes without
+/// gradients change next to nothing: what they need is there at once.
 std::size_t Pager::Impl::spare_bytes() {
     const std::lock_guard lock(mutex);
-    if (!predictor->hold()->has_prediction()) return std::min(options.budget_bytes / 8, kMaxSpareBytesWhileLoading);
-    return std::min(options.budget_bytes / 32, kMaxSpareBytes);
+    const UsePredictor::Held uses = predictor->hold();
+    if (!uses->has_prediction()) return std::min(options.budget_bytes / 8, kMaxSpareBytesWhileLoading);
+    return std::min(options.budget_bytes / 32, uses->is_training() ? kMaxSpareBytes : kMaxSpareBytesOfForward);
 }
 
 /// Reads on their way hold memory that no page uses: as many as keep a disk busy, fewer where memory is small.
