@@ -69,10 +69,10 @@ USUAL = Plan(
         Workload("2048 tokens", batch=8, sequence=256, checkpointing=1),
     ),
     (
-        Workload(SMOLLM2.name, batch=2, sequence=256, checkpointing=1, vocabulary=49_152, page_elements=1 << 18),
+        Workload(SMOLLM2.name, batch=1, sequence=64, checkpointing=1, vocabulary=49_152, page_elements=1 << 18),
         Workload(
             "1.2 B",
-            batch=4,
+            batch=1,
             sequence=256,
             checkpointing=1,
             hidden=2048,
@@ -83,7 +83,7 @@ USUAL = Plan(
         ),
     ),
 )
-FEW_BITS = replace(TINY, name="smoke folder", batch=1, hidden=512, intermediate=2048, layers=16)
+FEW_BITS = replace(TINY, name="smoke folder", batch=1, hidden=512, intermediate=2048, layers=6)
 SMOKE = Plan((TINY,), (FEW_BITS,), rank=1, rounds=2, most_rounds=2, warmup=1, probe_bytes=16 << 20, judges_time=False)
 
 
