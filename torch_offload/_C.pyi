@@ -173,8 +173,10 @@ class Engine:
         """
     def start_use_log(self) -> None:
         """List every use of a page from now on."""
-    def take_use_log(self) -> list[tuple[str, int, int, int, int, int, int]]:
-        """End the list: (kind, segment, first page, pages, page bytes, segment bytes, bytes not in pages)."""
+    def take_use_log(self) -> list[tuple[str, int, int, int, int, int, int, int]]:
+        """End the list: (kind, segment, first page, pages, page bytes, segment bytes, bytes not in pages, and
+        the most of them since the use before).
+        """
     def start_activity_log(self, capacity: int) -> None:
         """Record up to so many activities from now on; RuntimeError the second time."""
     def activity_log(self) -> ActivityRecord | None:

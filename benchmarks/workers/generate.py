@@ -102,10 +102,13 @@ class GenerateWorker:
             raise SystemExit("only a model that is paged has uses to replay")
         session.engine.start_use_log()
         read_bytes = [self.step()["ssd_read_bytes"] for _ in range(REPLAYED_STEPS)]
-        passes = least_of_passes(session.engine.take_use_log(), session.config.ram or 0)
-        each = len(passes) // REPLAYED_STEPS  # what was before the first is one, what is after the last is none
-        judged = passes[1 + each : 1 + 2 * each]
-        return {"passes": each, "read_bytes": read_bytes[1], "least_read_bytes": sum(read for read, _ in judged)}
+        log, budget_bytes = session.engine.take_use_log(), session.config.ram or 0
+        least = {}
+        for name, beside_peaks in (("least_read_bytes", False), ("least_read_bytes_beside_peaks", True)):
+            passes = least_of_passes(log, budget_bytes, beside_peaks=beside_peaks)
+            each = len(passes) // REPLAYED_STEPS  # what was before the first is one, what is after the last is none
+            least[name] = sum(read for read, _ in passes[1 + each : 1 + 2 * each])
+        return {"passes": each, "read_bytes": read_bytes[1], **least}
 
     def finish(self) -> dict[str, Any]:
         if self.options.variant != "paged":

@@ -167,10 +167,12 @@ class Worker:
             step = self.step()
         if current is None:
             return {}
-        least_read, least_written = least_traffic(current.engine.take_use_log(), current.config.ram or 0)
+        log, budget_bytes = current.engine.take_use_log(), current.config.ram or 0
+        least_read, least_written = least_traffic(log, budget_bytes)
         return {
             "least_read_bytes": least_read,
             "least_written_bytes": least_written,
+            "least_bytes_beside_peaks": sum(least_traffic(log, budget_bytes, beside_peaks=True)),
             "ssd_read_bytes": step["ssd_read_bytes"],
             "ssd_written_bytes": step["ssd_written_bytes"],
         }

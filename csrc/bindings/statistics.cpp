@@ -129,7 +129,8 @@ py::list uses_of(Engine& engine) {
     py::list result;
     for (const UseEvent& use : engine.pager().take_use_log()) {
         result.append(py::make_tuple(kUseNames[static_cast<std::size_t>(use.kind)], use.segment_id, use.first_page,
-                                     use.page_count, use.page_bytes, use.size_bytes, use.other_bytes));
+                                     use.page_count, use.page_bytes, use.size_bytes, use.other_bytes,
+                                     use.most_other_bytes));
     }
     return result;
 }

@@ -26,7 +26,9 @@ Arena::~Arena() {
 void Arena::charge(std::size_t& account, std::size_t size_bytes) noexcept {
     account += size_bytes;
     usage_.peak_bytes = std::max(usage_.peak_bytes, usage_.used_bytes());
-    other_peak_bytes_ = std::max(other_peak_bytes_, usage_.range_bytes + usage_.small_bytes);
+    const std::size_t other_bytes = usage_.range_bytes + usage_.small_bytes;
+    other_peak_bytes_ = std::max(other_peak_bytes_, other_bytes);
+    logged_peak_bytes_ = std::max(logged_peak_bytes_, other_bytes);
 }
 
 bool Arena::has_space(std::size_t size_bytes, std::size_t reserve_bytes) const noexcept {

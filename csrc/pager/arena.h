@@ -119,6 +119,10 @@ public:
     std::size_t take_other_peak_bytes() noexcept {
         return std::exchange(other_peak_bytes_, usage_.range_bytes + usage_.small_bytes);
     }
+    /// The same for the list of uses, which keeps its own account.
+    std::size_t take_logged_peak_bytes() noexcept {
+        return std::exchange(logged_peak_bytes_, usage_.range_bytes + usage_.small_bytes);
+    }
 
 private:
     class SystemCalls;
@@ -144,6 +148,7 @@ private:
 
     ArenaUsage usage_;
     std::size_t other_peak_bytes_ = 0;
+    std::size_t logged_peak_bytes_ = 0;
     std::size_t piece_bytes_;
     HugePages huge_pages_;
     Memory& memory_;

@@ -444,12 +444,14 @@ std::vector<UseEvent> Pager::take_use_log() { return impl_->use_log.take(); }
 void Pager::Impl::log_use(const Segment& segment, std::size_t first, std::size_t count, UseKind kind) noexcept {
     if (!use_log.is_on()) return;
     ArenaUsage usage;
+    std::size_t peak_bytes = 0;
     {
         const std::lock_guard lock(mutex);
         usage = arena.usage();
+        peak_bytes = arena.take_logged_peak_bytes();
     }
     use_log.add({segment.id(), first, count, segment.page_bytes(), segment.size_bytes(),
-                 usage.range_bytes + usage.small_bytes + usage.reserve_bytes, kind});
+                 usage.range_bytes + usage.small_bytes + usage.reserve_bytes, peak_bytes + usage.reserve_bytes, kind});
 }
 
 void Pager::expect_pass(ProgramId program, std::span<const std::shared_ptr<Segment>> segments) {

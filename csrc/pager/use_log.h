@@ -20,9 +20,10 @@ struct UseEvent {
     std::uint64_t segment_id = 0;
     std::uint64_t first_page = 0;
     std::uint64_t page_count = 0;
-    std::uint64_t page_bytes = 0;   // of each page but the last of a segment
-    std::uint64_t size_bytes = 0;   // of the segment
-    std::uint64_t other_bytes = 0;  // memory that was not in pages just then
+    std::uint64_t page_bytes = 0;        // of each page but the last of a segment
+    std::uint64_t size_bytes = 0;        // of the segment
+    std::uint64_t other_bytes = 0;       // memory that was not in pages just then
+    std::uint64_t most_other_bytes = 0;  // since the use before
     UseKind kind = UseKind::read;
 };
 

@@ -1,5 +1,6 @@
 """Where a pass begins that no optimizer step ends, and what its prediction is good for."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -165,6 +166,39 @@ def test_forward_reads_what_has_to_be_read(budget_share, scratch):
     assert written <= WEIGHT_BYTES  # each page once, when it leaves for the first time
     usual = sorted(read)[len(read) // 2]
     assert least <= usual <= least + 0.25 * (WEIGHT_BYTES - least)  # what is read ahead takes memory, too
+
+
+def sweep_with_peaks(scratch: str) -> tuple[int, int, int]:
+    """Return bytes of the median pass, and the least without and with what is taken between uses."""
+    import torch_offload
+    from torch_offload.runtime.process import PROCESS
+
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).requires_grad_(False)
+    budget_bytes = WEIGHT_BYTES // 2
+    torch_offload.wrap(module, config=Config(ram=budget_bytes, ssd=scratch, min_paged_bytes=0, page_elements=4096))
+    counts = []
+    with torch.no_grad():
+        for number in range(FIRST_PASSES + COUNTED_PASSES):
+            if number == FIRST_PASSES:
+                PROCESS.session.engine.start_use_log()
+            module(torch.ones(4, WIDTH))
+            torch.empty(budget_bytes // 2, dtype=torch.uint8)  # such as the logits of a loss
+            counts.append(torch_offload.report().ssd_read_bytes)
+    log = PROCESS.session.engine.take_use_log()
+    least, _ = least_traffic(log, budget_bytes)
+    beside_peaks, _ = least_traffic(log, budget_bytes, beside_peaks=True)
+    read = sorted(after - before for before, after in itertools.pairwise(counts[FIRST_PASSES - 1 :]))
+    return read[len(read) // 2], least, beside_peaks
+
+
+def test_memory_taken_between_uses_is_listed(scratch):
+    """Pages give way to it in the replay that is told of it, as they have to.
+
+    Method: half of the budget for a moment after each pass, when no page is used.
+    """
+    read, least, beside_peaks = in_child(sweep_with_peaks, str(scratch))
+    assert beside_peaks >= least + 0.9 * WEIGHT_BYTES / 4
+    assert beside_peaks <= read
 
 
 class Scaled(nn.Module):
