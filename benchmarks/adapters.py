@@ -83,7 +83,7 @@ USUAL = Plan(
         ),
     ),
 )
-FEW_BITS = replace(TINY, name="smoke folder", batch=1, hidden=512, intermediate=2048, layers=6)
+FEW_BITS = replace(TINY, name="smoke folder", batch=1, hidden=512, intermediate=2048, layers=16)
 SMOKE = Plan((TINY,), (FEW_BITS,), rank=1, rounds=2, most_rounds=2, warmup=1, probe_bytes=16 << 20, judges_time=False)
 
 
