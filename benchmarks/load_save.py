@@ -24,7 +24,7 @@ from typing import Any
 from harness.disk import DiskProbe, seconds_at_disk_rate
 from harness.options import driver_parser
 from harness.provenance import machine
-from harness.reporting import at_least, at_most, emit, is_quiet, spread
+from harness.reporting import are_enough, at_least, at_most, emit, is_quiet, spread, usable
 from harness.worker_process import WorkerProcess, option_words, worker_command
 
 HERE = Path(__file__).resolve().parent
@@ -131,7 +131,7 @@ def measure(plan: Plan, root: Path) -> dict[str, Any]:
     limit_bytes = int((base_bytes + budget_bytes) * SLACK)
     probe = DiskProbe(str(root), probe_bytes=plan.probe_bytes)
     rounds: list[dict[str, Any]] = []
-    while sum(row["quiet"] for row in rounds) < plan.rounds and len(rounds) < plan.most_rounds:
+    while not are_enough(rounds, wanted=plan.rounds, most=plan.most_rounds):
         disk = probe.bandwidth()
         run = checked(load_and_save(folder, output, budget_bytes, limit_bytes))
         row = json.loads(run.output) | {"disk": disk, "group_peak_bytes": run.peak_bytes}
@@ -157,13 +157,12 @@ def measure(plan: Plan, root: Path) -> dict[str, Any]:
 
 
 def summarise(result: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    quiet = [row for row in result["rounds"] if row["quiet"]]
-    used = quiet if len(quiet) >= plan.rounds else result["rounds"]
+    used, is_disturbed = usable(result["rounds"], wanted=plan.rounds)
     ratios = ("load_share", "save_share", "in_place_over_copied")
     shares = {name: spread([row[name] for row in used]) for name in ratios}
     seconds = {f"{phase}_seconds": spread([row[phase]["seconds"] for row in used]) for phase in ("load", "save")}
     disk = {name: spread([row["disk"][name] for row in used]) for name in used[0]["disk"]}
-    return result | shares | seconds | {"disk": disk, "disturbed": used is not quiet}
+    return result | shares | seconds | {"disk": disk, "disturbed": is_disturbed}
 
 
 def bars_of(result: dict[str, Any], *, is_timed: bool) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def train(plan: Plan, workload: Workload, limit: list[str], probe: DiskProbe, sc
     words = [word for name in names for word in (f"--{name}", str(values[name]))]
     words += ["--page-elements", str(workload.page_elements), "--ssd", scratch, "--dtype", plan.dtype, *limit]
     words += ["--optimizer", "offload"] if plan.dtype == "bf16" else []
-    name = f"{workload.parameters}"
+    name = str(workload.parameters)
     with WorkerProcess(name, [*worker_command("size"), *words], log_directory=scratch) as worker:
         progress(f"{workload.parameters / 1e9:.2f} B parameters, built in {worker.description['build_seconds']:.1f} s")
         rounds = take_steps(plan, worker, probe, scratch)
