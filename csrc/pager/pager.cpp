@@ -437,7 +437,13 @@ void Pager::follow(std::shared_ptr<UsePredictor> above) {
 
 void Pager::kick() { impl_->kick_if_due(); }
 
-void Pager::start_use_log() { impl_->use_log.switch_on(); }
+void Pager::start_use_log() {
+    {
+        const std::lock_guard lock(impl_->mutex);
+        impl_->arena.take_logged_peak_bytes();  // of what was before the list
+    }
+    impl_->use_log.switch_on();
+}
 
 std::vector<UseEvent> Pager::take_use_log() { return impl_->use_log.take(); }
 

@@ -168,8 +168,9 @@ def test_forward_reads_what_has_to_be_read(budget_share, scratch):
     assert least <= usual <= least + 0.25 * (WEIGHT_BYTES - least)  # what is read ahead takes memory, too
 
 
-def sweep_with_peaks(scratch: str) -> tuple[int, int, int]:
-    """Return bytes of the median pass, and the least without and with what is taken between uses."""
+def sweep_with_peaks(scratch: str) -> tuple[int, int, int, bool]:
+    """Return bytes of the median pass, the least without and with what is taken between uses, and whether the list
+    begins with what was taken before it."""
     import torch_offload
     from torch_offload.runtime.process import PROCESS
 
@@ -188,7 +189,8 @@ def sweep_with_peaks(scratch: str) -> tuple[int, int, int]:
     least, _ = least_traffic(log, budget_bytes)
     beside_peaks, _ = least_traffic(log, budget_bytes, beside_peaks=True)
     read = sorted(after - before for before, after in itertools.pairwise(counts[FIRST_PASSES - 1 :]))
-    return read[len(read) // 2], least, beside_peaks
+    first = next(use for use in log if use[0] != "pass")
+    return read[len(read) // 2], least, beside_peaks, first[-1] >= budget_bytes // 2
 
 
 def test_memory_taken_between_uses_is_listed(scratch):
@@ -196,7 +198,8 @@ def test_memory_taken_between_uses_is_listed(scratch):
 
     Method: half of the budget for a moment after each pass, when no page is used.
     """
-    read, least, beside_peaks = in_child(sweep_with_peaks, str(scratch))
+    read, least, beside_peaks, has_earlier = in_child(sweep_with_peaks, str(scratch))
+    assert not has_earlier
     assert beside_peaks >= least + 0.9 * WEIGHT_BYTES / 4
     assert beside_peaks <= read
 
