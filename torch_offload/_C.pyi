@@ -35,6 +35,9 @@ def may_hook_saved_tensors() -> bool:
 def saved_tensor_hook_count() -> int:
     """The number of hooks on saved tensors that are in place in this thread."""
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where the storage of a managed tensor begins, which never changes; whether or not bytes are there."""
+
 def engine_of(tensor: torch.Tensor) -> Engine | None:
     """The engine that pages the tensor's storage, if any."""
 
@@ -156,8 +159,11 @@ class Engine:
     def evict(self, tensor: torch.Tensor) -> int:
         """Send the tensor's pages to SSD and wait; returns the bytes that stayed because they are pinned."""
     def prefetch(self, tensor: torch.Tensor) -> None: ...
-    def pin(self, tensor: torch.Tensor) -> Pin:
-        """Page the tensor in, apply what is pending, and keep it mapped for raw access and system calls."""
+    def pin(self, tensor: torch.Tensor, *, read_only: bool = False) -> Pin:
+        """Page the tensor in, apply what is pending, and keep it mapped for raw access and system calls.
+
+        On a GPU it counts as written unless it is `read_only`: nobody notices writes there.
+        """
     def lease(self, view: torch.Tensor) -> None:
         """Pin like ``pin`` for as long as this very tensor object (its TensorImpl) is alive."""
     def is_resident(self, tensor: torch.Tensor) -> bool: ...

@@ -240,9 +240,10 @@ void Engine::lease(const at::Tensor& view) {
     Block* block = block_of(view);
     if (!block) return;
     block->is_raw_exposed.store(true, std::memory_order_relaxed);
-    const PinRequest request{block->segment, Access::read};
-    Lease lease{c10::weak_intrusive_ptr<c10::TensorImpl>(view.getIntrusivePtr()), pin({&request, 1})};
+    const PinRequest request{block->segment, bare_access()};
+    Lease lease{c10::weak_intrusive_ptr<c10::TensorImpl>(view.getIntrusivePtr()), pin({&request, 1}), {}};
     lease.guard.keep();
+    lease.open.open(view);
     const std::lock_guard lock(leases_mutex_);
     leases_.push_back(std::move(lease));
 }

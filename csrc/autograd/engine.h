@@ -17,6 +17,8 @@
 #include "autograd/deferred_ops.h"
 #include "autograd/mapped_copy.h"
 #include "autograd/paged_storage.h"
+#include "autograd/saved_copies.h"
+#include "autograd/storage_uses.h"
 #include "base/activity_log.h"
 #include "base/counters.h"
 #include "pager/pager.h"
@@ -117,6 +119,8 @@ public:
     void note_norm_asked() noexcept { steps_without_norms_.store(0, std::memory_order_relaxed); }
 
     // --- Leases ---------------------------------------------------------------------------------------------------
+    /// What a use of bare addresses that says nothing about writes does: on the host a write faults and is noticed.
+    Access bare_access() const noexcept { return torch_device_.is_cpu() ? Access::read : Access::write; }
     /// Keeps the tensor's segment mapped until this very tensor object is gone (noticed at the next sweep).
     void lease(const at::Tensor& view);
     /// Returns whether any lease was dropped.
@@ -126,6 +130,8 @@ public:
     CollectiveHolds& collective_holds() noexcept { return collective_holds_; }
 
     // --- Activations ----------------------------------------------------------------------------------------------
+    /// Where what is saved is copied into pages.
+    SavedCopies& saved_copies() noexcept { return saved_copies_; }
     /// Pins a segment that an operator is about to use without a pin of its own, until others have come after it.
     void keep_for_a_while(const std::shared_ptr<Segment>& segment);
     /// Ends that for all of them. Returns whether there were any.
@@ -142,6 +148,7 @@ private:
     struct Lease {
         c10::weak_intrusive_ptr<c10::TensorImpl> holder;
         PinGuard guard;
+        OpenStorages open;
     };
     struct Kept {
         std::size_t size_bytes = 0;
@@ -177,6 +184,7 @@ private:
     CollectiveHolds collective_holds_;
     std::mutex leases_mutex_;
     std::vector<Lease> leases_;
+    SavedCopies saved_copies_;
     std::mutex kept_mutex_;
     std::deque<Kept> kept_;
     std::size_t kept_bytes_ = 0;

@@ -7,6 +7,8 @@
 
 #include <utility>
 
+#include "autograd/storage_uses.h"
+
 namespace torch_offload {
 namespace {
 
@@ -19,6 +21,8 @@ void keep_norm(Engine& engine, const at::Tensor& gradient, Block& block) {
     const std::uint64_t write_count = block.write_count.load();
     const PinRequest request{block.segment, Access::read};
     const PinGuard guard = engine.pin({&request, 1});
+    OpenStorages open;
+    open.open(gradient);
     // Past the fallback, which would take this for the script asking for norms.
     const c10::impl::ExcludeDispatchKeyGuard below_fallback(kPagedKey);
     const c10::NoGradGuard no_grad;

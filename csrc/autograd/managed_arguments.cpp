@@ -107,6 +107,7 @@ ManagedArguments::Span& ManagedArguments::span_of(const Block& block) {
 }
 
 void ManagedArguments::add(const at::Tensor& tensor, Block& block, Access access) {
+    if (block.uses) to_open_.push_back(tensor);
     Span& span = span_of(block);
     const ByteSpan bytes = bytes_of(tensor);
     const std::size_t page_bytes = span.segment->page_bytes();
@@ -126,6 +127,7 @@ bool ManagedArguments::must_succeed() const noexcept {
 
 /// A storage that grows is copied as a whole, however little of it the tensor shows.
 void ManagedArguments::add_whole(const at::Tensor& tensor, Block& block) {
+    if (block.uses) to_open_.push_back(tensor);
     Span& span = span_of(block);
     span.first_page = 0;
     span.end_page = span.segment->page_count();
@@ -169,6 +171,7 @@ void ManagedArguments::pin() {
                   "spawn method, or clone the tensor before the fork");
     for (const Span& span : spans_) span.engine->pager().touch(span.segment);
     pin_all();
+    for (const at::Tensor& tensor : to_open_) open_.open(tensor);
     ++calls_in_progress;
     is_counted_ = true;
     const Counter& calls = engine().counters.fallback_calls;

@@ -12,6 +12,7 @@
 
 #include "autograd/engine.h"
 #include "autograd/operator_table.h"
+#include "autograd/storage_uses.h"
 
 namespace torch_offload {
 
@@ -97,6 +98,8 @@ private:
     std::unordered_map<const Segment*, std::size_t> index_;  // used once there are many
     c10::SmallVector<Written, 2> written_;
     c10::SmallVector<PinGuard, 2> guards_;
+    c10::SmallVector<at::Tensor, 4> to_open_;
+    OpenStorages open_;  // ends before the pins do
     bool is_counted_ = false;
 };
 

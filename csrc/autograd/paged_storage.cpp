@@ -13,6 +13,7 @@
 #include "autograd/engine.h"
 #include "autograd/forked_child.h"
 #include "autograd/mapped_copy.h"
+#include "autograd/storage_uses.h"
 #include "autograd/temporaries.h"
 #include "base/check.h"
 #include "base/units.h"
@@ -32,6 +33,31 @@ c10::DispatchKeySet& key_set_of(const at::Tensor& tensor) noexcept {
     return tensor.unsafeGetTensorImpl()->*KeySetAccess::member();
 }
 
+/// The only legal way to the flags of a storage: before torch 2.13 no function takes the refusal back.
+template <bool c10::StorageImpl::* Refuses, bool c10::StorageImpl::* Checks>
+struct StorageFlags {
+    friend void set_flags(c10::StorageImpl& storage, bool is_refused) {
+        storage.*Refuses = is_refused;
+        storage.*Checks = is_refused;
+    }
+};
+void set_flags(c10::StorageImpl& storage, bool is_refused);
+template struct StorageFlags<&c10::StorageImpl::throw_on_immutable_data_ptr_,
+                             &c10::StorageImpl::has_mutable_data_ptr_check_>;
+
+constexpr const char* kRefusal =
+    "this memory is paged by torch_offload, which has not been told of this use and may have moved it to the host: "
+    "call "
+    "what uses bare addresses (Triton, CuPy, extensions) inside torch_offload.pinned(module), or give it a clone()";
+
+/// Where nothing serves an access to a page that is not there, torch raises instead of making one.
+void refuse_address(c10::StorageImpl& storage) {
+    const Block* block = block_of(storage);
+    if (!block || !block->uses) return;
+    storage.get_extra_meta().custom_data_ptr_error_msg_ = kRefusal;
+    set_address_refused(storage, true);
+}
+
 /// The parent's threads and locks are not in a forked child.
 void block_deleter(void* context) noexcept {
     if (in_forked_child()) return;
@@ -47,6 +73,7 @@ c10::DataPtr data_ptr_over(std::shared_ptr<Engine> engine, std::shared_ptr<Segme
     block->segment = std::move(segment);
     void* address = block->segment->range().data();
     const c10::Device torch_device = block->engine->torch_device();
+    if (!torch_device.is_cpu()) block->uses = std::make_shared<StorageUses>();
     return {address, block.release(), &block_deleter, torch_device};
 }
 
@@ -86,8 +113,9 @@ void adopt_storage(const Temporary& temporary, c10::StorageImpl& storage, std::s
     storage.set_data_ptr_noswap(data_ptr_over(temporary.engine, std::move(segment)));
 }
 
-void copy_storage(const std::shared_ptr<Engine>& engine, c10::StorageImpl& storage, std::size_t element_bytes,
-                  SegmentRole role) {
+/// A new segment with the bytes of the storage.
+std::shared_ptr<Segment> segment_with(const std::shared_ptr<Engine>& engine, c10::StorageImpl& storage,
+                                      std::size_t element_bytes, SegmentRole role) {
     const auto* begin = static_cast<const std::byte*>(storage.mutable_data());  // mutable: materializes a lazy copy
     const std::span source(begin, storage.nbytes());
     const bool is_mapped = storage.data_ptr().get_context() != begin && engine->torch_device().is_cpu();
@@ -99,14 +127,22 @@ void copy_storage(const std::shared_ptr<Engine>& engine, c10::StorageImpl& stora
         copy_in(*engine, segment, source, storage.device());
         engine->counters.copied_bytes.add(storage.nbytes());
     }
-    storage.set_data_ptr_noswap(data_ptr_over(engine, std::move(segment)));
+    return segment;
+}
+
+void copy_storage(const std::shared_ptr<Engine>& engine, c10::StorageImpl& storage, std::size_t element_bytes,
+                  SegmentRole role) {
+    storage.set_data_ptr_noswap(data_ptr_over(engine, segment_with(engine, storage, element_bytes, std::move(role))));
+    refuse_address(storage);
 }
 
 c10::Storage make_storage(c10::DataPtr memory, std::size_t size_bytes) {
     c10::Allocator* const allocator = c10::GetAllocator(memory.device().type());
-    return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
-                                                 c10::SymInt(static_cast<std::int64_t>(size_bytes)), std::move(memory),
-                                                 allocator, /*resizable=*/true);
+    auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
+                                                         c10::SymInt(static_cast<std::int64_t>(size_bytes)),
+                                                         std::move(memory), allocator, /*resizable=*/true);
+    refuse_address(*storage);
+    return c10::Storage(std::move(storage));
 }
 
 at::Tensor make_tensor(c10::Storage storage, caffe2::TypeMeta dtype) {
@@ -114,15 +150,20 @@ at::Tensor make_tensor(c10::Storage storage, caffe2::TypeMeta dtype) {
     return at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), dtype);
 }
 
-/// The tensor looks at `storage` from now on, in the way it looked at its own.
-void set_storage(const at::Tensor& tensor, c10::Storage storage) {
-    const at::Tensor there = make_tensor(std::move(storage), tensor.dtype());
+/// A tensor that looks at `storage` in the way in which `tensor` looks at its own.
+at::Tensor shaped_like(const at::Tensor& tensor, c10::Storage storage) {
+    at::Tensor there = make_tensor(std::move(storage), tensor.dtype());
     c10::TensorImpl& impl = *there.unsafeGetTensorImpl();
     impl.set_storage_offset(tensor.storage_offset());
     impl.set_sizes_and_strides(tensor.sizes(), tensor.strides());
     there._set_conj(tensor.is_conj());
     there._set_neg(tensor.is_neg());
-    tensor.set_data(there);
+    return there;
+}
+
+/// The tensor looks at `storage` from now on, in the way it looked at its own.
+void set_storage(const at::Tensor& tensor, c10::Storage storage) {
+    tensor.set_data(shaped_like(tensor, std::move(storage)));
 }
 
 bool has_ordinary_storage(const at::Tensor& tensor) {
@@ -179,6 +220,8 @@ bool has_paged_key(const at::Tensor& tensor) noexcept { return tensor.defined() 
 
 void add_paged_key(const at::Tensor& tensor) { key_set_of(tensor) = key_set_of(tensor).add(kPagedKey); }
 
+void set_address_refused(c10::StorageImpl& storage, bool is_refused) { set_flags(storage, is_refused); }
+
 void remove_paged_key(const at::Tensor& tensor) { key_set_of(tensor) = key_set_of(tensor).remove(kPagedKey); }
 
 namespace {
@@ -227,6 +270,19 @@ std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at:
     }
     add_paged_key(tensor);
     return segment_of(tensor);
+}
+
+c10::Storage copy_into_pages(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role) {
+    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    auto segment = segment_with(engine, storage, static_cast<std::size_t>(tensor.element_size()), std::move(role));
+    return make_storage(data_ptr_over(engine, std::move(segment)), storage.nbytes());
+}
+
+at::Tensor look_alike(const at::Tensor& tensor, c10::Storage storage) {
+    at::Tensor alike = shaped_like(tensor, std::move(storage));
+    alike.unsafeGetTensorImpl()->set_version_counter(tensor.unsafeGetTensorImpl()->version_counter());
+    add_paged_key(alike);
+    return alike;
 }
 
 at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Tensor& like, c10::ScalarType dtype,

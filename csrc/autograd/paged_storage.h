@@ -14,6 +14,7 @@
 namespace torch_offload {
 
 class Engine;
+class StorageUses;
 struct GradientNorm;
 
 /// The dispatch key that a managed tensor carries. Views and `.data` inherit it, results do not.
@@ -32,6 +33,8 @@ struct Block {
     std::atomic<std::shared_ptr<const GradientNorm>> norm;
     /// Of a gradient: the backward has used it up (applied_gradient.h). It has no bytes until all of it is overwritten.
     std::atomic<bool> is_applied{false};
+    /// Who uses the bare address now; nullptr on the host, where an access to a page that is not there is served.
+    std::shared_ptr<StorageUses> uses;
 };
 
 SegmentRole role_of(const Segment& segment);
@@ -46,6 +49,10 @@ const std::shared_ptr<Segment>& segment_of(const at::Tensor& tensor) noexcept;
 bool has_paged_key(const at::Tensor& tensor) noexcept;
 void add_paged_key(const at::Tensor& tensor);
 void remove_paged_key(const at::Tensor& tensor);
+
+/// Whether torch refuses to say where the bytes of the storage are: to its own kernels, to tensors that look at the
+/// storage without the key, to `data_ptr()`. It raises an error that names this library.
+void set_address_refused(c10::StorageImpl& storage, bool is_refused);
 
 /// True for what may become a segment: a strided tensor with elements, where the engine computes, over ordinary memory
 /// of its own process.
@@ -65,6 +72,13 @@ bool covers_storage(const at::Tensor& tensor);
 /// storage that is managed already keeps its segment, which is returned: tied tensors share it. Pre:
 /// is_manageable(engine, tensor). The whole storage becomes the segment; its address never changes again.
 std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role);
+
+/// A storage over a new segment with a copy of all bytes of the tensor's, which stays as it is.
+/// Pre: is_manageable(engine, tensor), not managed.
+c10::Storage copy_into_pages(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role);
+/// A keyed tensor that looks at `storage` in the way in which `tensor` looks at its own, and counts changes in place
+/// together with it. Pre: `storage` is managed.
+at::Tensor look_alike(const at::Tensor& tensor, c10::Storage storage);
 
 /// A tensor of zeros shaped like `like`, keyed, over a new segment that owns no bytes yet. Pre: `like` has elements.
 at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Tensor& like, c10::ScalarType dtype,

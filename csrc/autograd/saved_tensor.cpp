@@ -18,6 +18,20 @@ bool becomes_pages(Engine& engine, const at::Tensor& tensor) {
     return engine.torch_device().is_cpu() ? is_adoptable(engine, tensor) : is_allocated(tensor);
 }
 
+/// The operator that saves the tensor may be about to read it, as may others that look at its storage: on a GPU that
+/// stays as it is. Its bytes are those of this moment in the order of the stream.
+SavedTensor saved_copy(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor) {
+    const std::uint32_t version = version_of(tensor);
+    c10::Storage copy = engine->saved_copies().find(tensor.storage(), version);
+    if (!copy) {
+        const TraceId role = engine->derived_role(kNoTrace, Engine::Derived::activation);
+        copy = copy_into_pages(engine, tensor, {SegmentKind::activation, "activation", role, kNoTrace});
+        engine->saved_copies().add(tensor.storage(), version, copy);
+        engine->counters.saved_bytes.add(tensor.nbytes());
+    }
+    return {look_alike(tensor, std::move(copy)), version};
+}
+
 }  // namespace
 
 bool may_hook_saved_tensors() {
@@ -30,6 +44,7 @@ SavedTensor save_for_backward(const std::shared_ptr<Engine>& engine, const at::T
     SavedTensor saved{tensor.detach(), version_of(tensor)};
     if (!block_of(tensor)) {
         if (!becomes_pages(*engine, tensor)) return saved;
+        if (!engine->torch_device().is_cpu()) return saved_copy(engine, tensor);
         const TraceId role = engine->derived_role(kNoTrace, Engine::Derived::activation);
         manage(engine, tensor, {SegmentKind::activation, "activation", role, kNoTrace});
         engine->counters.saved_bytes.add(tensor.nbytes());

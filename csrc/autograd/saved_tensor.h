@@ -23,7 +23,8 @@ std::size_t saved_tensor_hook_count();
 
 /// Takes a tensor that a graph is about to keep. Where its memory is a temporary of the engine, it becomes pages where
 /// it lies: no byte is copied, and memory that is used before the backward pass can leave until then. On a GPU torch's
-/// allocator has it: it is copied into pages, and the storage changes over to them. Anything else
+/// allocator has it: it is copied into pages, once for each storage and count of its changes in place, and stays the
+/// program's until the program lets it go. Anything else
 /// (parameters and their views, what is small, no floating-point numbers, memory from elsewhere) is only held.
 /// Threads: any. Throws: what a pin throws.
 SavedTensor save_for_backward(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor);

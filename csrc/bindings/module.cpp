@@ -81,22 +81,27 @@ const std::shared_ptr<Segment>& managed_segment(const at::Tensor& tensor) {
 struct Pin {
     std::shared_ptr<Engine> engine;
     PinGuard guard;
+    OpenStorages open;
 
     void release() {
         PinGuard dropped;
         dropped.swap(guard);
+        OpenStorages closed;
+        closed.swap(open);
     }
 };
 
-std::unique_ptr<Pin> make_pin(const at::Tensor& tensor) {
-    const PinRequest request{managed_segment(tensor), Access::read};
+std::unique_ptr<Pin> make_pin(const at::Tensor& tensor, bool is_read_only) {
+    const std::shared_ptr<Segment>& segment = managed_segment(tensor);
     Block& block = *block_of(tensor);
+    const PinRequest request{segment, is_read_only ? Access::read : block.engine->bare_access()};
     check_has_bytes(block);
     block.is_raw_exposed.store(true);
     auto pin = std::make_unique<Pin>();
     pin->engine = block.engine;
     pin->guard = block.engine->pin({&request, 1});
     pin->guard.keep();
+    pin->open.open(tensor);
     return pin;
 }
 
@@ -306,8 +311,11 @@ void bind_engine(py::module_& module) {
             },
             py::arg("tensor"))
         .def(
-            "pin", [](Engine&, const at::Tensor& tensor) { return waiting([&] { return make_pin(tensor); }); },
-            py::arg("tensor"))
+            "pin",
+            [](Engine&, const at::Tensor& tensor, bool is_read_only) {
+                return waiting([&] { return make_pin(tensor, is_read_only); });
+            },
+            py::arg("tensor"), py::kw_only(), py::arg("read_only") = false)
         .def(
             "lease",
             [](Engine&, const at::Tensor& view) {
@@ -379,6 +387,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("in_backward", [] { return torch::autograd::get_current_graph_task_id() != -1; });
     m.def("is_applied", &is_applied, py::arg("gradient"));
     m.def("has_storage", [](const at::Tensor& tensor) { return tensor.has_storage(); }, py::arg("tensor"));
+    m.def(
+        "address_of",
+        [](const at::Tensor& tensor) {
+            return reinterpret_cast<std::uintptr_t>(managed_segment(tensor)->range().data());
+        },
+        py::arg("tensor"));
     m.def(
         "engine_of",
         [](const at::Tensor& tensor) -> std::shared_ptr<Engine> {

@@ -128,6 +128,15 @@ STORAGE_WRITE_FILE = ReplacedFunction(
     until=Until.ENGINE_CLOSES,
     alternative="A reader of storages that copies in user space.",
 )
+STORAGE_ADDRESS = ReplacedFunction(
+    owner="torch:UntypedStorage",
+    name="data_ptr",
+    parameters=None,
+    reason="Addresses of paged storages on a GPU are refused, but programs tell storages apart by them: `torch.save`, "
+    "safetensors, what looks for tied weights.",
+    until=Until.ENGINE_CLOSES,
+    alternative="An identity of storages that is no address.",
+)
 STORAGE_COPY = ReplacedFunction(
     owner="torch:UntypedStorage",
     name="copy_",

@@ -130,11 +130,16 @@ def prefetch(target: nn.Module | torch.Tensor) -> None:
 
 
 @contextmanager
-def pinned(*targets: nn.Module | torch.Tensor) -> Iterator[None]:
+def pinned(*targets: nn.Module | torch.Tensor, read_only: bool = False) -> Iterator[None]:
     """Keep tensors, or all that is paged of modules, where they compute while the context is open.
 
-    For kernels that are given bare addresses, such as Triton's: on a GPU nothing fetches what is not there. Everything
-    has to fit the budget at once.
+    For kernels that are given bare addresses, such as Triton's: on a GPU nothing fetches what is not there, and asking
+    a paged tensor for its address outside of this context raises an error. Everything has to fit the budget at once.
+
+    Args:
+        targets: Tensors and modules; what is not paged is left alone.
+        read_only: That nothing writes by a bare address. On a GPU such writes are not noticed, so unless this is said
+            everything counts as written and is written back once; a write in spite of it is lost.
 
     Raises:
         OutOfTierMemory: If it does not.
@@ -144,7 +149,7 @@ def pinned(*targets: nn.Module | torch.Tensor) -> Iterator[None]:
         for tensor in {id(tensor): tensor for target in targets for tensor in _targets(target)}.values():
             engine = _C.engine_of(tensor)
             if engine is not None:
-                pins.enter_context(engine.pin(tensor))
+                pins.enter_context(engine.pin(tensor, read_only=read_only))
         yield
 
 

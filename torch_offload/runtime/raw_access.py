@@ -41,6 +41,7 @@ def install(patches: Patches, *, budget_bytes: int, check: Callable[[], None]) -
     for function in replaced_functions.STORAGE_SHARING:
         patches.replace(function, _refuse_sharing)
     patches.replace(replaced_functions.STORAGE_WRITE_FILE, functools.partial(_pinned_write_file, check))
+    patches.replace(replaced_functions.STORAGE_ADDRESS, _address)
     patches.replace(replaced_functions.STORAGE_COPY, _pinned_copy)
     patches.replace(replaced_functions.FILE_WRITER_RECORD, functools.partial(_pinned_write_record, check))
     safetensors_writer.install(patches, budget_bytes=budget_bytes, check=check)
@@ -77,13 +78,13 @@ def engine_of_storage(storage: torch.UntypedStorage) -> tuple[_C.Engine, torch.T
     return None if engine is None else (engine, content)
 
 
-def pinned_storage(storage: torch.UntypedStorage) -> AbstractContextManager[Any]:
-    """Return a context in which system calls may read the storage; nothing happens for ordinary memory."""
+def pinned_storage(storage: torch.UntypedStorage, *, read_only: bool = True) -> AbstractContextManager[Any]:
+    """Return a context in which the storage may be used by its address; nothing happens for ordinary memory."""
     paged = engine_of_storage(storage)
     if paged is None:
         return nullcontext()
     engine, content = paged
-    return engine.pin(content)
+    return engine.pin(content, read_only=read_only)
 
 
 def _held_numpy(original: Callable[..., Any], tensor: torch.Tensor, *, force: bool = False) -> Any:
@@ -119,11 +120,19 @@ def _refuse_sharing(original: Callable[..., Any], storage: torch.UntypedStorage,
     return original(storage, *args, **options)
 
 
+def _address(original: Callable[..., Any], storage: torch.UntypedStorage) -> int:
+    """On a GPU torch refuses the addresses of paged memory. To tell storages apart, one that never changes will do."""
+    if storage.device.type != "cuda":
+        return int(original(storage))
+    paged = engine_of_storage(storage)
+    return int(original(storage)) if paged is None else _C.address_of(paged[1])
+
+
 def _pinned_copy(original: Callable[..., Any], target: torch.UntypedStorage, source: Any, *args: Any) -> Any:
     """On a GPU nothing fetches what is not there. The host's memory faults by itself."""
     if target.device.type == "cpu" and source.device.type == "cpu":
         return original(target, source, *args)
-    with pinned_storage(target), pinned_storage(source):
+    with pinned_storage(target, read_only=False), pinned_storage(source):
         return original(target, source, *args)
 
 

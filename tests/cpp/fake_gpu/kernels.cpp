@@ -111,9 +111,22 @@ at::Tensor& set_storage(at::Tensor& self, c10::Storage source) {
 
 // --- Calling the host's kernels -----------------------------------------------------------------------------------
 
+/// Operators that only look at other storage in another way: a GPU runs nothing for them.
+bool is_view(const c10::OperatorHandle& op) {
+    bool has_alias = false;
+    for (const c10::Argument& argument : op.schema().arguments()) {
+        if (argument.alias_info() && argument.alias_info()->isWrite()) return false;
+        has_alias = has_alias || argument.alias_info();
+    }
+    return has_alias;
+}
+
 /// A call's tensors as the host's, and what they stand for.
 class HostCall {
 public:
+    /// uses_bytes: asks storages for their addresses, as a kernel does that reads or writes.
+    explicit HostCall(bool uses_bytes) : uses_bytes_(uses_bytes) {}
+
     c10::IValue to_host(const c10::IValue& value) {
         if (value.isTensor()) return to_host(value.toTensor());
         if (value.isDevice()) return c10::Device(c10::kCPU);
@@ -164,10 +177,12 @@ private:
         for (const Pair& pair : pairs_) {
             if (pair.gpu.is_same(gpu)) return pair.host;
         }
-        const c10::StorageImpl& storage = *gpu.storage().unsafeGetStorageImpl();
-        auto whole = c10::make_intrusive<c10::StorageImpl>(
-            c10::StorageImpl::use_byte_size_t(), storage.nbytes(),
-            c10::DataPtr(const_cast<void*>(storage.data()), c10::Device(c10::kCPU)), c10::GetCPUAllocator(), true);
+        c10::StorageImpl& storage = *gpu.storage().unsafeGetStorageImpl();
+        void* const address =
+            uses_bytes_ ? const_cast<void*>(storage.data()) : storage._mutable_data_ptr_no_checks().get();
+        auto whole = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage.nbytes(),
+                                                           c10::DataPtr(address, c10::Device(c10::kCPU)),
+                                                           c10::GetCPUAllocator(), true);
         const at::Tensor host = shaped_like(
             gpu, at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(whole)),
                                                           c10::DispatchKeySet(c10::DispatchKey::CPU), gpu.dtype()));
@@ -202,6 +217,7 @@ private:
         return tensor;
     }
 
+    const bool uses_bytes_;
     std::vector<Pair> pairs_;
 };
 
@@ -227,7 +243,7 @@ void call_host_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (!may_mix(op)) {
         for (const c10::IValue& argument : torch::jit::last(*stack, count)) refuse_host_tensors(op, argument);
     }
-    HostCall call;
+    HostCall call(!is_view(op));
     torch::jit::Stack host;
     for (const c10::IValue& argument : torch::jit::last(*stack, count)) host.push_back(call.to_host(argument));
     torch::jit::drop(*stack, count);

@@ -334,3 +334,82 @@ def test_what_a_gpu_may_refuse_keeps_its_bytes(scratch, fake_gpu, name):
     """A generator of the host, and a copy of another dtype, for which torch needs memory of its own."""
     found, before = in_gpu_child(fake_gpu, overwrite_in_vain, str(scratch), name)
     assert same_bits(found, before)
+
+
+def ask_for_addresses(scratch: str) -> None:
+    module = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    torch_offload.wrap(module, config=small_config(scratch))
+    weight = module[0].weight
+    elsewhere = weight.untyped_storage().data_ptr()
+    assert elsewhere not in (0, module[1].weight.untyped_storage().data_ptr())
+    for read_only in (False, True):
+        with pytest.raises(RuntimeError, match=r"torch_offload\.pinned"):
+            weight.data_ptr()
+        with torch_offload.pinned(module, read_only=read_only), torch_offload.pinned(weight):
+            assert weight.data_ptr() == weight.view(-1).data_ptr() == elsewhere
+    with pytest.raises(RuntimeError, match=r"torch_offload\.pinned"):
+        weight.data_ptr()
+    assert module[0].bias.data_ptr() == module[0].bias.untyped_storage().data_ptr()  # too small to be paged
+
+
+def test_addresses_are_refused_outside_of_pins(scratch, fake_gpu):
+    """What would lose a real device raises; storages can still be told apart."""
+    in_gpu_child(fake_gpu, ask_for_addresses, str(scratch))
+
+
+def write_by_address(scratch: str) -> None:
+    module = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    torch_offload.wrap(module, config=small_config(scratch))
+    weights = [layer.weight for layer in module]
+    assert torch_offload.evict(module) == 0
+    with torch_offload.pinned(module):
+        for weight in weights:
+            ctypes.memset(weight.data_ptr(), 0, weight.nbytes)
+    target, source = weights[0].untyped_storage(), torch.full((128, 128), 3.0).cuda().untyped_storage()
+    target.copy_(source)
+    assert torch_offload.evict(module) == 0
+    assert same_bits(weights[0].detach().cpu(), torch.full((128, 128), 3.0))
+    assert all(not weight.detach().cpu().any() for weight in weights[1:])
+
+
+def test_writes_by_bare_addresses_are_kept(scratch, fake_gpu):
+    """Of a kernel that nobody sees, inside a pin, and of a copy between storages: they count as written."""
+    in_gpu_child(fake_gpu, write_by_address, str(scratch))
+
+
+class Thrice(nn.Module):
+    """Three operators save the same storage, one of them through a view; then it changes and is saved again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(128, 128))
+        self.addresses: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x * 2
+        self.addresses = [hidden.data_ptr()]
+        first = (hidden * self.weight).sum() + (hidden * self.weight).sum() + (hidden.t() * self.weight).sum()
+        self.addresses.append(hidden.data_ptr())
+        with torch.no_grad():
+            changed = hidden.detach().clone()
+        second = (changed * self.weight).sum()
+        with torch.no_grad():
+            changed += 1
+        return first + (changed * self.weight).sum() + 0 * second.detach()
+
+
+def save_what_is_in_use(scratch: str) -> int:
+    module, batch = Thrice(), torch.rand(128, 128)
+    module(batch).backward()
+    expected = module.weight.grad.clone()
+    module.weight.grad = None
+    torch_offload.wrap(module, config=small_config(scratch, activations="page"))
+    module(batch.cuda()).backward()
+    assert same_bits(module.weight.grad.cpu(), expected)
+    assert len(set(module.addresses)) == 1
+    return int(torch_offload.report().counters["saved_bytes"])
+
+
+def test_what_is_saved_stays_where_kernels_use_it(scratch, fake_gpu):
+    """Its bytes are copied into pages, once for all that saved the same; an earlier state is not taken for a later."""
+    assert in_gpu_child(fake_gpu, save_what_is_in_use, str(scratch)) == 3 * 128 * 128 * 4

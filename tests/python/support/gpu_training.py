@@ -40,8 +40,11 @@ FAKE = Size(
 )
 
 
-def train(optimizer: str, shape: Shape, config: Config | None) -> Outcome:
-    """Return every loss, and hashes of all weights and states. Plain without a configuration."""
+def train(optimizer: str, shape: Shape, config: Config | None) -> tuple[Outcome, Any]:
+    """Return every loss, hashes of all weights and states, and the report. Plain, without one, without a configuration.
+
+    The engine ends with it, and so does the cap on torch's memory.
+    """
     torch.manual_seed(0)
     model = BareLlama(shape).to(torch.bfloat16 if optimizer == "own" else torch.float32)
     if config is None:
@@ -69,14 +72,18 @@ def train(optimizer: str, shape: Shape, config: Config | None) -> Outcome:
         digests[name] = digest(weight)
         states = chosen.state[weight].items()
         digests |= {f"{name}.{key}": digest(value) for key, value in states if isinstance(value, torch.Tensor)}
-    return losses, digests
+    if config is None:
+        return (losses, digests), None
+    report = torch_offload.report()
+    torch_offload.unwrap(model)
+    return (losses, digests), report
 
 
 def train_both(optimizer: str, size: Size, scratch: str, settings: dict[str, Any]) -> tuple[Outcome, Outcome, Any]:
     """Train plain, then paged, in this process; return also the engine's report."""
-    plain = train(optimizer, size.shape, None)
-    paged = train(optimizer, size.shape, size.config(scratch, **settings))
-    return plain, paged, torch_offload.report()
+    plain, _ = train(optimizer, size.shape, None)
+    paged, report = train(optimizer, size.shape, size.config(scratch, **settings))
+    return plain, paged, report
 
 
 def check(plain: Outcome, paged: Outcome, report: Any) -> None:

@@ -51,31 +51,37 @@ def is_pageable(leaf: Any) -> bool:
     return leaf.untyped_storage().nbytes() > 0
 
 
+def storage_copy(tensor: torch.Tensor) -> torch.UntypedStorage:
+    content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return content.clone().untyped_storage()
+
+
 def duplicate(tensor: torch.Tensor, *, with_grad: bool) -> torch.Tensor:
     """Copy a tensor with its whole storage, so that strides, offset and overlap stay what they are."""
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         copy = tensor.detach().clone()
     else:
-        copy = torch.empty(0, dtype=tensor.dtype)
-        copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        copy.set_(storage_copy(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
     return copy.requires_grad_(with_grad and tensor.requires_grad)
 
 
-def chosen_dtype(operator: OpInfo) -> torch.dtype:
+def chosen_dtype(operator: OpInfo, device: str) -> torch.dtype:
     """float32 where the operator has it, otherwise the first of its dtypes by preference."""
     preferred = [torch.float32, torch.int64, torch.complex64, torch.bool, torch.bfloat16]
-    return next(dtype for dtype in (*preferred, *operator.dtypes) if dtype in operator.dtypes)
+    supported = operator.supported_dtypes(device)
+    return next(dtype for dtype in (*preferred, *supported) if dtype in supported)
 
 
 def arguments_of(sample: SampleInput) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return sample.input, tuple(sample.args), dict(sample.kwargs)
 
 
-def samples_of(operator: OpInfo, dtype: torch.dtype) -> list[SampleInput]:
+def samples_of(operator: OpInfo, dtype: torch.dtype, device: str) -> list[SampleInput]:
     """A few of the operator's sample inputs, spread evenly, those with something to page out before the others."""
     torch.manual_seed(0)
     with_grad = operator.supports_autograd and dtype in DIFFERENTIABLE
-    found = list(islice(operator.sample_inputs("cpu", dtype, requires_grad=with_grad), SAMPLES_LOOKED_AT))
+    found = list(islice(operator.sample_inputs(device, dtype, requires_grad=with_grad), SAMPLES_LOOKED_AT))
     useful = [
         sample for sample in found if any(map(is_pageable, tree_leaves((sample.input, sample.args, sample.kwargs))))
     ]
@@ -89,9 +95,9 @@ def poisoned_like(result: Any) -> Any:
     return tree_map(lambda leaf: torch.ones_like(leaf) if is_tensor(leaf) else leaf, result)
 
 
-def calls_of(operator: OpInfo, dtype: torch.dtype) -> Iterator[Call]:
+def calls_of(operator: OpInfo, device: str) -> Iterator[Call]:
     """Each sample as a call with gradients, in place, and into given results, as far as the operator has these."""
-    for number, sample in enumerate(samples_of(operator, dtype)):
+    for number, sample in enumerate(samples_of(operator, chosen_dtype(operator, device), device)):
         arguments = arguments_of(sample)
         name = f"{operator.formatted_name}[{number}]"
         call = Call.of(name, operator.op, arguments, with_grad=operator.supports_autograd)

@@ -2,7 +2,7 @@
 
 The operators that each call leads to, with all arguments paged out, are compared as well: torch's profiler lists them.
 
-    python -m support.operator_sweep --shard 0 --shards 2 --scratch DIRECTORY [--start 17] [--plain]
+    python -m support.operator_sweep --shard 0 --shards 2 --scratch DIRECTORY [--start 17] [--plain] [--device cuda]
 
 Prints a JSON line before each operator and one with its tally after it, so that a crash names the operator. --plain
 leaves everything in memory: the harness then compares plain torch with itself.
@@ -26,9 +26,10 @@ from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._pytree import tree_leaves
 
 from support.bits import fingerprint
-from support.operator_calls import Call, calls_of, chosen_dtype, is_tensor
+from support.operator_calls import Call, calls_of, is_tensor
 
 OPERATOR_SECONDS = 120
+GPU_BYTES = 256 << 20
 MALLOPT_PERTURB = -6  # M_PERTURB of mallopt(3): the byte that freed and new memory is filled with
 FILLS = itertools.cycle(range(1, 255, 7))
 
@@ -62,7 +63,7 @@ class PlainEngine:
 class PagingEngine:
     """The engine, with pages of one sector."""
 
-    def __init__(self, scratch: str) -> None:
+    def __init__(self, scratch: str, device: str) -> None:
         import torch_offload
         from torch_offload import _C
 
@@ -74,6 +75,8 @@ class PagingEngine:
             queue_depth=8,
             page_elements=4096,
             min_paged_bytes=0,
+            device_bytes=GPU_BYTES if device == "cuda" else 0,
+            device_kind="cuda" if device == "cuda" else "emulated",
         )
 
     def manage(self, tensor: torch.Tensor) -> None:
@@ -104,7 +107,7 @@ def gradients(result: Any, leaves: list[Any], engine: Engine, paged: list[torch.
     if not outputs or not inputs:
         return []
     torch.manual_seed(1)
-    directions = [torch.randn(output.shape, dtype=output.dtype) for output in outputs]
+    directions = [torch.randn(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
     for tensor in paged:
         engine.evict(tensor)
     return torch.autograd.grad(outputs, inputs, directions, allow_unused=True)
@@ -209,15 +212,15 @@ def differences(seen: list[Any], expected: list[Any]) -> str:
     return "wrong " + ", ".join(name for name, a, b in zip(parts, seen, expected, strict=True) if a != b)
 
 
-def operators() -> list[OpInfo]:
-    """Every operator of torch's test database that runs on a CPU."""
-    return [operator for operator in op_db if operator.dtypes]
+def operators(device: str) -> list[OpInfo]:
+    """Every operator of torch's test database that runs on the device."""
+    return [operator for operator in op_db if operator.supported_dtypes(device)]
 
 
-def sweep(operator: OpInfo, engine: Engine) -> Tally:
+def sweep(operator: OpInfo, engine: Engine, device: str) -> Tally:
     tally = Tally(operator.formatted_name)
     faulthandler.dump_traceback_later(OPERATOR_SECONDS, exit=True)
-    for call in calls_of(operator, chosen_dtype(operator)):
+    for call in calls_of(operator, device):
         check(call, engine, tally)
     faulthandler.cancel_dump_traceback_later()
     return tally
@@ -231,15 +234,24 @@ def main() -> None:
     parser.add_argument("--only", help="substring of the operators' names")
     parser.add_argument("--scratch", default=".")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    engine = PlainEngine() if options.plain else PagingEngine(options.scratch)
-    for position, operator in enumerate(operators()[options.shard :: options.shards]):
+    if options.device == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    engine = PlainEngine() if options.plain else PagingEngine(options.scratch, options.device)
+    for position, operator in enumerate(operators(options.device)[options.shard :: options.shards]):
         if position < options.start or (options.only or "") not in operator.formatted_name:
             continue
         emit({"position": position, "operator": operator.formatted_name})
-        emit({"position": position, "tally": asdict(sweep(operator, engine)), "statistics": engine.statistics()})
+        emit(
+            {
+                "position": position,
+                "tally": asdict(sweep(operator, engine, options.device)),
+                "statistics": engine.statistics(),
+            }
+        )
 
 
 def emit(line: dict[str, Any]) -> None:
