@@ -33,15 +33,18 @@ def test_paged_training_is_bitwise_equal(tmp_path, optimizer, activations):
 def test_updates_on_the_host_train(tmp_path):
     """Their kernel is another, so the first loss is equal and the others are near."""
     config = REAL.config(str(tmp_path), optimizer_device="cpu")
-    plain = [float.fromhex(loss) for loss in train("own", REAL.shape, None)[0]]
-    paged = [float.fromhex(loss) for loss in train("own", REAL.shape, config)[0]]
+    (plain_losses, _), _ = train("own", REAL.shape, None)
+    (paged_losses, _), report = train("own", REAL.shape, config)
+    plain = [float.fromhex(loss) for loss in plain_losses]
+    paged = [float.fromhex(loss) for loss in paged_losses]
     assert paged[0] == plain[0]
     assert paged == pytest.approx(plain, rel=0.02)
     assert paged[-1] < paged[0]
-    assert torch_offload.report().device.to_device_bytes["state"] == 0
+    assert report.device.to_device_bytes["state"] == 0
 
 
-SMALL = {"gpu": "32MiB", "gpu_reserved": "16MiB", "ram": "192MiB", "page_elements": 1 << 19}
+# Pages have 16 MiB. Torch's part holds the workspaces of cuBLAS, which are 32 MiB for each stream.
+SMALL = {"gpu": "272MiB", "gpu_reserved": "256MiB", "ram": "192MiB", "page_elements": 1 << 19}
 
 
 def test_capture_into_a_graph_is_refused(tmp_path):
@@ -62,11 +65,11 @@ def test_torch_and_pages_keep_to_their_parts(tmp_path):
     layers = [torch.nn.Linear(1024, 1024) for _ in range(5)]
     torch_offload.wrap(layers[0], config=REAL.config(str(tmp_path), **SMALL))
     with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+        torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
     for layer in layers[1:]:
         torch_offload.wrap(layer)
     with pytest.raises(OutOfTierMemory), torch_offload.pinned(*layers):
         pass
     for layer in layers:
         torch_offload.unwrap(layer)
-    assert torch.empty(64 << 20, dtype=torch.uint8, device="cuda").numel() > 0
+    assert torch.empty(512 << 20, dtype=torch.uint8, device="cuda").numel() > 0

@@ -1,0 +1,225 @@
+"""First contact with a GPU: runs what has to be seen on one, in the order of what is learnt, each with a time limit.
+
+    make gpu-contact                                     (all stages, into build/gpu-contact)
+    python tools/gpu_contact.py --minutes 10 --stages environment driver kernels
+    make gpu-rehearsal                                   (the same over a fake of the driver, without a GPU)
+
+Needs no network. Each stage writes STAGE.json (how it ended, in how many seconds) and STAGE.log as it runs, so whatever
+is there is valid whenever the machine goes away. Started again it goes on with what has not passed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = (
+    "torch",
+    "numpy",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "typer",
+    "pytest",
+    "transformers",
+    "accelerate",
+    "peft",
+)
+SWEEP_WORKERS = 12
+Words = list[str]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One thing to be seen.
+
+    Attributes:
+        name: Of its files.
+        commands: Given the folder for results: commands that run side by side.
+        seconds: It is ended after as many.
+    """
+
+    name: str
+    commands: Callable[[Path], list[Words]]
+    seconds: int
+
+
+def python(*words: str) -> Words:
+    return [sys.executable, *words]
+
+
+def pytest(*words: str) -> Callable[[Path], list[Words]]:
+    return lambda _: [python("-m", "pytest", "-o", "addopts=", "-q", "-x", "--durations=5", *words)]
+
+
+def benchmark(name: str, *words: str) -> Callable[[Path], list[Words]]:
+    return lambda out: [python(f"benchmarks/{name}.py", "--json", "--ssd", str(out), *words)]
+
+
+def kernels_benchmark(name: str) -> Callable[[Path], list[Words]]:
+    return lambda _: [python(f"benchmarks/{name}.py", "--json")]
+
+
+def sweep(out: Path) -> list[Words]:
+    module = ("-m", "support.operator_sweep", "--device", "cuda", "--scratch", str(out), "--shards", str(SWEEP_WORKERS))
+    return [python(*module, "--shard", str(shard)) for shard in range(SWEEP_WORKERS)]
+
+
+STAGES = (
+    Stage("environment", lambda _: [python(__file__, "--environment")], 60),
+    Stage("build", lambda _: [["make", ".gpu-build", f"GPU_PYTHON={sys.executable}"]], 240),
+    Stage("doctor", lambda _: [python("-m", "torch_offload", "doctor")], 60),
+    Stage("driver", pytest("tests/gpu/test_driver_program.py"), 150),
+    Stage("kernels", pytest("tests/gpu/test_kernels.py", "tests/gpu/test_codec.py"), 120),
+    Stage("training", pytest("tests/gpu/test_training.py"), 180),
+    Stage("sweep", sweep, 180),
+    Stage("sanitizers", pytest("tests/gpu/test_kernel_program.py"), 180),
+    Stage("bench_kernels", kernels_benchmark("gpu_kernels"), 120),
+    Stage("bench_training", benchmark("gpu_training"), 420),
+    Stage("bench_codec", kernels_benchmark("gpu_codec"), 180),
+)
+
+
+def answer(*words: str) -> str:
+    """Return what a program prints, or why it cannot be asked."""
+    try:
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{error}"
+    return (ended.stdout or ended.stderr).strip()
+
+
+def environment() -> dict[str, Any]:
+    """Describe machine, driver, toolkit and packages."""
+    import importlib.metadata
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    found: dict[str, Any] = {
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": versions,
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "free_disk_bytes": shutil.disk_usage(ROOT).free,
+        "nvidia-smi": answer(
+            "nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used,mig.mode.current", "--format=csv"
+        ),
+        "nvcc": answer("nvcc", "--version").splitlines()[-1:],
+        "compute-sanitizer": shutil.which("compute-sanitizer"),
+        "locked memory": answer("bash", "-c", "ulimit -l"),
+        "link": answer("nvidia-smi", "--query-gpu=pcie.link.gen.current,pcie.link.width.current", "--format=csv"),
+    }
+    if versions["torch"] != "missing":
+        import torch
+
+        found["cuda of torch"] = torch.version.cuda
+        found["gpu is available"] = torch.cuda.is_available()
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(0)
+            found["gpu"] = {"name": properties.name, "memory_bytes": properties.total_memory}
+    return found
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a command with whatever it started."""
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, ending)
+            process.wait(timeout=5)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def run_stage(stage: Stage, out: Path, seconds: float) -> dict[str, Any]:
+    """Run a stage for so long at most; its output is in files from the first line on."""
+    commands = stage.commands(out)
+    paths = [str(ROOT), str(ROOT / "tests/python"), os.environ.get("PYTHONPATH", "")]
+    settings = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    begin = time.monotonic()
+    processes = []
+    for number, words in enumerate(commands):
+        ending = "" if len(commands) == 1 else f".{number}"
+        with (out / f"{stage.name}{ending}.log").open("wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    words, cwd=ROOT, env=settings, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            )
+    statuses: list[int | str] = []
+    for process in processes:
+        try:
+            statuses.append(process.wait(timeout=max(0.1, begin + seconds - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            end_group(process)
+            statuses.append("cut")
+    ended = "passed" if all(status == 0 for status in statuses) else "cut" if "cut" in statuses else "failed"
+    return {
+        "stage": stage.name,
+        "ended": ended,
+        "statuses": statuses,
+        "seconds": round(time.monotonic() - begin, 1),
+        "limit_seconds": seconds,
+        "commands": [" ".join(words) for words in commands],
+    }
+
+
+def last_ending(out: Path, name: str) -> str | None:
+    """Return how a stage ended before, None if it never did."""
+    path = out / f"{name}.json"
+    return json.loads(path.read_text())["ended"] if path.is_file() else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-contact", help="folder for the results")
+    parser.add_argument("--minutes", type=float, default=30, help="end after as many (default: 30)")
+    parser.add_argument(
+        "--stages", nargs="+", choices=[stage.name for stage in STAGES], help="only these, in their order"
+    )
+    parser.add_argument("--again", action="store_true", help="also what has passed before")
+    parser.add_argument("--environment", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.environment:
+        print(json.dumps(environment(), indent=1))
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * options.minutes
+    endings = {}
+    for stage in STAGES:
+        if options.stages and stage.name not in options.stages:
+            continue
+        if not options.again and last_ending(options.out, stage.name) == "passed":
+            endings[stage.name] = "passed before"
+            continue
+        left = end - time.monotonic()
+        if left < 1:
+            endings[stage.name] = "no time left"
+            continue
+        result = run_stage(stage, options.out, min(stage.seconds, left))
+        part = options.out / f".{stage.name}.part"
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.replace(options.out / f"{stage.name}.json")
+        endings[stage.name] = f"{result['ended']} in {result['seconds']} s"
+        print(f"{stage.name}: {endings[stage.name]}", flush=True)
+    print(json.dumps(endings, indent=1))
+    if not all(ending.startswith("passed") for ending in endings.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
