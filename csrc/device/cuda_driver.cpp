@@ -127,9 +127,10 @@ bool CudaContext::register_host(std::span<std::byte> memory) const {
     if (result == CuResult::success) return true;
     if (loses_device(result)) check(result, "cuMemHostRegister_v2");
     if (!was_refusal_logged_.exchange(true)) {
-        OFFLOAD_LOG(warning, name_, ": ", memory.size(),
-                    " bytes of host memory cannot be registered: ", text_of(result),
-                    "; copies are slower. Raise the limit of locked memory (ulimit -l)");
+        OFFLOAD_LOG(
+            warning, name_, ": ", memory.size(), " bytes of host memory cannot be registered: ", text_of(result),
+            "; copies are slower. Host memory is short, or this container or virtual machine limits what may be "
+            "page-locked: free memory, or give it more");
     }
     return false;
 }

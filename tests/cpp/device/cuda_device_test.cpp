@@ -160,6 +160,7 @@ TEST(CudaStream, RegistrationThatIsRefusedIsSaidOnce) {
         const std::string lines = log.lines();
         EXPECT_EQ(lines.find("cannot be registered") == std::string::npos, may_register) << lines;
         EXPECT_EQ(lines.find("cannot be registered"), lines.rfind("cannot be registered")) << lines;
+        EXPECT_EQ(lines.find("free memory, or give it more") == std::string::npos, may_register) << lines;
     }
 }
 
