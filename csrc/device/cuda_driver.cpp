@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <iterator>
 
 #include "base/check.h"
 #include "base/log.h"
@@ -147,7 +146,7 @@ bool CudaContext::register_host(std::span<std::byte> memory) const {
     const Scope scope(*this);
     const CuResult result = functions().cuMemHostRegister_v2(memory.data(), memory.size(), kCuHostRegisterPortable);
     if (result == CuResult::success) return true;
-    if (loses_device(result) || is_unclear(result)) check(result, "cuMemHostRegister_v2");
+    if (ends_device(result)) check(result, "cuMemHostRegister_v2");
     if (!was_refusal_logged_.exchange(true)) {
         OFFLOAD_LOG(
             warning, name_, ": ", memory.size(), " bytes of host memory cannot be registered: ", text_of(result),
@@ -164,7 +163,7 @@ void CudaContext::unregister_host(std::span<std::byte> memory) const {
 
 void CudaContext::check(CuResult result, const char* call) const {
     if (result == CuResult::success) return;
-    if (loses_device(result) || (is_unclear(result) && is_loss_confirmed())) lose(result, call);
+    if (ends_device(result)) lose(result, call);
     if (is_lost()) raise_lost(call);
     const std::string message = concat(name_, ": ", call, ": ", text_of(result));
     OFFLOAD_CHECK(
@@ -194,18 +193,18 @@ void CudaContext::check_not_captured(CuStream stream) const {
                   "first");
 }
 
-/// On a lost device this call fails as all others do, and it needs nothing.
-bool CudaContext::is_loss_confirmed() const noexcept {
-    if (!context_) return false;
+/// What is unclear is asked about again, by a call that fails on a lost device as others do and needs nothing.
+bool CudaContext::ends_device(CuResult result) const noexcept {
+    if (!is_unclear(result) || !context_) return loses_device(result);
     CuCaptureMode former_mode = CuCaptureMode::relaxed;
-    CuResult result = enter(former_mode);
-    if (result == CuResult::success) {
+    CuResult again = enter(former_mode);
+    if (again == CuResult::success) {
         int lowest = 0;
         int highest = 0;
-        result = functions().cuCtxGetStreamPriorityRange(&lowest, &highest);
+        again = functions().cuCtxGetStreamPriorityRange(&lowest, &highest);
         leave(former_mode);
     }
-    return loses_device(result) || is_unclear(result);
+    return loses_device(again) || is_unclear(again);
 }
 
 /// The first error is the one that says what happened.

@@ -77,7 +77,7 @@ public:
 private:
     CuResult enter(CuCaptureMode& former_mode) const noexcept;
     CuResult leave(CuCaptureMode former_mode) const noexcept;
-    bool is_loss_confirmed() const noexcept;
+    bool ends_device(CuResult result) const noexcept;
     [[noreturn]] void raise_lost(const char* call) const;
     void lose(CuResult by, const char* call) const;
 

@@ -83,6 +83,21 @@ TEST(CudaStream, EventThatHasPassedHasBroughtTheBytes) {
     EXPECT_EQ(link.back, link.out);
 }
 
+// Bytes that could not be brought have not arrived, though the GPU is done with them. Method: the first wait fails,
+// which is the one of who asks.
+TEST(CudaStream, EventWaitsForBytesThatCouldNotBeBrought) {
+    Link link;
+    std::ranges::copy(link.out, link.there.begin());
+    const std::span<std::byte> part = std::span(link.back).first(kBufferBytes);
+    link.to_host->copy(part, std::span<const std::byte>(link.there).first(kBufferBytes));
+    const auto event = link.to_host->record();
+    link.gpu.driver.fail("cuEventSynchronize", CuResult::not_permitted);
+    while (link.gpu.driver.call_count("cuEventSynchronize") == 0) EXPECT_FALSE(event->has_passed());
+    EXPECT_FALSE(link.gpu.context.is_lost());
+    while (!event->has_passed()) std::this_thread::yield();
+    EXPECT_TRUE(std::ranges::equal(part, std::span(link.out).first(kBufferBytes)));
+}
+
 // Threads that wait for events of one stream all get what they waited for. Method: one event per copy, a thread each.
 TEST(CudaStream, ManyMayWait) {
     Link link({.longest_delay = microseconds(200), .seed = 5}, 4 * kBufferBytes);

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <thread>
 
 #include "base/check.h"
@@ -99,6 +100,18 @@ TEST(CudaContext, UnclearErrorIsAskedAboutAgain) {
         EXPECT_FALSE(gpu.context.is_lost());
         gpu.memory.release(gpu.memory.reserve(1, nullptr));
     }
+}
+
+// Host memory that is not registered for an unclear reason is memory that is not registered. Method: said once, then by
+// every call.
+TEST(CudaContext, UnclearRefusalOfRegistrationIsOne) {
+    FakeGpu gpu;
+    std::array<std::byte, 64> memory{};
+    gpu.driver.fail("cuMemHostRegister_v2", CuResult::unknown);
+    EXPECT_FALSE(gpu.context.register_host(memory));
+    EXPECT_FALSE(gpu.context.is_lost());
+    gpu.driver.lose_at("cuMemHostRegister_v2", CuResult::unknown);
+    EXPECT_THROW(gpu.context.register_host(memory), TierIoError);
 }
 
 // What captures into graphs refuse is no loss either, and says what to do. Method: each of their results, once.
