@@ -2,6 +2,9 @@
 // codewords, once, and per block the words of each class (32 KiB, or 64 KiB of long ones), which stay there while one
 // class is all there is.
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
 
 #include "base/launch_check.cuh"
 #include "codec/coded_kernels.cuh"
@@ -16,6 +19,8 @@ constexpr unsigned kBlockThreads = kBlockWarps * kWarpLanes;
 constexpr std::uint32_t kBlockRows = kBlockWarps * kRowsOfWarp;
 constexpr std::uint32_t kNoClass = ~0U;
 constexpr std::size_t kCodewordCount = 4096;
+constexpr std::size_t kMaxStagedBytes = kCodewordCount * sizeof(SignedWord<std::uint64_t>);  // of long words
+constexpr std::size_t kKnownDevices = 64;                                                    // whose occupancy is kept
 
 /// The words of one class in shared memory. All threads of a block come by together.
 class StagedWords {
@@ -106,16 +111,34 @@ std::size_t most_word_bytes(const KernelMatrix& matrix) {
     return most * kCodewordCount;
 }
 
-/// Launches as many blocks as the device holds with the words in shared memory.
-template <typename Kernel, typename... Arguments>
-void launch_over_rows(Kernel* kernel, const KernelMatrix& matrix, cudaStream_t stream, const Arguments&... arguments) {
-    const std::size_t shared_bytes = most_word_bytes(matrix);
+/// Blocks that the current device holds at a time with the words in shared memory. The runtime is asked once per
+/// kernel, device and length of words. What a kernel may ask for belongs to the kernel and the device, not to a launch:
+/// it is always the most, so that threads that launch with short and with long words leave each other alone.
+template <auto kKernel>
+unsigned held_blocks(std::size_t shared_bytes) {
+    constexpr std::size_t kLengths = 3;  // no words, short and long ones
+    static std::array<std::array<std::atomic<unsigned>, kLengths>, kKnownDevices> known{};  // 0: not asked yet
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "asking for the current device");
+    const auto index = static_cast<std::size_t>(device);
+    const std::size_t length = shared_bytes * (kLengths - 1) / kMaxStagedBytes;
+    std::atomic<unsigned>* const kept = index < known.size() ? &known[index][length] : nullptr;
+    if (const unsigned blocks = kept ? kept->load(std::memory_order_relaxed) : 0; blocks > 0) return blocks;
     check_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kMaxStagedBytes)),
         "asking for shared memory for the words of TUN12");
+    const unsigned blocks = blocks_for(kKernel, kBlockThreads, SIZE_MAX, shared_bytes);
+    if (kept) kept->store(blocks, std::memory_order_relaxed);
+    return blocks;
+}
+
+/// Launches as many blocks as the device holds, not more than there are rows for.
+template <auto kKernel, typename... Arguments>
+void launch_over_rows(const KernelMatrix& matrix, cudaStream_t stream, const Arguments&... arguments) {
+    const std::size_t shared_bytes = most_word_bytes(matrix);
     const std::size_t pieces = (std::size_t{matrix.rows} + kBlockRows - 1) / kBlockRows;
-    const unsigned blocks = blocks_for(kernel, kBlockThreads, pieces, shared_bytes);
-    kernel<<<blocks, kBlockThreads, shared_bytes, stream>>>(matrix, arguments...);
+    const auto blocks = static_cast<unsigned>(std::clamp<std::size_t>(pieces, 1, held_blocks<kKernel>(shared_bytes)));
+    kKernel<<<blocks, kBlockThreads, shared_bytes, stream>>>(matrix, arguments...);
     check_cuda(cudaGetLastError(), "launching a kernel of TUN12");
 }
 
@@ -123,14 +146,14 @@ void launch_over_rows(Kernel* kernel, const KernelMatrix& matrix, cudaStream_t s
 
 void launch_codeword_product(const KernelMatrix& matrix, const float* panel, std::uint32_t group_tokens,
                              const ScaledSums& y, cudaStream_t stream) {
-    if (group_tokens == 1) return launch_over_rows(product_kernel<1>, matrix, stream, panel, y);
-    if (group_tokens == 2) return launch_over_rows(product_kernel<2>, matrix, stream, panel, y);
-    if (group_tokens == 4) return launch_over_rows(product_kernel<4>, matrix, stream, panel, y);
-    launch_over_rows(product_kernel<8>, matrix, stream, panel, y);
+    if (group_tokens == 1) return launch_over_rows<product_kernel<1>>(matrix, stream, panel, y);
+    if (group_tokens == 2) return launch_over_rows<product_kernel<2>>(matrix, stream, panel, y);
+    if (group_tokens == 4) return launch_over_rows<product_kernel<4>>(matrix, stream, panel, y);
+    launch_over_rows<product_kernel<8>>(matrix, stream, panel, y);
 }
 
 void launch_tun12_decode(const KernelMatrix& matrix, const QuadRows& to, cudaStream_t stream) {
-    launch_over_rows(decode_kernel, matrix, stream, to);
+    launch_over_rows<decode_kernel>(matrix, stream, to);
 }
 
 }  // namespace torch_offload

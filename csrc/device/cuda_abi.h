@@ -45,8 +45,14 @@ enum class CuResult : int {
     invalid_address_space = 717,
     invalid_pc = 718,
     launch_failed = 719,
+    tensor_memory_leak = 721,
     not_permitted = 800,
     not_supported = 801,
+    system_not_ready = 802,
+    capture_unsupported = 900,  // to 908: what captures into graphs refuse
+    capture_implicit = 906,
+    captured_event = 907,
+    capture_wrong_thread = 908,
     external_device = 911,
     unknown = 999,
 };
@@ -55,9 +61,15 @@ inline constexpr int kCuAttributeVirtualMemory = 102;  // of a device: the calls
 inline constexpr int kCuGranularityMinimum = 0;
 inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr int kCuCaptureNone = 0;  // of a stream: it runs what it is given
+inline constexpr int kCuCaptureActive = 1;
+inline constexpr int kCuCaptureInvalidated = 2;
 inline constexpr unsigned kCuEventBlockingSync = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
 inline constexpr unsigned kCuHostRegisterPortable = 1;
+
+/// Of a capture: which threads may not do meanwhile what a graph cannot note down, all or the one that captures. Of a
+/// thread: whose captures it heeds, those of all threads, its own, or nobody's.
+enum class CuCaptureMode : int { global = 0, of_thread = 1, relaxed = 2 };
 
 enum class CuLocationType : int { device = 1 };
 enum class CuAllocationType : int { pinned = 1 };
@@ -121,6 +133,7 @@ struct CuAccessDescription {
     X(cuStreamCreateWithPriority, (CuStream * stream, unsigned flags, int priority))                                   \
     X(cuStreamDestroy_v2, (CuStream stream))                                                                           \
     X(cuStreamSynchronize, (CuStream stream))                                                                          \
+    X(cuThreadExchangeStreamCaptureMode, (CuCaptureMode * mode))                                                       \
     X(cuStreamIsCapturing, (CuStream stream, int* status))                                                             \
     X(cuEventCreate, (CuEvent * event, unsigned flags))                                                                \
     X(cuEventDestroy_v2, (CuEvent event))                                                                              \

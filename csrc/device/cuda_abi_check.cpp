@@ -68,6 +68,12 @@ static_assert(equals(kCuAttributeVirtualMemory, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMO
 static_assert(equals(kCuGranularityMinimum, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
 static_assert(equals(kCuStreamNonBlocking, CU_STREAM_NON_BLOCKING));
 static_assert(equals(kCuCaptureNone, CU_STREAM_CAPTURE_STATUS_NONE));
+static_assert(equals(kCuCaptureActive, CU_STREAM_CAPTURE_STATUS_ACTIVE));
+static_assert(equals(kCuCaptureInvalidated, CU_STREAM_CAPTURE_STATUS_INVALIDATED));
+static_assert(sizeof(CuCaptureMode) == sizeof(CUstreamCaptureMode));
+static_assert(equals(CuCaptureMode::global, CU_STREAM_CAPTURE_MODE_GLOBAL));
+static_assert(equals(CuCaptureMode::of_thread, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
+static_assert(equals(CuCaptureMode::relaxed, CU_STREAM_CAPTURE_MODE_RELAXED));
 static_assert(equals(kCuEventBlockingSync, CU_EVENT_BLOCKING_SYNC));
 static_assert(equals(kCuEventDisableTiming, CU_EVENT_DISABLE_TIMING));
 static_assert(equals(kCuHostRegisterPortable, CU_MEMHOSTREGISTER_PORTABLE));
@@ -103,8 +109,16 @@ static_assert(equals(CuResult::misaligned_address, CUDA_ERROR_MISALIGNED_ADDRESS
 static_assert(equals(CuResult::invalid_address_space, CUDA_ERROR_INVALID_ADDRESS_SPACE));
 static_assert(equals(CuResult::invalid_pc, CUDA_ERROR_INVALID_PC));
 static_assert(equals(CuResult::launch_failed, CUDA_ERROR_LAUNCH_FAILED));
+#if CUDA_VERSION >= 13000
+static_assert(equals(CuResult::tensor_memory_leak, CUDA_ERROR_TENSOR_MEMORY_LEAK));
+#endif
 static_assert(equals(CuResult::not_permitted, CUDA_ERROR_NOT_PERMITTED));
 static_assert(equals(CuResult::not_supported, CUDA_ERROR_NOT_SUPPORTED));
+static_assert(equals(CuResult::system_not_ready, CUDA_ERROR_SYSTEM_NOT_READY));
+static_assert(equals(CuResult::capture_unsupported, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED));
+static_assert(equals(CuResult::capture_implicit, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT));
+static_assert(equals(CuResult::captured_event, CUDA_ERROR_CAPTURED_EVENT));
+static_assert(equals(CuResult::capture_wrong_thread, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD));
 static_assert(equals(CuResult::external_device, CUDA_ERROR_EXTERNAL_DEVICE));
 static_assert(equals(CuResult::unknown, CUDA_ERROR_UNKNOWN));
 

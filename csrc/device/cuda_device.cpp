@@ -17,37 +17,27 @@ std::unique_ptr<Stream> CudaDevice::make_stream(LinkDirection direction) {
     return std::make_unique<CudaStream>(context_, events_, direction, options_.buffer_bytes);
 }
 
-/// On a lost device nothing runs: what was used is free, and the next call says why.
+/// On a lost device nothing runs: what was used is free, and the next call says why. Memory that is let go too early
+/// would be silently wrong: where there is no event now, there will be. A stream that is captured is not waited for,
+/// which would break the capture.
 std::shared_ptr<const Event> CudaDevice::fence_use() noexcept {
     if (!options_.current_stream || context_.is_lost()) return nullptr;
     const CuStream stream = options_.current_stream();
     try {
         return events_->record(stream);
+    } catch (const InvalidArgument& error) {
+        OFFLOAD_LOG(debug, "kernels are marked later: ", error.what());
+        return events_->record_later(stream);
     } catch (const std::exception& error) {
         OFFLOAD_LOG(warning, "no event for kernels, waiting for them: ", error.what());
     }
-    wait_for_kernels(stream);
-    return nullptr;
+    return events_->wait_for(stream) ? nullptr : events_->record_later(stream);
 }
 
 void CudaDevice::check_use() const {
     if (!options_.current_stream) return;
     const CudaContext::Scope scope(context_);
-    int status = kCuCaptureNone;
-    OFFLOAD_CUDA(context_, cuStreamIsCapturing, options_.current_stream(), &status);
-    OFFLOAD_CHECK(status == kCuCaptureNone, InvalidArgument,
-                  "a CUDA graph cannot be captured over memory that is paged: replayed, it would use addresses whose "
-                  "memory has left; capture what does not touch the wrapped module, or unwrap it first");
-}
-
-/// Memory that is let go too early would be silently wrong.
-void CudaDevice::wait_for_kernels(CuStream stream) noexcept {
-    try {
-        const CudaContext::Scope scope(context_);
-        OFFLOAD_CUDA_STREAM(context_, cuStreamSynchronize, stream);
-    } catch (const std::exception& error) {
-        OFFLOAD_LOG(error, "waiting for kernels: ", error.what());
-    }
+    context_.check_not_captured(options_.current_stream());
 }
 
 }  // namespace torch_offload

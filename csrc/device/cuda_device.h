@@ -33,7 +33,7 @@ public:
 
     std::unique_ptr<Stream> make_stream(LinkDirection direction) override;
     std::shared_ptr<const Event> fence_use() noexcept override;
-    /// Refuses while the stream is captured into a graph.
+    /// Refuses while the stream is captured into a graph, or may not be used because another is.
     void check_use() const override;
     /// A GPU cannot tell.
     void check_idle(std::span<const std::byte>) const override {}
@@ -42,8 +42,6 @@ public:
     std::string name() const override { return context_.name(); }
 
 private:
-    void wait_for_kernels(CuStream stream) noexcept;
-
     const CudaContext& context_;
     const CudaDeviceOptions options_;
     std::shared_ptr<CudaEventPool> events_;

@@ -38,7 +38,9 @@ public:
     CudaContext(const CudaContext&) = delete;
     CudaContext& operator=(const CudaContext&) = delete;
 
-    /// Calls of this thread go to the device while it lives.
+    /// Calls of this thread go to the device while it lives, and heed no capture into a graph: while any thread
+    /// captures in the default mode, the driver otherwise refuses everybody's questions and waits, and the capture is
+    /// lost. The streams that are captured are not those that the calls are about (check_not_captured).
     class Scope {
     public:
         /// Throws: TierIoError if the device is lost.
@@ -49,6 +51,7 @@ public:
 
     private:
         const CudaContext& context_;
+        CuCaptureMode former_mode_ = CuCaptureMode::relaxed;
     };
 
     const CudaFunctions& functions() const noexcept { return driver_.functions(); }
@@ -64,12 +67,17 @@ public:
     bool register_host(std::span<std::byte> memory) const;
     void unregister_host(std::span<std::byte> memory) const;
 
-    /// Throws: OutOfTierMemory, TierIoError if the device is lost, LogicError for what else `call` says.
+    /// Throws: OutOfTierMemory, TierIoError if the device is lost, InvalidArgument if a capture into a graph forbids
+    /// the call, LogicError for what else `call` says.
     void check(CuResult result, const char* call) const;
-    /// The same for what a stream says, which is about all that was queued: whatever it is, the device is lost.
-    void check_stream(CuResult result, const char* call) const;
+    /// Pre: inside a Scope. Throws: InvalidArgument if what the stream is given would be noted down for a graph instead
+    /// of done, or refused because another is captured; else as check().
+    void check_not_captured(CuStream stream) const;
 
 private:
+    CuResult enter(CuCaptureMode& former_mode) const noexcept;
+    CuResult leave(CuCaptureMode former_mode) const noexcept;
+    bool ends_device(CuResult result) const noexcept;
     [[noreturn]] void raise_lost(const char* call) const;
     void lose(CuResult by, const char* call) const;
 
@@ -82,9 +90,12 @@ private:
     mutable std::atomic<bool> was_refusal_logged_{false};
 };
 
+/// What captures into graphs refuse: an error of the call at this time, not of the device.
+constexpr bool is_of_capture(CuResult result) noexcept {
+    return CuResult::capture_unsupported <= result && result <= CuResult::capture_wrong_thread;
+}
+
 }  // namespace torch_offload
 
 /// Calls a function of the driver and looks at its result.
 #define OFFLOAD_CUDA(context, symbol, ...) (context).check((context).functions().symbol(__VA_ARGS__), #symbol)
-#define OFFLOAD_CUDA_STREAM(context, symbol, ...) \
-    (context).check_stream((context).functions().symbol(__VA_ARGS__), #symbol)

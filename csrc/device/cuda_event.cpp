@@ -19,23 +19,60 @@ public:
         try {
             const CudaContext::Scope scope(context);
             const CuResult result = context.functions().cuEventQuery(event_);
-            if (result == CuResult::not_ready) return false;
-            context.check_stream(result, "cuEventQuery");
+            if (result == CuResult::not_ready || is_of_capture(result)) return false;
+            context.check(result, "cuEventQuery");
+            return true;
         } catch (const std::exception& error) {
-            OFFLOAD_LOG(debug, "an event that will not come has passed: ", error.what());
+            OFFLOAD_LOG(debug, "an event cannot be asked: ", error.what());
         }
-        return true;
+        return context.is_lost();
     }
 
     void wait() const override {
         const CudaContext& context = pool_->context_;
         const CudaContext::Scope scope(context);
-        OFFLOAD_CUDA_STREAM(context, cuEventSynchronize, event_);
+        OFFLOAD_CUDA(context, cuEventSynchronize, event_);
     }
 
 private:
     std::shared_ptr<CudaEventPool> pool_;
     CuEvent event_;
+};
+
+/// An event that is recorded in a captured stream would be the graph's: asking about it breaks the capture, and it
+/// never passes. So it is recorded afterwards.
+class LateCudaEvent final : public Event {
+public:
+    LateCudaEvent(std::shared_ptr<CudaEventPool> pool, CuStream stream) : pool_(std::move(pool)), stream_(stream) {}
+
+    bool has_passed() const noexcept override {
+        try {
+            return recorded()->has_passed();
+        } catch (const std::exception& error) {
+            OFFLOAD_LOG(debug, "an event is not recorded yet: ", error.what());
+        }
+        return pool_->context_.is_lost();
+    }
+
+    void wait() const override { recorded()->wait(); }
+
+private:
+    /// The first that was.
+    std::shared_ptr<const Event> recorded() const {
+        {
+            const std::lock_guard lock(mutex_);
+            if (event_) return event_;
+        }
+        std::shared_ptr<const Event> made = pool_->record(stream_);
+        const std::lock_guard lock(mutex_);
+        if (!event_) event_ = std::move(made);
+        return event_;
+    }
+
+    std::shared_ptr<CudaEventPool> pool_;
+    CuStream stream_;
+    mutable std::mutex mutex_;  // guards the next
+    mutable std::shared_ptr<const Event> event_;
 };
 
 std::shared_ptr<CudaEventPool> CudaEventPool::make(const CudaContext& context) {
@@ -54,6 +91,7 @@ CudaEventPool::~CudaEventPool() {
 
 std::shared_ptr<const Event> CudaEventPool::record(CuStream stream) {
     const CudaContext::Scope scope(context_);
+    context_.check_not_captured(stream);
     const auto event = take();
     try {
         OFFLOAD_CUDA(context_, cuEventRecord, event, stream);
@@ -62,6 +100,21 @@ std::shared_ptr<const Event> CudaEventPool::record(CuStream stream) {
         give_back(event);
         throw;
     }
+}
+
+std::shared_ptr<const Event> CudaEventPool::record_later(CuStream stream) {
+    return std::make_shared<LateCudaEvent>(shared_from_this(), stream);
+}
+
+bool CudaEventPool::wait_for(CuStream stream) noexcept {
+    try {
+        const CudaContext::Scope scope(context_);
+        OFFLOAD_CUDA(context_, cuStreamSynchronize, stream);
+        return true;
+    } catch (const std::exception& error) {
+        OFFLOAD_LOG(error, "waiting for a stream: ", error.what());
+    }
+    return context_.is_lost();
 }
 
 /// Waiting threads sleep: they share the processor with the program.

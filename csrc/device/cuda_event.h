@@ -19,11 +19,18 @@ public:
     CudaEventPool(const CudaEventPool&) = delete;
     CudaEventPool& operator=(const CudaEventPool&) = delete;
 
-    /// The point behind all that is queued on `stream`. Throws: what CudaContext::check() throws.
+    /// The point behind all that is queued on `stream`. Throws: what CudaContext::check() throws; InvalidArgument while
+    /// the stream is captured into a graph: nothing is given to it then.
     std::shared_ptr<const Event> record(CuStream stream);
+    /// A point at or behind that, recorded by who asks for it or waits, once record() succeeds; it has not passed
+    /// before. Pre: the stream stays.
+    std::shared_ptr<const Event> record_later(CuStream stream);
+    /// Waits for all that is queued. False: it may still run.
+    bool wait_for(CuStream stream) noexcept;
 
 private:
     friend class CudaEvent;
+    friend class LateCudaEvent;
     explicit CudaEventPool(const CudaContext& context) : context_(context) {}
     CuEvent take();
     void give_back(CuEvent event) noexcept;

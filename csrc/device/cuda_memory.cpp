@@ -209,7 +209,7 @@ void CudaMemory::fill(std::span<std::byte> range, std::byte value) {
     const CudaContext::Scope scope(context_);
     OFFLOAD_CUDA(context_, cuMemsetD8Async, address_of(range.data()), std::to_integer<unsigned char>(value),
                  range.size(), stream_);
-    OFFLOAD_CUDA_STREAM(context_, cuStreamSynchronize, stream_);
+    OFFLOAD_CUDA(context_, cuStreamSynchronize, stream_);
 }
 
 }  // namespace torch_offload

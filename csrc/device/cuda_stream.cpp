@@ -19,6 +19,8 @@ namespace torch_offload {
 /// Threads: add() from the stream's; the rest from any. One finishes a copy at a time, the others wait for it.
 class CudaCopies {
 public:
+    explicit CudaCopies(const CudaContext& context) : context_(context) {}
+
     /// Once `passed` has, `staged` goes to `to`, if it is anything.
     void add(std::shared_ptr<const Event> passed, std::span<std::byte> to, std::span<const std::byte> staged) {
         const std::lock_guard lock(mutex_);
@@ -44,10 +46,11 @@ public:
                 if (is_finishing_ || !under_way_.front().passed->has_passed()) return false;
                 finish_oldest(lock);
             }
+            return true;
         } catch (const std::exception& error) {
-            OFFLOAD_LOG(debug, "a copy that will not end has passed: ", error.what());
+            OFFLOAD_LOG(debug, "a copy cannot be asked: ", error.what());
         }
-        return true;
+        return context_.is_lost();  // it will not end
     }
 
 private:
@@ -81,6 +84,7 @@ private:
         ++finished_;
     }
 
+    const CudaContext& context_;
     mutable std::mutex mutex_;  // guards what follows
     std::condition_variable changed_;
     std::deque<Copy> under_way_;
@@ -140,7 +144,7 @@ CudaStream::CudaStream(const CudaContext& context, std::shared_ptr<CudaEventPool
       events_(std::move(events)),
       direction_(direction),
       buffer_bytes_(buffer_bytes),
-      copies_(std::make_shared<CudaCopies>()) {}
+      copies_(std::make_shared<CudaCopies>(context)) {}
 
 void CudaStream::open() {
     if (!staging_) staging_ = std::make_unique<CudaStaging>(context_, buffer_bytes_);
@@ -191,13 +195,13 @@ void CudaStream::copy_through_buffer(std::span<std::byte> to, std::span<const st
     }
 }
 
-/// The point behind what is queued. Without one, nobody could tell when its memory may be used again.
+/// The point behind what is queued. Without one, now or later, nobody could tell when its memory may be used again.
 std::shared_ptr<const Event> CudaStream::mark() {
     try {
         return events_->record(stream_);
     } catch (...) {
-        OFFLOAD_CUDA_STREAM(context_, cuStreamSynchronize, stream_);
-        throw;
+        if (events_->wait_for(stream_)) throw;
+        return events_->record_later(stream_);
     }
 }
 

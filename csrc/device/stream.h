@@ -19,7 +19,8 @@ class Event {
 public:
     virtual ~Event() = default;
     virtual bool has_passed() const noexcept = 0;
-    /// Throws: TierIoError if something that was queued before it failed, or the device is lost.
+    /// Throws: TierIoError if something that was queued before it failed, or the device is lost; InvalidArgument if it
+    /// cannot be waited for yet, which says until when. It has not passed then.
     virtual void wait() const = 0;
 };
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <random>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "base/check.h"
@@ -82,6 +83,21 @@ TEST(CudaStream, EventThatHasPassedHasBroughtTheBytes) {
     EXPECT_EQ(link.back, link.out);
 }
 
+// Bytes that could not be brought have not arrived, though the GPU is done with them. Method: the first wait fails,
+// which is the one of who asks.
+TEST(CudaStream, EventWaitsForBytesThatCouldNotBeBrought) {
+    Link link;
+    std::ranges::copy(link.out, link.there.begin());
+    const std::span<std::byte> part = std::span(link.back).first(kBufferBytes);
+    link.to_host->copy(part, std::span<const std::byte>(link.there).first(kBufferBytes));
+    const auto event = link.to_host->record();
+    link.gpu.driver.fail("cuEventSynchronize", CuResult::not_permitted);
+    while (link.gpu.driver.call_count("cuEventSynchronize") == 0) EXPECT_FALSE(event->has_passed());
+    EXPECT_FALSE(link.gpu.context.is_lost());
+    while (!event->has_passed()) std::this_thread::yield();
+    EXPECT_TRUE(std::ranges::equal(part, std::span(link.out).first(kBufferBytes)));
+}
+
 // Threads that wait for events of one stream all get what they waited for. Method: one event per copy, a thread each.
 TEST(CudaStream, ManyMayWait) {
     Link link({.longest_delay = microseconds(200), .seed = 5}, 4 * kBufferBytes);
@@ -132,6 +148,78 @@ TEST(CudaDevice, CaptureIsRefused) {
     EXPECT_NO_THROW(gpu.device.check_use());
 }
 
+// The default stream cannot be used while a stream that it waits for is captured, and asking about it does not break
+// the capture. Method: another library's stream; a kernel's point from before.
+TEST(CudaDevice, DefaultStreamIsRefusedInACaptureThatItWaitsFor) {
+    FakeGpu gpu;
+    CudaDevice device(gpu.context, {.current_stream = [] { return CuStream{}; }});
+    EXPECT_NO_THROW(device.check_use());
+    const CuStream captured = gpu.driver.blocking_stream();
+    gpu.driver.begin_capture(captured);
+    EXPECT_THROW(device.check_use(), InvalidArgument);
+    EXPECT_NO_THROW(gpu.device.check_use()) << "the other streams can";
+    const auto mark = device.fence_use();
+    ASSERT_NE(mark, nullptr);
+    EXPECT_FALSE(mark->has_passed());
+    EXPECT_THROW(mark->wait(), InvalidArgument);
+    EXPECT_FALSE(gpu.context.is_lost());
+    EXPECT_TRUE(gpu.driver.end_capture(captured));
+    EXPECT_NO_THROW(device.check_use());
+    mark->wait();
+    EXPECT_TRUE(mark->has_passed());
+}
+
+// What ends while its own stream is captured stays in use until the capture has ended and the kernels before it have
+// run. Method: a kernel that is held, then a capture, then the mark.
+TEST(CudaDevice, MarkInACaptureComesAfterIt) {
+    FakeGpu gpu;
+    std::atomic<bool> has_run{false};
+    gpu.driver.hold();
+    gpu.driver.launch({}, [&] { has_run = true; });
+    gpu.driver.begin_capture(gpu.compute_stream);
+    const auto mark = gpu.device.fence_use();
+    ASSERT_NE(mark, nullptr);
+    EXPECT_FALSE(mark->has_passed());
+    EXPECT_THROW(mark->wait(), InvalidArgument);
+    EXPECT_TRUE(gpu.driver.end_capture(gpu.compute_stream)) << "asking has broken it";
+    EXPECT_FALSE(mark->has_passed()) << "the kernel has not run";
+    EXPECT_FALSE(has_run);
+    gpu.driver.let_go();
+    mark->wait();
+    EXPECT_TRUE(has_run);
+    EXPECT_TRUE(mark->has_passed());
+    EXPECT_FALSE(gpu.context.is_lost());
+}
+
+// An event that a capture keeps from being asked has not passed, and loses nothing. Method: each result of captures,
+// once when asked and once when waited for.
+TEST(CudaDevice, EventThatACaptureRefusesIsNotReady) {
+    for (int result = static_cast<int>(CuResult::capture_unsupported);
+         result <= static_cast<int>(CuResult::capture_wrong_thread); ++result) {
+        FakeGpu gpu;
+        const auto mark = gpu.device.fence_use();
+        gpu.driver.fail("cuEventQuery", static_cast<CuResult>(result));
+        EXPECT_FALSE(mark->has_passed()) << result;
+        gpu.driver.fail("cuEventSynchronize", static_cast<CuResult>(result));
+        EXPECT_THROW(mark->wait(), InvalidArgument) << result;
+        EXPECT_FALSE(gpu.context.is_lost()) << result;
+        mark->wait();
+        EXPECT_TRUE(mark->has_passed());
+    }
+}
+
+// Also an error that is neither has not let the event pass: memory that is let go too early would be silently wrong.
+TEST(CudaDevice, EventThatCannotBeAskedIsNotReady) {
+    FakeGpu gpu;
+    const auto mark = gpu.device.fence_use();
+    gpu.driver.fail("cuEventQuery", CuResult::invalid_value);
+    EXPECT_FALSE(mark->has_passed());
+    gpu.driver.fail("cuEventSynchronize", CuResult::invalid_value);
+    EXPECT_THROW(mark->wait(), LogicError);
+    EXPECT_FALSE(gpu.context.is_lost());
+    mark->wait();
+}
+
 // An error of a call that queues nothing is that call's, and the stream goes on. Method: each call fails once.
 TEST(CudaStream, ErrorOfACallIsThatCalls) {
     for (const char* const symbol : {"cuMemcpyHtoDAsync_v2", "cuEventCreate", "cuEventRecord",
@@ -160,6 +248,7 @@ TEST(CudaStream, RegistrationThatIsRefusedIsSaidOnce) {
         const std::string lines = log.lines();
         EXPECT_EQ(lines.find("cannot be registered") == std::string::npos, may_register) << lines;
         EXPECT_EQ(lines.find("cannot be registered"), lines.rfind("cannot be registered")) << lines;
+        EXPECT_EQ(lines.find("free memory, or give it more") == std::string::npos, may_register) << lines;
     }
 }
 
@@ -197,6 +286,39 @@ TEST(CudaDevice, MarkWithoutAnEventWaits) {
         EXPECT_EQ(gpu.device.fence_use(), nullptr);
         EXPECT_TRUE(has_run) << symbol;
     }
+}
+
+// Where kernels can neither be marked nor waited for, the mark is made later: nobody takes them for done. Method: both
+// calls fail once, under a kernel that is held.
+TEST(CudaDevice, MarkThatCannotBeMadeIsMadeLater) {
+    FakeGpu gpu;
+    std::atomic<bool> has_run{false};
+    gpu.driver.hold();
+    gpu.driver.launch({}, [&] { has_run = true; });
+    gpu.driver.fail("cuEventRecord", CuResult::not_permitted);
+    gpu.driver.fail("cuStreamSynchronize", CuResult::not_permitted);
+    const auto mark = gpu.device.fence_use();
+    ASSERT_NE(mark, nullptr);
+    EXPECT_FALSE(mark->has_passed());
+    EXPECT_FALSE(gpu.context.is_lost());
+    gpu.driver.let_go();
+    mark->wait();
+    EXPECT_TRUE(has_run);
+}
+
+// The same of copies. Method: both calls fail once, behind a copy in each direction.
+TEST(CudaStream, CopyThatCannotBeMarkedIsMarkedLater) {
+    Link link({.longest_delay = microseconds(500), .seed = 6});
+    for (const auto& [stream, to, from] :
+         {std::tuple(link.to_device.get(), link.there, std::span<std::byte>(link.out)),
+          std::tuple(link.to_host.get(), std::span<std::byte>(link.back), link.there)}) {
+        link.gpu.driver.fail("cuEventRecord", CuResult::not_permitted);
+        link.gpu.driver.fail("cuStreamSynchronize", CuResult::not_permitted);
+        EXPECT_NO_THROW(stream->copy(to, from));
+        stream->record()->wait();
+        EXPECT_TRUE(std::ranges::equal(to, from));
+    }
+    EXPECT_FALSE(link.gpu.context.is_lost());
 }
 
 TEST(CudaDevice, HasItsName) {

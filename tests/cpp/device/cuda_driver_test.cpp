@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <thread>
+
 #include "base/check.h"
 #include "support/fake_gpu.h"
 
@@ -43,6 +46,23 @@ TEST(CudaDriver, DriverThatDoesNotBeginIsSaid) {
     EXPECT_NE(message_of<InvalidArgument>([] { CudaDriver(FakeCuda::functions()); }), "");
 }
 
+// A machine whose GPUs are joined by switches is not ready before its fabric manager runs: the error names it.
+TEST(CudaDriver, SystemThatIsNotReadyNamesTheFabricManager) {
+    FakeCuda cuda;
+    cuda.fail("cuInit", CuResult::system_not_ready);
+    const auto message = message_of<InvalidArgument>([] { CudaDriver(FakeCuda::functions()); });
+    EXPECT_NE(message.find("start nvidia-fabricmanager"), std::string::npos) << message;
+}
+
+// A device that another process has for itself is no lost one, and no defect.
+TEST(CudaContext, DeviceOfAnotherProcessIsSaid) {
+    FakeCuda cuda;
+    const CudaDriver driver(FakeCuda::functions());
+    cuda.fail("cuDevicePrimaryCtxRetain", CuResult::device_unavailable);
+    const auto message = message_of<InvalidArgument>([&] { CudaContext(driver, 0); });
+    EXPECT_NE(message.find("compute mode"), std::string::npos) << message;
+}
+
 TEST(CudaContext, HasADeviceAndItsName) {
     const FakeCuda cuda;
     const CudaDriver driver(FakeCuda::functions());
@@ -60,7 +80,7 @@ TEST(CudaContext, DeviceThatCannotMapIsRefused) {
 // An error that ends the device ends every call after it, without asking the driver again. Method: each of them.
 TEST(CudaContext, LostDeviceStaysLost) {
     for (const CuResult result : {CuResult::illegal_address, CuResult::launch_failed, CuResult::ecc_uncorrectable,
-                                  CuResult::device_unavailable, CuResult::unknown}) {
+                                  CuResult::tensor_memory_leak, CuResult::device_unavailable, CuResult::unknown}) {
         FakeGpu gpu;
         gpu.driver.lose_at("cuMemAddressReserve", result);
         EXPECT_THROW(gpu.memory.reserve(1, nullptr), TierIoError);
@@ -69,6 +89,74 @@ TEST(CudaContext, LostDeviceStaysLost) {
         EXPECT_NE(message.find("cuda:0 Fake is lost"), std::string::npos) << message;
         EXPECT_EQ(gpu.driver.call_count("cuMemAddressReserve"), 1u);
     }
+}
+
+// Errors that may be one call's lose the device only if the next call says so too. Method: each is said once.
+TEST(CudaContext, UnclearErrorIsAskedAboutAgain) {
+    for (const CuResult result : {CuResult::device_unavailable, CuResult::unknown}) {
+        FakeGpu gpu;
+        gpu.driver.fail("cuMemAddressReserve", result);
+        EXPECT_THROW(gpu.memory.reserve(1, nullptr), LogicError);
+        EXPECT_FALSE(gpu.context.is_lost());
+        gpu.memory.release(gpu.memory.reserve(1, nullptr));
+    }
+}
+
+// Host memory that is not registered for an unclear reason is memory that is not registered. Method: said once, then by
+// every call.
+TEST(CudaContext, UnclearRefusalOfRegistrationIsOne) {
+    FakeGpu gpu;
+    std::array<std::byte, 64> memory{};
+    gpu.driver.fail("cuMemHostRegister_v2", CuResult::unknown);
+    EXPECT_FALSE(gpu.context.register_host(memory));
+    EXPECT_FALSE(gpu.context.is_lost());
+    gpu.driver.lose_at("cuMemHostRegister_v2", CuResult::unknown);
+    EXPECT_THROW(gpu.context.register_host(memory), TierIoError);
+}
+
+// What captures into graphs refuse is no loss either, and says what to do. Method: each of their results, once.
+TEST(CudaContext, CaptureLosesNothing) {
+    for (int result = static_cast<int>(CuResult::capture_unsupported);
+         result <= static_cast<int>(CuResult::capture_wrong_thread); ++result) {
+        FakeGpu gpu;
+        gpu.driver.fail("cuMemAddressReserve", static_cast<CuResult>(result));
+        const auto message = message_of<InvalidArgument>([&] { gpu.memory.reserve(1, nullptr); });
+        EXPECT_NE(message.find("end the capture"), std::string::npos) << message;
+        EXPECT_FALSE(gpu.context.is_lost()) << result;
+        gpu.memory.release(gpu.memory.reserve(1, nullptr));
+    }
+}
+
+// Calls of ours heed nobody's capture, and the thread is as it was afterwards. Method: scopes in scopes, in threads
+// that heed all captures and their own.
+TEST(CudaContext, ScopeHeedsNoCapture) {
+    const FakeGpu gpu;
+    for (const CuCaptureMode before : {CuCaptureMode::global, CuCaptureMode::of_thread}) {
+        std::thread([&] {
+            FakeCuda::set_capture_mode(before);
+            {
+                const CudaContext::Scope outer(gpu.context);
+                EXPECT_EQ(FakeCuda::capture_mode(), CuCaptureMode::relaxed);
+                {
+                    const CudaContext::Scope inner(gpu.context);
+                    EXPECT_EQ(FakeCuda::capture_mode(), CuCaptureMode::relaxed);
+                }
+                EXPECT_EQ(FakeCuda::capture_mode(), CuCaptureMode::relaxed);
+            }
+            EXPECT_EQ(FakeCuda::capture_mode(), before);
+        }).join();
+    }
+}
+
+// A scope that cannot be begun leaves nothing behind. Method: its second call fails; then a scope, which the fake would
+// find inside another.
+TEST(CudaContext, ScopeThatFailsIsLeft) {
+    FakeGpu gpu;
+    gpu.driver.fail("cuThreadExchangeStreamCaptureMode", CuResult::not_permitted);
+    EXPECT_THROW(gpu.memory.reserve(1, nullptr), LogicError);
+    EXPECT_EQ(gpu.driver.call_count("cuCtxPushCurrent_v2"), gpu.driver.call_count("cuCtxPopCurrent_v2"));
+    EXPECT_EQ(FakeCuda::capture_mode(), CuCaptureMode::global);
+    gpu.memory.release(gpu.memory.reserve(1, nullptr));
 }
 
 // A lack of memory is no loss. Method: the call after it.

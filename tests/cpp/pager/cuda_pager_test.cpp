@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "support/device_tiers.h"
@@ -76,6 +77,46 @@ TEST(CudaPager, KernelsFindTheirBytes) {
         EXPECT_GT(total(tiers.top.statistics().written_bytes), 0u);
         EXPECT_GT(total(tiers.top.statistics().read_bytes), 0u);
     }
+}
+
+// Pages come and go while somebody else captures into a graph, whose capture stays valid, and no device is lost.
+// Method: captures by another thread and by the one that uses the pages, on a stream of their own, in the modes that
+// there are.
+TEST(CudaPager, CapturesElsewhereStayValid) {
+    for (const CuCaptureMode mode : {CuCaptureMode::global, CuCaptureMode::of_thread, CuCaptureMode::relaxed}) {
+        for (const bool is_of_another_thread : {true, false}) {
+            GpuTiers tiers({.longest_delay = microseconds(50), .seed = 1});
+            FakeCuda& driver = tiers.gpu.driver;
+            const CuStream captured = driver.blocking_stream();
+            const auto begin = [&] { driver.begin_capture(captured, mode); };
+            is_of_another_thread ? std::thread(begin).join() : begin();
+            EXPECT_EQ(compute_a_little(tiers, 1), 0);
+            EXPECT_TRUE(driver.end_capture(captured)) << static_cast<int>(mode) << is_of_another_thread;
+            EXPECT_FALSE(tiers.gpu.context.is_lost());
+            for (const char* const symbol : {"cuEventQuery", "cuEventSynchronize", "cuMemHostRegister_v2"}) {
+                EXPECT_GT(driver.call_count(symbol), 0u) << symbol << " could have broken it";
+            }
+        }
+    }
+}
+
+// A guard that ends while its stream is captured keeps its pages until the capture has ended: who needs their memory is
+// told why there is none. Method: most of the device pinned, a capture, the guard's end; then the end of the capture.
+TEST(CudaPager, PagesOfAStreamThatIsCapturedStay) {
+    GpuTiers tiers;
+    const auto used = filled_segment(tiers.top, kDevicePages - 1, 1);
+    const auto other = tiers.top.create_segment(2 * kPageBytes, 4, SegmentKind::state);
+    {
+        const PinGuard guard = pin(tiers.top, used, Access::read);
+        tiers.gpu.driver.begin_capture(tiers.gpu.compute_stream);
+    }
+    EXPECT_THROW(static_cast<void>(pin(tiers.top, other, Access::read)), InvalidArgument);
+    EXPECT_TRUE(tiers.gpu.driver.is_mapped(used->range()));
+    EXPECT_TRUE(tiers.gpu.driver.end_capture(tiers.gpu.compute_stream));
+    EXPECT_FALSE(tiers.gpu.context.is_lost());
+    static_cast<void>(pin(tiers.top, other, Access::read));
+    const PinGuard guard = pin(tiers.top, used, Access::read);
+    EXPECT_TRUE(holds(*used, 1));
 }
 
 // Pages that were never written are zeros, though new memory is not. Method: read all of one.

@@ -92,8 +92,10 @@ bool FakeCuda::is_registered(std::span<const std::byte> memory) const {
 CuResult FakeCuda::begin_call(const std::string& symbol) {
     const std::lock_guard lock(mutex_);
     const std::size_t number = calls_[symbol]++;
-    const bool works_always = symbol.starts_with("cuGetError") || symbol.starts_with("cuCtxP");
+    const bool works_always =
+        symbol.starts_with("cuGetError") || symbol.starts_with("cuCtxP") || symbol.starts_with("cuThread");
     if (lost_by_ != CuResult::success && !works_always) return lost_by_;
+    if (invalidate_captures_that_forbid(symbol)) return CuResult::capture_unsupported;
     const auto [begin, end] = failures_.equal_range(symbol);
     const auto asked = std::find_if(begin, end, [&](const auto& entry) { return entry.second.at_call == number; });
     if (asked == end) return CuResult::success;

@@ -12,8 +12,10 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/units.h"
@@ -60,9 +62,18 @@ public:
 
     /// Streams say from now on whether they are captured into a graph.
     void set_capturing(bool is_capturing) { is_capturing_ = is_capturing; }
+    /// The calling thread captures into a graph what `stream` is given from now on: nothing of it runs.
+    void begin_capture(CuStream stream, CuCaptureMode mode = CuCaptureMode::global);
+    /// False if something that a graph cannot note down has invalidated it.
+    bool end_capture(CuStream stream);
+    /// Of the calling thread.
+    static CuCaptureMode capture_mode() { return capture_mode_; }
+    static void set_capture_mode(CuCaptureMode mode) { capture_mode_ = mode; }
 
     /// A stream for kernels, and a kernel that uses `memory` of the device.
     CuStream compute_stream();
+    /// One of another library's, which the default stream (nullptr) and it wait for each other.
+    CuStream blocking_stream();
     void launch(const std::vector<std::span<std::byte>>& memory, std::function<void()> kernel);
 
     std::size_t call_count(const std::string& symbol) const;
@@ -83,6 +94,7 @@ private:
     class Worker;
     static FakeCuda* current_;
     static thread_local int context_depth_;
+    static thread_local CuCaptureMode capture_mode_;
     struct Granule {
         int file = -1;
         std::size_t size_bytes = 0;
@@ -92,6 +104,12 @@ private:
     struct EventState {
         std::uint64_t recorded = 0;
         std::uint64_t passed = 0;
+        CuStream captured_in = nullptr;  // it is a graph's, not a stream's
+    };
+    struct Capture {
+        CuCaptureMode mode = CuCaptureMode::global;
+        std::thread::id thread;
+        bool is_valid = true;
     };
     using Lock = std::unique_lock<std::mutex>;
 
@@ -103,6 +121,10 @@ private:
     void carry_out_copy(std::span<std::byte> to, std::span<const std::byte> from);
     CuResult enqueue(CuStream stream, const std::vector<std::span<const std::byte>>& memory,
                      std::function<void()> work);
+    bool invalidate_captures_that_forbid(const std::string& symbol);
+    bool invalidate_capture_of(CuStream stream);
+    CuResult refuse_captured(const EventState& event);
+    Worker* worker_of(CuStream stream);
     void finish(const std::vector<std::span<const std::byte>>& memory);
     CuResult wait_for(CuStream stream);
     void lose(CuResult result);
@@ -135,6 +157,8 @@ private:
     std::map<CuEvent, EventState> events_;
     std::map<CuStream, std::unique_ptr<Worker>> streams_;
     CuStream compute_stream_ = nullptr;
+    std::set<CuStream> blocking_;
+    std::map<CuStream, Capture> captures_;  // by the stream that is captured
     bool is_held_ = false;
 };
 

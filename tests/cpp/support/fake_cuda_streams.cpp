@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <deque>
 #include <thread>
@@ -14,6 +15,14 @@
 namespace torch_offload::test {
 namespace {
 
+/// What a graph cannot note down, so that a capture forbids it. A driver of CUDA 13 refuses the first two rows; the
+/// rest are refused here because the documentation gives an allocation as its example.
+constexpr std::array kUnsafeSymbols = {
+    "cuEventQuery",        "cuEventSynchronize", "cuStreamSynchronize", "cuMemHostRegister_v2",
+    "cuMemHostUnregister", "cuMemCreate",        "cuMemRelease",        "cuMemMap",
+    "cuMemUnmap",
+};
+
 bool overlap(std::span<const std::byte> a, const std::byte* begin, std::size_t size_bytes) {
     return begin < a.data() + a.size() && a.data() < begin + size_bytes;
 }
@@ -22,6 +31,7 @@ bool overlap(std::span<const std::byte> a, const std::byte* begin, std::size_t s
 
 FakeCuda* FakeCuda::current_ = nullptr;
 thread_local int FakeCuda::context_depth_ = 0;
+thread_local CuCaptureMode FakeCuda::capture_mode_ = CuCaptureMode::global;
 
 /// What a stream runs, in order. The fake's lock covers `done` and `queued`.
 class FakeCuda::Worker {
@@ -80,6 +90,9 @@ FakeCuda::FakeCuda(const FakeCudaOptions& options) : options_(options) {
 
 FakeCuda::~FakeCuda() {
     if (compute_stream_) streams_.erase(compute_stream_);
+    streams_.erase(nullptr);
+    for (const CuStream stream : blocking_) streams_.erase(stream);
+    EXPECT_EQ(captures_.size(), 0u) << "captures";
     report_what_is_left();
     streams_.clear();
     for (const auto& [address, size] : reserved_) ::munmap(pointer_to(address), size);
@@ -119,6 +132,14 @@ CuStream FakeCuda::compute_stream() {
     return compute_stream_;
 }
 
+CuStream FakeCuda::blocking_stream() {
+    const std::lock_guard lock(mutex_);
+    const auto stream = reinterpret_cast<CuStream>(next_id_++);
+    streams_.emplace(stream, std::make_unique<Worker>(*this, options_.seed));
+    blocking_.insert(stream);
+    return stream;
+}
+
 void FakeCuda::launch(const std::vector<std::span<std::byte>>& memory, std::function<void()> kernel) {
     const std::vector<std::span<const std::byte>> used(memory.begin(), memory.end());
     EXPECT_EQ(enqueue(compute_stream(), used,
@@ -129,7 +150,78 @@ void FakeCuda::launch(const std::vector<std::span<std::byte>>& memory, std::func
               CuResult::success);
 }
 
+// --- Captures -----------------------------------------------------------------------------------------------------
+
+void FakeCuda::begin_capture(CuStream stream, CuCaptureMode mode) {
+    const std::lock_guard lock(mutex_);
+    EXPECT_TRUE(captures_.emplace(stream, Capture{mode, std::this_thread::get_id()}).second) << "captured twice";
+}
+
+bool FakeCuda::end_capture(CuStream stream) {
+    const std::lock_guard lock(mutex_);
+    const auto node = captures_.extract(stream);
+    EXPECT_FALSE(node.empty()) << "no capture to end";
+    return !node.empty() && node.mapped().is_valid;
+}
+
+/// Whether the calling thread may not make the call. The lock is held.
+bool FakeCuda::invalidate_captures_that_forbid(const std::string& symbol) {
+    if (capture_mode_ == CuCaptureMode::relaxed || std::ranges::count(kUnsafeSymbols, symbol) == 0) return false;
+    bool is_forbidden = false;
+    for (auto& [stream, capture] : captures_) {
+        const bool is_heeded = capture.thread == std::this_thread::get_id()
+                                   ? capture.mode != CuCaptureMode::relaxed
+                                   : capture.mode == CuCaptureMode::global && capture_mode_ == CuCaptureMode::global;
+        if (!is_heeded) continue;
+        capture.is_valid = false;
+        is_forbidden = true;
+    }
+    return is_forbidden;
+}
+
+/// Whether there is one that the stream belongs to, or waits for as the default stream. The lock is held.
+bool FakeCuda::invalidate_capture_of(CuStream stream) {
+    bool is_captured = false;
+    for (auto& [captured, capture] : captures_) {
+        if (captured != stream && (stream != nullptr || !blocking_.contains(captured))) continue;
+        capture.is_valid = false;
+        is_captured = true;
+    }
+    return is_captured;
+}
+
+/// Also a relaxed thread may not ask about a point of a graph, and it stays a graph's. The lock is held.
+CuResult FakeCuda::refuse_captured(const EventState& event) {
+    return invalidate_capture_of(event.captured_in) ? CuResult::captured_event : CuResult::invalid_value;
+}
+
+CuResult FakeCuda::cuThreadExchangeStreamCaptureMode(CuCaptureMode* mode) {
+    if (context_depth_ == 0) return CuResult::invalid_context;
+    std::swap(*mode, capture_mode_);
+    return CuResult::success;
+}
+
+/// Asking about the default stream breaks nothing, using it would.
+CuResult FakeCuda::cuStreamIsCapturing(CuStream stream, int* status) {
+    const std::lock_guard lock(mutex_);
+    const auto is_blocking = [&](const auto& capture) { return blocking_.contains(capture.first); };
+    if (stream == nullptr && std::ranges::any_of(captures_, is_blocking)) return CuResult::capture_implicit;
+    const auto found = captures_.find(stream);
+    *status = is_capturing_ ? kCuCaptureActive : kCuCaptureNone;
+    if (found != captures_.end()) *status = found->second.is_valid ? kCuCaptureActive : kCuCaptureInvalidated;
+    return CuResult::success;
+}
+
 // --- The driver's -------------------------------------------------------------------------------------------------
+
+/// The default stream begins with its first use. The lock is held.
+FakeCuda::Worker* FakeCuda::worker_of(CuStream stream) {
+    if (stream == nullptr && !streams_.contains(stream)) {
+        streams_.emplace(stream, std::make_unique<Worker>(*this, options_.seed));
+    }
+    const auto found = streams_.find(stream);
+    return found == streams_.end() ? nullptr : found->second.get();
+}
 
 /// The lock is held.
 void FakeCuda::lose(CuResult result) {
@@ -150,10 +242,12 @@ void FakeCuda::wait_for_uses(Lock& lock, std::span<const std::byte> memory, cons
 CuResult FakeCuda::enqueue(CuStream stream, const std::vector<std::span<const std::byte>>& memory,
                            std::function<void()> work) {
     const std::lock_guard lock(mutex_);
-    const auto found = streams_.find(stream);
-    if (found == streams_.end()) return CuResult::invalid_handle;
+    Worker* const worker = worker_of(stream);
+    if (!worker) return CuResult::invalid_handle;
+    if (captures_.contains(stream)) return CuResult::success;
+    if (stream == nullptr && invalidate_capture_of(stream)) return CuResult::capture_implicit;
     for (const auto& part : memory) uses_.emplace(part.data(), part.size());
-    found->second->push([this, memory, work = std::move(work)] {
+    worker->push([this, memory, work = std::move(work)] {
         bool is_lost = false;
         {
             const std::lock_guard inner(mutex_);
@@ -242,19 +336,16 @@ CuResult FakeCuda::cuStreamDestroy_v2(CuStream stream) {
 
 CuResult FakeCuda::wait_for(CuStream stream) {
     Lock lock(mutex_);
-    const auto found = streams_.find(stream);
-    if (found == streams_.end()) return CuResult::invalid_handle;
-    const Worker& worker = *found->second;
-    changed_.wait(lock, [&] { return lost_by_ != CuResult::success || worker.is_idle(); });
+    const Worker* const worker = worker_of(stream);
+    if (!worker) return CuResult::invalid_handle;
+    if (invalidate_capture_of(stream)) {
+        return stream ? CuResult::capture_unsupported : CuResult::capture_implicit;
+    }
+    changed_.wait(lock, [&] { return lost_by_ != CuResult::success || worker->is_idle(); });
     return lost_by_;
 }
 
 CuResult FakeCuda::cuStreamSynchronize(CuStream stream) { return wait_for(stream); }
-
-CuResult FakeCuda::cuStreamIsCapturing(CuStream, int* status) {
-    *status = is_capturing_ ? kCuCaptureNone + 1 : kCuCaptureNone;
-    return CuResult::success;
-}
 
 CuResult FakeCuda::cuEventCreate(CuEvent* event, unsigned flags) {
     EXPECT_TRUE(flags & kCuEventDisableTiming);
@@ -277,6 +368,8 @@ CuResult FakeCuda::cuEventRecord(CuEvent event, CuStream stream) {
         const std::lock_guard lock(mutex_);
         const auto found = events_.find(event);
         if (found == events_.end()) return CuResult::invalid_handle;
+        if (stream == nullptr && invalidate_capture_of(stream)) return CuResult::capture_implicit;
+        found->second.captured_in = captures_.contains(stream) ? stream : nullptr;
         number = ++found->second.recorded;
     }
     return enqueue(stream, {}, [this, event, number] {
@@ -290,6 +383,7 @@ CuResult FakeCuda::cuEventQuery(CuEvent event) {
     const std::lock_guard lock(mutex_);
     const auto found = events_.find(event);
     if (found == events_.end()) return CuResult::invalid_handle;
+    if (found->second.captured_in) return refuse_captured(found->second);
     return found->second.passed >= found->second.recorded ? CuResult::success : CuResult::not_ready;
 }
 
@@ -298,6 +392,7 @@ CuResult FakeCuda::cuEventSynchronize(CuEvent event) {
     const auto found = events_.find(event);
     if (found == events_.end()) return CuResult::invalid_handle;
     const EventState& state = found->second;
+    if (state.captured_in) return refuse_captured(state);
     changed_.wait(lock, [&] { return lost_by_ != CuResult::success || state.passed >= state.recorded; });
     return lost_by_;
 }
