@@ -1,47 +1,20 @@
 """The kernels without torch: equal to those for processors for every grid, and clean under compute-sanitizer."""
 
-import importlib.util
-import os
+import json
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import cpp_extension
+from programs import compile_command
 
-ROOT = Path(__file__).resolve().parents[2]
-LAYERS = {"kernel_program": ["optim"], "codec_program": ["base", "codec"]}
 SIZES = {
     "kernel_program": ("1", "9", "2047", "2049", "40000", "1000003"),
     "codec_program": ("1", "7", "16", "65", "1000", "3001"),
 }
 SMALL_SIZES = {"kernel_program": ("9", "2049"), "codec_program": ("9", "700")}
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-ARITHMETIC = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false")
-
-
-def xxhash_flags() -> list[str]:
-    """The system's library, or the header that pyarrow carries, as setup.py has it."""
-    asked = subprocess.run(["pkg-config", "--exists", "libxxhash"], check=False) if shutil.which("pkg-config") else None
-    if asked is not None and asked.returncode == 0:
-        return ["-lxxhash"]
-    pyarrow = importlib.util.find_spec("pyarrow")
-    assert pyarrow is not None, "no xxHash: neither libxxhash nor pyarrow"
-    folders = [f"{folder}/include/arrow/vendored/xxhash" for folder in pyarrow.submodule_search_locations or ()]
-    return ["-DXXH_INLINE_ALL", *(f"-I{folder}" for folder in folders)]
-
-
-def compile_command(name: str, built: Path, architecture: str) -> list[str]:
-    """How a program of this folder is built with the layers that it tests."""
-    folders = [ROOT / "csrc" / layer for layer in LAYERS[name]]
-    sources = [path for folder in folders for path in folder.glob("*.c*") if path.suffix in (".cpp", ".cu")]
-    sources = [path for path in sources if not path.stem.endswith("_operator")]
-    nvcc = shutil.which("nvcc", path=os.pathsep.join([f"{cpp_extension.CUDA_HOME}/bin", os.environ["PATH"]]))
-    assert nvcc is not None, "no nvcc: set CUDA_HOME"
-    command = [nvcc, "-std=c++20", "-O2", f"-arch={architecture}", *ARITHMETIC, "-lineinfo"]
-    command += ["-Xcompiler", "-ffp-contract=off,-fno-math-errno", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests/cpp'}"]
-    return [*command, str(ROOT / f"tests/gpu/{name}.cu"), *map(str, sorted(sources)), *xxhash_flags(), "-o", str(built)]
 
 
 def run(command: list[str]) -> str:
@@ -50,12 +23,17 @@ def run(command: list[str]) -> str:
     return ended.stdout
 
 
-@pytest.fixture(scope="session", params=list(LAYERS))
-def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A program of this folder with the kernels, for the GPU at hand."""
-    built = tmp_path_factory.mktemp("kernels") / str(request.param)
-    run(compile_command(built.name, built, "sm_{}{}".format(*torch.cuda.get_device_capability())))
+def build(name: str, folder: Path) -> Path:
+    """A program of this folder, for the GPU at hand."""
+    built = folder / name
+    run(compile_command(name, built, "sm_{}{}".format(*torch.cuda.get_device_capability())))
     return built
+
+
+@pytest.fixture(scope="session", params=list(SIZES))
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with kernels."""
+    return build(str(request.param), tmp_path_factory.mktemp("kernels"))
 
 
 def test_kernels_equal_those_for_processors(program):
@@ -76,3 +54,13 @@ def test_kernels_are_clean_under(program, tool):
     command = [sanitizer, "--tool", tool, "--error-exitcode", "1", str(program), *SMALL_SIZES[program.name]]
     answer = run(command)
     assert "0 errors" in answer or "0 hazards" in answer, answer
+
+
+def test_the_driver_keeps_what_the_engine_relies_on(tmp_path):
+    """Method: every contract by itself, without torch; pages move beside kernels that use them."""
+    program = build("driver_program", tmp_path)
+    ended = subprocess.run([str(program), "checks", str(tmp_path)], capture_output=True, text=True, check=False)
+    report = json.loads(ended.stdout.splitlines()[-1])
+    assert {check["name"]: check["seen"] for check in report["entries"] if not check["held"]} == {}
+    assert ended.returncode == 0, ended.stderr
+    assert not report["is_rehearsal"]

@@ -374,7 +374,8 @@ CuResult FakeCuda::cuEventRecord(CuEvent event, CuStream stream) {
     }
     return enqueue(stream, {}, [this, event, number] {
         const std::lock_guard lock(mutex_);
-        if (const auto found = events_.find(event); found != events_.end()) found->second.passed = number;
+        const auto found = events_.find(event);  // may have been recorded again since, in a stream that was faster
+        if (found != events_.end()) found->second.passed = std::max(found->second.passed, number);
         changed_.notify_all();
     });
 }
