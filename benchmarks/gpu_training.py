@@ -40,7 +40,7 @@ class Plan:
     """What is trained, in which memory, how often."""
 
     shape: Shape = field(default_factory=Shape)
-    batch: int = 8
+    batch: int = 16
     sequence: int = 1024
     device_bytes: int = 24 << 30
     unpaged_bytes: int = 10 << 30
@@ -82,6 +82,24 @@ SMOKE = Plan(
 )
 
 
+def made_quickly(shape: Shape) -> BareLlama:
+    """Make a model in bf16 whose matrices repeat one block of random numbers: others take minutes to draw."""
+    with torch.device("meta"):
+        model = BareLlama(shape).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    block = (0.02 * torch.randn(1 << 20)).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1)
+                continue
+            flat = parameter.view(-1)
+            for begin in range(0, flat.numel(), block.numel()):
+                part = flat[begin : begin + block.numel()]
+                part.copy_(block[: part.numel()])
+    return model
+
+
 class Training:
     """A model in training: paged, or in the GPU with as many layers as fit."""
 
@@ -90,7 +108,7 @@ class Training:
         self.plan = plan
         self.is_paged = is_paged
         self.shape = plan.shape if is_paged else replace(plan.shape, layers=plan.fitting_layers)
-        self.model = BareLlama(self.shape).to(torch.bfloat16)
+        self.model = made_quickly(self.shape)
         if is_paged:
             torch_offload.wrap(self.model, config=plan.config(ssd))
         else:
@@ -149,9 +167,10 @@ def rates(ssd: str) -> dict[str, float]:
     return {TO_DEVICE: probe.to_device, TO_HOST: probe.to_host, SSD: probe.ssd_mixed}
 
 
-def start(kind: str, ssd: str, *, is_smoke: bool) -> WorkerProcess:
+def start(kind: str, plan: Plan, ssd: str, *, is_smoke: bool) -> WorkerProcess:
     """Start the process of a model, which is built when this returns."""
     words = [sys.executable, __file__, "--worker", kind, "--ssd", ssd, *(["--smoke"] if is_smoke else [])]
+    words += ["--layers", str(plan.shape.layers), "--gpu-gib", str(plan.device_bytes / (1 << 30))]
     return WorkerProcess(kind, words, log_directory=ssd)
 
 
@@ -160,7 +179,7 @@ def measure(plan: Plan, ssd: str, *, is_smoke: bool) -> dict[str, Any]:
     workers: dict[str, WorkerProcess] = {}
     try:
         for kind in KINDS:
-            workers[kind] = start(kind, ssd, is_smoke=is_smoke)
+            workers[kind] = start(kind, plan, ssd, is_smoke=is_smoke)
         sizes = {kind: worker.description["parameters"] for kind, worker in workers.items()}
         rounds = []
         for index in range(plan.rounds + 1):
@@ -202,16 +221,32 @@ def compared(
     }
 
 
+def plan_of(options: argparse.Namespace) -> Plan:
+    plan = SMOKE if options.smoke else Plan()
+    if options.layers:
+        plan = replace(plan, shape=replace(plan.shape, layers=options.layers))
+    if options.gpu_gib:
+        device_bytes = int(options.gpu_gib * (1 << 30))
+        share = plan.unpaged_bytes / plan.device_bytes
+        plan = replace(plan, device_bytes=device_bytes, unpaged_bytes=int(share * device_bytes))
+    return replace(plan, rounds=options.rounds or plan.rounds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument("--ssd", help="directory on a real disk; default: the current one", default=".")
+    parser.add_argument(
+        "--layers", type=int, help="of the model; fewer are quicker to look at, and no bar is about them"
+    )
+    parser.add_argument("--gpu-gib", type=float, help="what torch and pages may take together; 10/24 of it is torch's")
+    parser.add_argument("--rounds", type=int, help="that count; five for a result that is kept")
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU: make gpu-bench")
-    plan = SMOKE if options.smoke else Plan()
+    plan = plan_of(options)
     if options.worker:
         Training(plan, is_paged=options.worker == "paged", ssd=options.ssd).serve()
         return

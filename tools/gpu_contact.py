@@ -36,6 +36,7 @@ PACKAGES = (
     "peft",
 )
 SWEEP_WORKERS = 12
+PROGRAM = "driver_program"
 Words = list[str]
 
 
@@ -79,7 +80,13 @@ STAGES = (
     Stage("environment", lambda _: [python(__file__, "--environment")], 60),
     Stage("build", lambda _: [["make", ".gpu-build", f"GPU_PYTHON={sys.executable}"]], 240),
     Stage("doctor", lambda _: [python("-m", "torch_offload", "doctor")], 60),
-    Stage("driver", pytest("tests/gpu/test_driver_program.py"), 150),
+    Stage(
+        "driver_program",
+        lambda out: [python("tests/gpu/programs.py", "driver_program", str(out / PROGRAM), "native")],
+        90,
+    ),
+    Stage("driver_checks", lambda out: [[str(out / PROGRAM), "checks", str(out)]], 110),
+    Stage("driver_timings", lambda out: [[str(out / PROGRAM), "timings"]], 60),
     Stage("kernels", pytest("tests/gpu/test_kernels.py", "tests/gpu/test_codec.py"), 120),
     Stage("training", pytest("tests/gpu/test_training.py"), 180),
     Stage("sweep", sweep, 180),

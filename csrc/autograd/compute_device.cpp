@@ -10,6 +10,7 @@
 #include "device/cuda_device.h"
 #include "device/cuda_driver.h"
 #include "device/cuda_memory.h"
+#include "device/locked_memory.h"
 
 namespace torch_offload {
 namespace {
@@ -21,6 +22,7 @@ public:
     c10::Device torch_device() const noexcept override { return c10::kCPU; }
     Device& device() noexcept override { return device_; }
     Memory* memory() noexcept override { return nullptr; }
+    Memory* host_memory() noexcept override { return nullptr; }
 
 private:
     EmulatedDevice device_;
@@ -33,17 +35,23 @@ public:
         : torch_device_(c10::kCUDA, static_cast<c10::DeviceIndex>(ordinal)),
           context_(CudaDriver::load(), ordinal),
           memory_(context_),
-          device_(context_, {.current_stream = [torch_device = torch_device_] {
-                      return static_cast<CuStream>(torch_offload::current_stream(torch_device)->native_handle());
-                  }}) {}
+          host_memory_(context_),
+          device_(context_,
+                  {.current_stream =
+                       [torch_device = torch_device_] {
+                           return static_cast<CuStream>(torch_offload::current_stream(torch_device)->native_handle());
+                       },
+                   .host = &host_memory_}) {}
     c10::Device torch_device() const noexcept override { return torch_device_; }
     Device& device() noexcept override { return device_; }
     Memory* memory() noexcept override { return &memory_; }
+    Memory* host_memory() noexcept override { return &host_memory_; }
 
 private:
     const c10::Device torch_device_;
     CudaContext context_;
     CudaMemory memory_;
+    LockedMemory host_memory_;
     CudaDevice device_;
 };
 

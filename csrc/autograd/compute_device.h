@@ -43,8 +43,9 @@ public:
     /// What tensors on it say that they are on: the CPU, where the device is only emulated.
     virtual c10::Device torch_device() const noexcept = 0;
     virtual Device& device() noexcept = 0;
-    /// Where frames come from; nullptr: the process's memory.
+    /// Where frames come from, here and in the tier below; nullptr: the process's memory.
     virtual Memory* memory() noexcept = 0;
+    virtual Memory* host_memory() noexcept = 0;
 };
 
 /// The stream that takes the calling thread's kernels on `torch_device`; nothing where kernels have run when they

@@ -37,7 +37,10 @@ EngineOptions with_log(EngineOptions options, ActivityLog& log) {
 
 std::shared_ptr<Pager> make_host_pager(const EngineOptions& options, ComputeDevice* device) {
     PagerOptions host = options.pager;
-    host.device = device ? &device->device() : nullptr;
+    if (device) {
+        host.device = &device->device();
+        host.memory = device->host_memory();
+    }
     std::unique_ptr<IoEngine> engine = make_io_engine(host.engine, host.queue_depth);
     if (options.ssd_bytes_per_second > 0) {
         engine = std::make_unique<ThrottledEngine>(std::move(engine), options.ssd_bytes_per_second);

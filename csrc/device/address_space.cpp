@@ -428,6 +428,15 @@ void AddressSpace::commit(std::span<std::byte> range, HugePages huge_pages) {
     }
 }
 
+void AddressSpace::map_file(std::span<std::byte> range, int file, std::uint64_t offset, Protection protection) {
+    state_->check_inside(range, "map_file");
+    const int bits = protection_bits(protection);
+    if (mmap(range.data(), range.size(), bits, MAP_SHARED | MAP_FIXED, file, static_cast<off_t>(offset)) ==
+        MAP_FAILED) {
+        throw_mapping_error("mapping a file to", range, errno);
+    }
+}
+
 void AddressSpace::decommit(std::span<std::byte> range) {
     state_->check_inside(range, "decommit");
     if (map_fresh(range, PROT_NONE)) return;

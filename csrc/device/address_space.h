@@ -46,6 +46,10 @@ public:
     /// they are allowed and fit.
     void commit(std::span<std::byte> range, HugePages huge_pages = HugePages::allowed) override;
 
+    /// Puts memory of a shared file under [range), at one instant: what lay there is gone. The same memory may be under
+    /// several ranges, of which each is dropped by itself.
+    void map_file(std::span<std::byte> range, int file, std::uint64_t offset, Protection protection);
+
     /// Drops the memory: the range is PROT_NONE again and costs nothing.
     void decommit(std::span<std::byte> range) override;
 

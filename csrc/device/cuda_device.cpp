@@ -14,7 +14,7 @@ CudaDevice::CudaDevice(const CudaContext& context, CudaDeviceOptions options)
 CudaDevice::~CudaDevice() = default;
 
 std::unique_ptr<Stream> CudaDevice::make_stream(LinkDirection direction) {
-    return std::make_unique<CudaStream>(context_, events_, direction, options_.buffer_bytes);
+    return std::make_unique<CudaStream>(context_, events_, direction, options_.buffer_bytes, options_.host);
 }
 
 /// On a lost device nothing runs: what was used is free, and the next call says why. Memory that is let go too early

@@ -9,6 +9,7 @@
 
 #include "base/units.h"
 #include "device/cuda_event.h"
+#include "device/locked_memory.h"
 #include "device/stream.h"
 
 namespace torch_offload {
@@ -19,6 +20,8 @@ struct CudaDeviceOptions {
     /// The stream that takes the calling thread's kernels, asked whenever a guard ends. Without one, who uses memory
     /// has waited for his kernels when he says that he is done.
     std::function<CuStream()> current_stream;
+    /// Where pages of the host lie. Outlives the device.
+    const LockedMemory* host = nullptr;
 };
 
 /// Errors of a stream are said by what waits for it, and every call after that: the device is lost.

@@ -139,15 +139,15 @@ CudaStaging::~CudaStaging() {
 // --- The stream ---------------------------------------------------------------------------------------------------
 
 CudaStream::CudaStream(const CudaContext& context, std::shared_ptr<CudaEventPool> events, LinkDirection direction,
-                       std::size_t buffer_bytes)
+                       std::size_t buffer_bytes, const LockedMemory* host)
     : context_(context),
       events_(std::move(events)),
       direction_(direction),
       buffer_bytes_(buffer_bytes),
+      host_(host),
       copies_(std::make_shared<CudaCopies>(context)) {}
 
 void CudaStream::open() {
-    if (!staging_) staging_ = std::make_unique<CudaStaging>(context_, buffer_bytes_);
     if (stream_) return;
     int lowest = 0;
     int highest = 0;
@@ -170,6 +170,13 @@ void CudaStream::copy(std::span<std::byte> to, std::span<const std::byte> from) 
     OFFLOAD_CHECK(to.size() == from.size(), LogicError, "a copy of ", from.size(), " bytes to ", to.size());
     const CudaContext::Scope scope(context_);
     open();
+    const std::span<const std::byte> on_host = direction_ == LinkDirection::to_device ? from : to;
+    if (host_ && host_->is_locked(on_host)) {
+        queue(to, from);
+        copies_->add(mark(), {}, {});
+        return;
+    }
+    if (!staging_) staging_ = std::make_unique<CudaStaging>(context_, buffer_bytes_);
     if (!staging_->is_registered()) {
         queue(to, from);
         copies_->add(mark(), {}, {});

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "device/cuda_event.h"
+#include "device/locked_memory.h"
 #include "device/stream.h"
 
 namespace torch_offload {
@@ -14,8 +15,8 @@ namespace torch_offload {
 /// Copies of one stream that are under way, and the bytes that have to be brought from where the GPU put them.
 class CudaCopies;
 
-/// A ring of buffers that the driver has registered, at addresses that stay. Pages of the host move with mremap and so
-/// cannot be registered themselves (docs/adr/0005).
+/// A ring of buffers that the driver has registered, for pages of the host that are not registered themselves
+/// (docs/adr/0005).
 class CudaStaging {
 public:
     static constexpr std::size_t kBufferCount = 4;  // one that is copied, one that waits, their neighbours
@@ -39,14 +40,16 @@ private:
     bool is_registered_ = false;
 };
 
-/// One side stream. A copy to the device has left `from` when copy() returns; one to the host has arrived when an event
-/// behind it was waited for, or has_passed() said so: whoever asks brings the bytes over.
+/// One side stream. Locked memory is copied where it lies, other memory by way of the buffers: what goes to the device
+/// has left `from` then when copy() returns, and what goes to the host is brought over by who waits for an event behind
+/// it, or is told by has_passed() that it has passed.
 /// What it needs of the driver is made by the first copy, so that what fails there fails as a copy.
 /// Threads: as Stream; events from any.
 class CudaStream final : public Stream {
 public:
+    /// `host`: of the pages that are copied; nullptr: it is not known and never locked.
     CudaStream(const CudaContext& context, std::shared_ptr<CudaEventPool> events, LinkDirection direction,
-               std::size_t buffer_bytes);
+               std::size_t buffer_bytes, const LockedMemory* host = nullptr);
     ~CudaStream() override;
     CudaStream(const CudaStream&) = delete;
     CudaStream& operator=(const CudaStream&) = delete;
@@ -65,6 +68,7 @@ private:
     std::shared_ptr<CudaEventPool> events_;
     const LinkDirection direction_;
     const std::size_t buffer_bytes_;
+    const LockedMemory* const host_;
     std::shared_ptr<CudaCopies> copies_;
     std::unique_ptr<CudaStaging> staging_;
     CuStream stream_ = nullptr;

@@ -56,6 +56,9 @@ public:
     /// Moves the memory under `from` to the equally long `to`, which must hold none, without copying it. If it throws,
     /// the memory is under `from`, and has to be protected again before it is used.
     virtual void move(std::span<std::byte> from, std::byte* to, Protection protection) = 0;
+    /// Whether what was committed can be used where it was committed, too, while it has moved elsewhere. Only the whole
+    /// of it moves then, away from there and back.
+    virtual bool keeps_place() const noexcept { return false; }
 
     virtual void protect(std::span<std::byte> range, Protection protection) = 0;
 

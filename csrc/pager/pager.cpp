@@ -272,7 +272,7 @@ void Pager::Impl::forget(Segment& segment) noexcept {
     log_use(segment, 0, segment.page_count(), UseKind::drop);
     release_faulted(segment);
     store->forget(segment);
-    const bool is_kept = is_whole_in_place(segment) && can_show_to_forks(memory, range);
+    const bool is_kept = !memory.keeps_place() && is_whole_in_place(segment) && can_show_to_forks(memory, range);
     if (is_kept) {
         for (std::size_t i = 0; i < segment.page_count(); ++i) memory.release(segment.page(i).frame.slot);
     } else {
@@ -367,6 +367,11 @@ void Pager::flush() {
     }
     impl_->raise_fault_error();
     impl_->raise_unsaid_write_error();
+}
+
+std::span<std::byte> Pager::copied_range(Segment& segment, std::size_t index) {
+    const std::span<std::byte> range = segment.page_range(index);
+    return impl_->memory.keeps_place() ? segment.page(index).frame.slot.first(range.size()) : range;
 }
 
 bool Pager::is_resident(const Segment& segment) const noexcept {

@@ -199,6 +199,9 @@ public:
     /// True if the page's bytes are in memory (mapped, or loaded without pending work elsewhere).
     static bool in_memory(const Segment& segment, std::size_t index) noexcept;
 
+    /// Where a device copies the page from or to while it is pinned.
+    std::span<std::byte> copied_range(Segment& segment, std::size_t index);
+
     // --- Temporaries (the CPU allocator) --------------------------------------------------------------------------
     /// A committed range of the budget; evicts pages to free memory. Throws: OutOfTierMemory; TierIoError of a write.
     std::span<std::byte> allocate_range(std::size_t size_bytes);

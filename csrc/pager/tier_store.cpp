@@ -186,7 +186,7 @@ bool TierStore::begin(Lane& lane, Transfer& transfer) noexcept {
         const std::shared_ptr<Segment> backing = backing_of(transfer.segment);
         transfer.below =
             pin_below(backing, transfer.segment->index_of(page), is_read ? Access::read : Access::overwrite);
-        begin_copy(lane, transfer, backing->page_range(transfer.segment->index_of(page)));
+        begin_copy(lane, transfer, below_.copied_range(*backing, transfer.segment->index_of(page)));
         return true;
     } catch (...) {
         end(lane, transfer, failed_end());

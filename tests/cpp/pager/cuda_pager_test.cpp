@@ -21,7 +21,9 @@ constexpr std::size_t kHostPages = 24;
 
 struct GpuTiers {
     explicit GpuTiers(const FakeCudaOptions& options = {})
-        : gpu(options), tiers(gpu.device, kDevicePages, kHostPages, &gpu.memory), top(tiers.top) {}
+        : gpu(options),
+          tiers(gpu.device, kDevicePages, kHostPages, &gpu.memory, nullptr, &gpu.host_memory),
+          top(tiers.top) {}
 
     FakeGpu gpu;
     DeviceTiers tiers;

@@ -4,6 +4,7 @@
 #include "device/cuda_device.h"
 #include "device/cuda_driver.h"
 #include "device/cuda_memory.h"
+#include "device/locked_memory.h"
 #include "support/fake_cuda.h"
 
 namespace torch_offload::test {
@@ -13,12 +14,16 @@ struct FakeGpu {
         : driver(options),
           context(CudaDriver(FakeCuda::functions()), 0),
           memory(context),
-          device(context, {.buffer_bytes = 2 * kSectorBytes, .current_stream = [this] { return compute_stream; }}) {}
+          host_memory(context),
+          device(context, {.buffer_bytes = 2 * kSectorBytes,
+                           .current_stream = [this] { return compute_stream; },
+                           .host = &host_memory}) {}
 
     FakeCuda driver;
     CuStream compute_stream = driver.compute_stream();
     CudaContext context;
     CudaMemory memory;
+    LockedMemory host_memory;
     CudaDevice device;
 };
 
