@@ -34,6 +34,15 @@ std::optional<InFlightUse> InFlightUses::take_passed() {
     return use;
 }
 
+std::optional<InFlightUse> InFlightUses::take_oldest() {
+    const std::lock_guard lock(mutex_);
+    if (uses_.empty()) return std::nullopt;
+    std::optional<InFlightUse> use = std::move(uses_.front());
+    uses_.pop_front();
+    count_.fetch_sub(1, std::memory_order_release);
+    return use;
+}
+
 std::shared_ptr<const Event> InFlightUses::oldest() const {
     if (count_.load(std::memory_order_acquire) == 0) return nullptr;
     const std::lock_guard lock(mutex_);
@@ -79,7 +88,8 @@ void Pager::Impl::close_passed_uses() noexcept {
     while (const std::optional<InFlightUse> use = uses.take_passed()) close_use(*use);
 }
 
-/// False if nothing is in use. Throws: TierIoError if the device is lost; nothing is in use then.
+/// False if nothing is in use. Throws: TierIoError if the device is lost, nothing is in use then; what Event::wait()
+/// says if it cannot be waited for yet.
 bool Pager::Impl::wait_for_oldest_use() {
     const std::shared_ptr<const Event> event = uses.oldest();
     if (!event) return false;

@@ -42,6 +42,8 @@ public:
     void add(InFlightUse&& use);
     /// The oldest, if its event has passed.
     std::optional<InFlightUse> take_passed();
+    /// The oldest, whether it has or not.
+    std::optional<InFlightUse> take_oldest();
     /// The event of the oldest; nullptr: there is none.
     std::shared_ptr<const Event> oldest() const;
     /// The event of the last use of the page in its slot; nullptr: there is none.

@@ -99,7 +99,8 @@ Pager::Pager(const PagerOptions& options, std::unique_ptr<IoEngine> engine)
 Pager::Pager(const PagerOptions& options, std::unique_ptr<PageStore> store)
     : options_(options), impl_(std::make_unique<Impl>(*this, options_, std::move(store))) {}
 
-/// Kernels that still run use memory of the pager's, and what is kept for them owns segments.
+/// Kernels that still run use memory of the pager's, and what is kept for them owns segments: all of it ends here, also
+/// what cannot be waited for, such as the kernels of a stream that is captured into a graph meanwhile.
 Pager::~Pager() {
     try {
         while (impl_->wait_for_oldest_use()) {
@@ -107,7 +108,10 @@ Pager::~Pager() {
     } catch (const std::exception& error) {
         OFFLOAD_LOG(error, "the device failed while it was being waited for: ", error.what());
     }
-    impl_->close_passed_uses();
+    while (const std::optional<InFlightUse> use = impl_->uses.take_oldest()) {
+        if (!use->event->has_passed()) wait_until_passed(*use->event);
+        impl_->close_use(*use);
+    }
 }
 
 void Pager::set_pending_work(ResolvePending resolve, PendingMembers members) {

@@ -121,6 +121,18 @@ TEST(CudaPager, PagesOfAStreamThatIsCapturedStay) {
     EXPECT_TRUE(holds(*used, 1));
 }
 
+// A pager that ends while the stream is captured ends, with all that it had. Method: the fake says what is left behind.
+TEST(CudaPager, EndsWhileItsStreamIsCaptured) {
+    FakeGpu gpu;
+    {
+        DeviceTiers tiers(gpu.device, kDevicePages, kHostPages, &gpu.memory);
+        const PinGuard guard = pin(tiers.top, filled_segment(tiers.top, 3, 1), Access::read);
+        gpu.driver.begin_capture(gpu.compute_stream);
+    }
+    EXPECT_FALSE(gpu.context.is_lost());
+    EXPECT_TRUE(gpu.driver.end_capture(gpu.compute_stream));
+}
+
 // Pages that were never written are zeros, though new memory is not. Method: read all of one.
 TEST(CudaPager, NewPagesAreZeros) {
     GpuTiers tiers;

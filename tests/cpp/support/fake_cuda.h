@@ -72,7 +72,7 @@ public:
 
     /// A stream for kernels, and a kernel that uses `memory` of the device.
     CuStream compute_stream();
-    /// One of another library's, which the default stream (nullptr) and it wait for each other.
+    /// One of another library's: it and the default stream (nullptr) wait for each other.
     CuStream blocking_stream();
     void launch(const std::vector<std::span<std::byte>>& memory, std::function<void()> kernel);
 

@@ -15,7 +15,7 @@
 namespace torch_offload::test {
 namespace {
 
-/// What a graph cannot note down, so that a capture forbids it. A driver of CUDA 13 refuses the first two rows; the
+/// What a graph cannot note down, so that a capture forbids it. A driver of CUDA 13 refuses the first five; the
 /// rest are refused here because the documentation gives an allocation as its example.
 constexpr std::array kUnsafeSymbols = {
     "cuEventQuery",        "cuEventSynchronize", "cuStreamSynchronize", "cuMemHostRegister_v2",
