@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -82,12 +83,16 @@ __global__ void add_one(std::uint32_t* words, std::size_t count, unsigned long l
 /// The driver, its first device, the memory under test and a stream for kernels.
 class Machine {
 public:
-    Machine()
+    /// Uses::end_with_guards: the device is not told of kernels, and pages leave under them.
+    enum class Uses { end_with_kernels, end_with_guards };
+
+    explicit Machine(Uses uses = Uses::end_with_kernels)
         : driver_(make_driver()),
           context_(driver_, 0),
           memory_(std::make_unique<CudaMemory>(context_)),
           compute_(make_compute_stream()),
-          device_(context_, {.current_stream = [this] { return compute_; }}) {
+          device_(context_, {.current_stream = uses == Uses::end_with_kernels ? [this] { return compute_; }
+                                                                              : std::function<CuStream()>{}}) {
         launch_wait(std::chrono::nanoseconds(0));  // the driver loads kernels when they are first launched
         launch_add_one({}, std::chrono::nanoseconds(0));
         wait_for_kernels();

@@ -1,9 +1,11 @@
 // The driver itself, without torch: whether it keeps what csrc/device and csrc/pager rely on, and what its calls cost.
 //   driver_program checks [DIRECTORY]    every contract, held or not; scratch files go to DIRECTORY (.), on a real disk
 //   driver_program timings               medians, smallest and largest
+//   driver_program unfenced [DIRECTORY]  the check of pages under kernels where nobody waits for these: has to fail
 //   driver_program lost                  of `checks`: what is said once the device is lost, in a process of its own
 // The last line of stdout is a JSON object; progress is on stderr. Exits with 1 if something does not hold, with 2 if
 // it did not end in time. With REHEARSAL it is plain C++ over the fake driver: what is measured then means nothing.
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <exception>
@@ -35,7 +37,7 @@ std::string path_of_program() {
 void log_to_stderr(LogLevel, const std::string& line) { std::fprintf(stderr, "    log: %s\n", line.c_str()); }
 
 void run(Report& report, const std::string& subcommand, const std::string& directory) {
-    Machine machine;
+    Machine machine(subcommand == "unfenced" ? Machine::Uses::end_with_guards : Machine::Uses::end_with_kernels);
     report.put("device", quoted(machine.context().name()));
     report.put("driver_version", std::to_string(machine.driver_version()));
     report.put("granule_bytes", std::to_string(machine.granule_bytes()));
@@ -45,6 +47,9 @@ void run(Report& report, const std::string& subcommand, const std::string& direc
         timings::run_all(machine, report);
     } else if (subcommand == "lost") {
         report.check("a lost device is said", [&] { return checks::lost_device_is_said(machine); });
+    } else if (subcommand == "unfenced") {
+        report.check("pages hold counts where nobody waits for kernels",
+                     [&] { return checks::pages_hold_counts_of_kernels(machine, directory); });
     } else {
         checks::run_all(machine, report, directory, path_of_program());
     }
@@ -79,8 +84,9 @@ int run_program(const std::string& subcommand, const std::string& directory) {
 
 int main(int argument_count, char** arguments) {
     const std::string subcommand = argument_count > 1 ? arguments[1] : "";
-    if (subcommand != "checks" && subcommand != "timings" && subcommand != "lost") {
-        std::fprintf(stderr, "driver_program checks [DIRECTORY] | timings | lost\n");
+    constexpr std::array kSubcommands = {"checks", "timings", "unfenced", "lost"};
+    if (std::ranges::find(kSubcommands, subcommand) == kSubcommands.end()) {
+        std::fprintf(stderr, "driver_program checks [DIRECTORY] | timings | unfenced [DIRECTORY] | lost\n");
         return 64;
     }
     return torch_offload::run_program(subcommand, argument_count > 2 ? arguments[2] : ".");

@@ -61,7 +61,7 @@ inline void done(const Machine& machine, CuResult result, const char* what) {
     require(result == CuResult::success, what, ": ", machine.text_of(result));
 }
 
-/// A kernel of 200 ms that is running whenever something is measured.
+/// A kernel that is running whenever something is measured.
 class LongKernel {
 public:
     explicit LongKernel(Machine& machine) : machine_(machine) {}
@@ -79,13 +79,13 @@ public:
         since_ = Clock::now();
         event_ = machine_.device().fence_use();
         std::this_thread::sleep_for(milliseconds(2));
-        require(!event_->has_passed(), "a kernel of 200 ms has ended at once");
+        require(!event_->has_passed(), "a long kernel has ended at once");
     }
     bool has_ended() const { return event_->has_passed(); }
 
 private:
-    static constexpr milliseconds kDuration{200};
-    static constexpr milliseconds kFreshFor{100};
+    static constexpr milliseconds kDuration{Machine::kIsRehearsal ? 1000 : 200};
+    static constexpr milliseconds kFreshFor = kDuration / 2;
     Machine& machine_;
     std::shared_ptr<const Event> event_;
     Clock::time_point since_;
@@ -97,7 +97,11 @@ public:
     Bench(Machine& machine, During during) : machine_(machine), kernel_(machine), during_(during) {}
 
     const char* during() const { return during_ == During::idle ? "idle" : "kernel"; }
-    int repeats() const { return Machine::kIsRehearsal ? 2 : during_ == During::idle ? 15 : 5; }
+    /// Whether one more round is worth its time: where each call waits for a kernel there is only one.
+    bool goes_on(int round) const {
+        const int most = Machine::kIsRehearsal ? 2 : during_ == During::idle ? 15 : 5;
+        return round == 0 || (round < most && microseconds_since(since_) < kEnoughUs);
+    }
 
     /// Of one kind of call, several times; `extra` as Timing has it.
     void time(Timing& timing, int& ended, const std::function<void()>& call) {
@@ -111,10 +115,24 @@ public:
     Machine& machine() { return machine_; }
 
 private:
+    static constexpr double kEnoughUs = 10e6;  // in all
     Machine& machine_;
     LongKernel kernel_;
     During during_;
+    const Clock::time_point since_ = Clock::now();
 };
+
+/// One measurement that fails does not stop the others.
+inline void attempt(Report& report, const std::string& name, const std::function<void()>& measure) {
+    report.begin(name);
+    const auto since = Clock::now();
+    try {
+        measure();
+    } catch (const std::exception& error) {
+        report.fail(name, error.what());
+    }
+    std::fprintf(stderr, "    %.1f s\n", microseconds_since(since) / 1e6);
+}
 
 /// One thing that is measured, several at a time in the same rounds.
 struct Step {
@@ -130,7 +148,7 @@ inline void time_rounds(Bench& bench, Report& report, std::span<const Step> step
     for (const Step& step : steps) {
         timings.emplace_back(step.name, "us", concat(", \"during\": \"", bench.during(), "\"", extra));
     }
-    for (int round = 0; round < bench.repeats(); ++round) {
+    for (int round = 0; bench.goes_on(round); ++round) {
         for (std::size_t i = 0; i < steps.size(); ++i) {
             if (steps[i].is_measured) {
                 bench.time(timings[i], ended[i], steps[i].call);
@@ -250,14 +268,19 @@ inline void time_cuda_memory(Bench& bench, Report& report, std::size_t size_byte
 inline void time_memory(Machine& machine, Report& report, During during) {
     const CudaContext::Scope scope(machine.context());
     Bench bench(machine, during);
-    report.begin(concat("memory, ", bench.during()));
-    for (const std::size_t count : {1, 4, 16}) time_mapping(bench, report, count, 2 * kMiB);
-    if (!Machine::kIsRehearsal) {  // the fake knows memory of one granule only, at one address
-        for (const std::size_t size_mib : {8, 32, 128}) time_mapping(bench, report, 1, size_mib * kMiB);
-        for (const std::size_t count : {1, 4, 16}) time_alias(bench, report, count, 2 * kMiB);
-        for (const std::size_t size_mib : {8, 32}) time_alias(bench, report, 1, size_mib * kMiB);
+    const auto each = [&](const char* what, std::size_t count, std::size_t size_mib, const auto& measure) {
+        attempt(report, concat(what, ", ", count, " of ", size_mib, " MiB, ", bench.during()),
+                [&] { measure(bench, report, count, size_mib * kMiB); });
+    };
+    for (const std::size_t size_mib : {2, 8, 32}) {
+        each("CudaMemory", 1, size_mib,
+             [](Bench& b, Report& r, std::size_t, std::size_t size_bytes) { time_cuda_memory(b, r, size_bytes); });
     }
-    for (const std::size_t size_mib : {2, 8, 32}) time_cuda_memory(bench, report, size_mib * kMiB);
+    for (const std::size_t count : {1, 4, 16}) each("mapping", count, 2, time_mapping);
+    if (Machine::kIsRehearsal) return;  // the fake knows memory of one granule only, at one address
+    for (const std::size_t size_mib : {8, 32, 128}) each("mapping", 1, size_mib, time_mapping);
+    for (const std::size_t count : {1, 4, 16}) each("alias", count, 2, time_alias);
+    for (const std::size_t size_mib : {8, 32}) each("alias", 1, size_mib, time_alias);
 }
 
 // --- Short calls --------------------------------------------------------------------------------------------------
@@ -276,8 +299,35 @@ inline void time_short(
     timing.write(report);
 }
 
+/// Whether moving memory in one thread holds up the kernels of another.
+inline void time_launches_beside_moves(Machine& machine, Report& report, int calls) {
+    CudaMemory& memory = machine.memory();
+    const std::span<std::byte> from = memory.reserve(8 * kMiB, nullptr);
+    const std::span<std::byte> to = memory.reserve(8 * kMiB, nullptr);
+    memory.commit(from, HugePages::never);
+    std::atomic<bool> is_ending{false};
+    std::string error;
+    std::thread mover([&] {
+        try {
+            while (!is_ending) {
+                memory.move(from, to.data(), Protection::read_write);
+                memory.move(to, from.data(), Protection::read_write);
+            }
+        } catch (const std::exception& thrown) {
+            error = thrown.what();
+        }
+    });
+    time_short(
+        report, "launching a kernel while another thread moves 8 MiB", calls,
+        [&] { machine.launch_wait(std::chrono::nanoseconds(0)); }, [&] { machine.wait_for_kernels(); });
+    is_ending = true;
+    mover.join();
+    memory.release(from);
+    memory.release(to);
+    require(error.empty(), error);
+}
+
 inline void time_short_calls(Machine& machine, Report& report) {
-    report.begin("short calls");
     const CudaContext::Scope scope(machine.context());
     const CudaFunctions& driver = machine.functions();
     CuEvent event = nullptr;
@@ -309,21 +359,7 @@ inline void time_short_calls(Machine& machine, Report& report) {
     }
     const auto launch = [&] { machine.launch_wait(std::chrono::nanoseconds(0)); };
     time_short(report, "launching a kernel", calls, launch, wait);
-    std::atomic<bool> is_ending{false};
-    const std::span<std::byte> from = machine.memory().reserve(8 * kMiB, nullptr);
-    const std::span<std::byte> to = machine.memory().reserve(8 * kMiB, nullptr);
-    machine.memory().commit(from, HugePages::never);
-    std::thread mover([&] {
-        while (!is_ending) {
-            machine.memory().move(from, to.data(), Protection::read_write);
-            machine.memory().move(to, from.data(), Protection::read_write);
-        }
-    });
-    time_short(report, "launching a kernel while another thread moves 8 MiB", calls, launch, wait);
-    is_ending = true;
-    mover.join();
-    machine.memory().release(from);
-    machine.memory().release(to);
+    time_launches_beside_moves(machine, report, calls);
 }
 
 // --- Copies -------------------------------------------------------------------------------------------------------
@@ -456,6 +492,7 @@ inline void time_other_memory(Machine& machine, Report& report, std::span<std::b
 }
 
 inline void time_registering(Machine& machine, Report& report, std::size_t size_bytes) {
+    const CudaContext::Scope scope(machine.context());
     const HostMemory host(machine.context(), size_bytes, false);
     const CudaFunctions& driver = machine.functions();
     const std::string extra = concat(", \"size_bytes\": ", size_bytes);
@@ -474,43 +511,55 @@ inline void time_registering(Machine& machine, Report& report, std::size_t size_
     unregistering.write(report);
 }
 
-inline void time_copies(Machine& machine, Report& report) {
-    report.begin("copies");
-    const CudaContext::Scope scope(machine.context());
-    CudaMemory& memory = machine.memory();
-    const std::span<std::byte> there = memory.reserve(kThereBytes, nullptr);
-    memory.commit(there, HugePages::never);
-    memory.fill_zero(there);
-    {
-        const HostMemory registered(machine.context(), kCopiedBytes, true);
-        const HostMemory pageable(machine.context(), kCopiedBytes, false);
-        time_pieces(machine, report, registered.get(), there, "registered memory");
-        time_both_directions(machine, report, registered.get(), there);
-        time_pieces(machine, report, pageable.get(), there, "pageable memory");
-        time_staging(machine, report, pageable.get(), there);
-        if (!Machine::kIsRehearsal) time_other_memory(machine, report, registered.get(), there);
-        time_copy(report, "memcpy on the host, one thread, pageable to registered", "", kCopiedBytes,
-                  [&] { std::memcpy(registered.get().data(), pageable.get().data(), kCopiedBytes); });
+/// Memory on the device for all copies; ends with its scope.
+class There {
+public:
+    explicit There(CudaMemory& memory) : memory_(memory), range_(memory.reserve(kThereBytes, nullptr)) {
+        memory.commit(range_, HugePages::never);
+        memory.fill_zero(range_);
     }
-    memory.release(there);
-    time_registering(machine, report, 4 * kMiB);
-    time_registering(machine, report, kCopiedBytes);
+    ~There() { memory_.release(range_); }
+    There(const There&) = delete;
+    There& operator=(const There&) = delete;
+    std::span<std::byte> get() const { return range_; }
+
+private:
+    CudaMemory& memory_;
+    std::span<std::byte> range_;
+};
+
+inline void time_registered(Machine& machine, Report& report) {
+    const CudaContext::Scope scope(machine.context());
+    const There there(machine.memory());
+    const HostMemory registered(machine.context(), kCopiedBytes, true);
+    time_pieces(machine, report, registered.get(), there.get(), "registered memory");
+    time_both_directions(machine, report, registered.get(), there.get());
+    if (!Machine::kIsRehearsal) time_other_memory(machine, report, registered.get(), there.get());
+    const HostMemory pageable(machine.context(), kCopiedBytes, false);
+    time_copy(report, "memcpy on the host, one thread, pageable to registered", "", kCopiedBytes,
+              [&] { std::memcpy(registered.get().data(), pageable.get().data(), kCopiedBytes); });
+}
+
+inline void time_pageable(Machine& machine, Report& report) {
+    const CudaContext::Scope scope(machine.context());
+    const There there(machine.memory());
+    const HostMemory pageable(machine.context(), kCopiedBytes, false);
+    const HostMemory other(machine.context(), kCopiedBytes, false);
+    time_pieces(machine, report, pageable.get(), there.get(), "pageable memory");
+    time_copy(report, "memcpy on the host, one thread, pageable to pageable", "", kCopiedBytes,
+              [&] { std::memcpy(other.get().data(), pageable.get().data(), kCopiedBytes); });
+    report.put("staging_is_registered", CudaStaging(machine.context(), 4 * kMiB).is_registered() ? "true" : "false");
+    time_staging(machine, report, pageable.get(), there.get());
 }
 
 inline void run_all(Machine& machine, Report& report) {
-    const auto part = [&](const char* name, const std::function<void()>& measure) {
-        const auto since = Clock::now();
-        try {
-            measure();
-        } catch (const std::exception& error) {
-            report.fail(name, error.what());
-        }
-        std::fprintf(stderr, "    %s: %.1f s\n", name, microseconds_since(since) / 1e6);
-    };
-    part("short calls", [&] { time_short_calls(machine, report); });
-    part("memory, idle", [&] { time_memory(machine, report, During::idle); });
-    part("copies", [&] { time_copies(machine, report); });
-    part("memory, kernel", [&] { time_memory(machine, report, During::kernel); });
+    attempt(report, "short calls", [&] { time_short_calls(machine, report); });
+    time_memory(machine, report, During::idle);
+    attempt(report, "copies of registered memory", [&] { time_registered(machine, report); });
+    attempt(report, "copies of pageable memory", [&] { time_pageable(machine, report); });
+    attempt(report, "registering 4 MiB", [&] { time_registering(machine, report, 4 * kMiB); });
+    attempt(report, "registering much", [&] { time_registering(machine, report, kCopiedBytes); });
+    time_memory(machine, report, During::kernel);
 }
 
 }  // namespace torch_offload::timings

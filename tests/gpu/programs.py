@@ -20,10 +20,10 @@ ARITHMETIC = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false")
 
 
 def xxhash_flags() -> list[str]:
-    """The system's library, or the header that pyarrow carries, as setup.py has it."""
+    """The system's header, or the one that pyarrow carries; what is built needs no library of xxHash."""
     asked = subprocess.run(["pkg-config", "--exists", "libxxhash"], check=False) if shutil.which("pkg-config") else None
     if asked is not None and asked.returncode == 0:
-        return ["-lxxhash"]
+        return ["-DXXH_INLINE_ALL"]
     pyarrow = importlib.util.find_spec("pyarrow")
     assert pyarrow is not None, "no xxHash: neither libxxhash nor pyarrow"
     folders = [f"{folder}/include/arrow/vendored/xxhash" for folder in pyarrow.submodule_search_locations or ()]
