@@ -1,5 +1,9 @@
 #include "device/cuda_memory.h"
 
+#include <optional>
+#include <utility>
+#include <vector>
+
 #include "base/check.h"
 #include "base/log.h"
 #include "base/units.h"
@@ -37,13 +41,11 @@ CudaMemory::~CudaMemory() {
     if (!reserved_.empty()) OFFLOAD_LOG(error, context_.name(), ": ", reserved_.size(), " ranges are left behind");
 }
 
-/// How many there are.
-std::size_t CudaMemory::check_granules(std::span<const std::byte> range, const char* what) const {
+void CudaMemory::check_granules(std::span<const std::byte> range, const char* what) const {
     OFFLOAD_CHECK(
         !range.empty() && address_of(range.data()) % granule_bytes_ == 0 && range.size() % granule_bytes_ == 0,
         LogicError, what, " needs whole granules of ", granule_bytes_, " bytes, got ", range.size(), " at ",
         static_cast<const void*>(range.data()));
-    return range.size() / granule_bytes_;
 }
 
 // --- Addresses ----------------------------------------------------------------------------------------------------
@@ -60,26 +62,36 @@ std::span<std::byte> CudaMemory::reserve(std::size_t size_bytes, FaultTarget*) {
     return range;
 }
 
-/// A lost device keeps nothing, and was said to be lost.
+/// A lost device keeps nothing, and was said to be lost. A segment's addresses may still have what was committed
+/// elsewhere.
 void CudaMemory::release(std::span<std::byte> range) noexcept try {
-    const std::size_t count = check_granules(range, "release");
-    std::vector<std::pair<std::byte*, CuMemory>> memory;
+    check_granules(range, "release");
+    std::vector<std::pair<std::byte*, Extent>> extents;
+    std::vector<std::span<std::byte>> aliases;
     {
         const std::lock_guard lock(mutex_);
         const auto reserved = reserved_.find(range.data());
         OFFLOAD_CHECK(reserved != reserved_.end() && reserved->second == range.size(), LogicError,
                       "release needs a whole reserved range");
         reserved_.erase(reserved);
-        for (std::size_t i = 0; i < count; ++i) {
-            if (const auto found = granules_.find(granule(range, i)); found != granules_.end()) {
-                memory.emplace_back(found->first, found->second);
-                granules_.erase(found);
+        std::byte* const end = range.data() + range.size();
+        for (auto at = extents_.lower_bound(range.data()); at != extents_.end() && at->first < end;) {
+            if (aliases_.erase(at->second.alias) != 0) aliases.emplace_back(at->second.alias, at->second.size_bytes);
+            extents.emplace_back(*at);
+            at = extents_.erase(at);
+        }
+        for (auto at = aliases_.lower_bound(range.data()); at != aliases_.end() && at->first < end;) {
+            aliases.emplace_back(at->first, at->second.size_bytes);
+            if (const auto owner = extents_.find(at->second.committed_at); owner != extents_.end()) {
+                owner->second.alias = nullptr;
             }
+            at = aliases_.erase(at);
         }
     }
     if (context_.is_lost()) return;
     const CudaContext::Scope scope(context_);
-    for (const auto& [address, handle] : memory) give_back(address, handle, true);
+    for (const std::span<std::byte> alias : aliases) try_unmap(alias);
+    for (const auto& [begin, extent] : extents) give_back(begin, extent);
     OFFLOAD_CUDA(context_, cuMemAddressFree, address_of(range.data()), range.size());
 } catch (const std::exception& error) {
     OFFLOAD_LOG(error, "addresses are lost: ", error.what());
@@ -88,110 +100,106 @@ void CudaMemory::release(std::span<std::byte> range) noexcept try {
 // --- Memory -------------------------------------------------------------------------------------------------------
 
 void CudaMemory::commit(std::span<std::byte> range, HugePages) {
-    const std::size_t count = check_granules(range, "commit");
+    check_granules(range, "commit");
     const CudaContext::Scope scope(context_);
     const CuAllocationProperties properties = properties_on(context_);
-    std::vector<CuMemory> made;
-    std::size_t mapped = 0;
+    CuMemory memory = 0;
+    OFFLOAD_CUDA(context_, cuMemCreate, &memory, range.size(), &properties, 0);
     try {
-        for (; mapped < count; ++mapped) {
-            CuMemory memory = 0;
-            OFFLOAD_CUDA(context_, cuMemCreate, &memory, granule_bytes_, &properties, 0);
-            made.push_back(memory);
-            map(granule(range, mapped), memory);
-        }
-        set_access(range, Protection::read_write);
+        map(range, memory);
+        const std::lock_guard lock(mutex_);
+        extents_.emplace(range.data(), Extent{range.size(), memory});
     } catch (...) {
-        for (std::size_t i = 0; i < made.size(); ++i) give_back(granule(range, i), made[i], i < mapped);
+        try_release(memory, range.size());
         throw;
     }
-    enter(range, made);
 }
 
 void CudaMemory::decommit(std::span<std::byte> range) {
     check_granules(range, "decommit");
     const CudaContext::Scope scope(context_);
-    const std::vector<CuMemory> memory = take_out(range, "decommit");
-    for (std::size_t i = 0; i < memory.size(); ++i) give_back(granule(range, i), memory[i], true);
+    Extent extent;
+    {
+        const std::lock_guard lock(mutex_);
+        const auto found = extents_.find(range.data());
+        OFFLOAD_CHECK(found != extents_.end() && found->second.size_bytes == range.size(), LogicError,
+                      "decommit: no memory of ", range.size(), " bytes at ", static_cast<const void*>(range.data()));
+        extent = found->second;
+        extents_.erase(found);
+    }
+    give_back(range.data(), extent);
 }
 
 /// To the driver. A failure here loses memory at most; the device's next use meets what made it fail.
-void CudaMemory::give_back(std::byte* address, CuMemory memory, bool is_mapped) noexcept try {
-    if (is_mapped) unmap(address);
+void CudaMemory::give_back(std::byte* begin, const Extent& extent) noexcept {
+    try_unmap({begin, extent.size_bytes});
+    try_release(extent.memory, extent.size_bytes);
+}
+
+void CudaMemory::try_release(CuMemory memory, std::size_t size_bytes) noexcept try {
     OFFLOAD_CUDA(context_, cuMemRelease, memory);
 } catch (const std::exception& error) {
-    OFFLOAD_LOG(error, granule_bytes_, " bytes of memory are lost: ", error.what());
+    OFFLOAD_LOG(error, size_bytes, " bytes of memory are lost: ", error.what());
 }
 
-void CudaMemory::move(std::span<std::byte> from, std::byte* to, Protection protection) {
+void CudaMemory::try_unmap(std::span<std::byte> range) noexcept try {
+    unmap(range);
+} catch (const std::exception& error) {
+    OFFLOAD_LOG(error, range.size(), " bytes of addresses are lost: ", error.what());
+}
+
+/// What is to be mapped at `to`, or nothing where it comes back from `from`.
+std::optional<CuMemory> CudaMemory::memory_to_move(std::span<std::byte> from, const std::byte* to) {
+    const std::lock_guard lock(mutex_);
+    const auto extent = extents_.find(from.data());
+    if (extent != extents_.end() && extent->second.size_bytes == from.size()) return extent->second.memory;
+    const auto alias = aliases_.find(from.data());
+    const bool comes_back =
+        alias != aliases_.end() && alias->second.size_bytes == from.size() && alias->second.committed_at == to;
+    OFFLOAD_CHECK(comes_back, LogicError, "move of ", from.size(), " bytes at ", static_cast<const void*>(from.data()),
+                  ", which were not committed at once, or not there");
+    return std::nullopt;
+}
+
+void CudaMemory::move(std::span<std::byte> from, std::byte* to, Protection) {
     const std::span<std::byte> target(to, from.size());
-    const std::size_t count = check_granules(from, "move from");
+    check_granules(from, "move from");
     check_granules(target, "move to");
     const CudaContext::Scope scope(context_);
-    const std::vector<CuMemory> memory = take_out(from, "move");
-    std::size_t unmapped = 0;
-    std::size_t mapped = 0;
+    const std::optional<CuMemory> memory = memory_to_move(from, to);
+    if (!memory) {
+        unmap(from);
+        const std::lock_guard lock(mutex_);
+        aliases_.erase(from.data());
+        if (const auto owner = extents_.find(to); owner != extents_.end()) owner->second.alias = nullptr;
+        return;
+    }
+    map(target, *memory);
     try {
-        for (; unmapped < count; ++unmapped) unmap(granule(from, unmapped));
-        for (; mapped < count; ++mapped) map(granule(target, mapped), memory[mapped]);
-        set_access(target, protection);
+        const std::lock_guard lock(mutex_);
+        aliases_.emplace(to, Alias{from.size(), from.data()});
+        extents_.at(from.data()).alias = to;
     } catch (...) {
-        move_back(memory, from, to, unmapped, mapped);
-        enter(from, memory);
+        try_unmap(target);
         throw;
     }
-    enter(target, memory);
 }
 
-/// After a move that failed: the first `unmapped` are not at `from` any more, the first `mapped` are at `to`.
-void CudaMemory::move_back(std::span<const CuMemory> memory, std::span<std::byte> from, std::byte* to,
-                           std::size_t unmapped, std::size_t mapped) noexcept try {
-    if (context_.is_lost()) return;
-    for (std::size_t i = 0; i < mapped; ++i) unmap(to + i * granule_bytes_);
-    for (std::size_t i = 0; i < unmapped; ++i) map(granule(from, i), memory[i]);
-    set_access(from, Protection::read_write);
-} catch (const std::exception& error) {
-    OFFLOAD_LOG(error, from.size(), " bytes could not be moved back: ", error.what());
-}
-
-void CudaMemory::protect(std::span<std::byte> range, Protection protection) {
-    check_granules(range, "protect");
-    const CudaContext::Scope scope(context_);
-    set_access(range, protection);
-}
-
-void CudaMemory::map(std::byte* address, CuMemory memory) {
-    OFFLOAD_CUDA(context_, cuMemMap, address_of(address), granule_bytes_, 0, memory, 0);
-}
-
-void CudaMemory::unmap(std::byte* address) { OFFLOAD_CUDA(context_, cuMemUnmap, address_of(address), granule_bytes_); }
-
-/// There is no access that only reads.
-void CudaMemory::set_access(std::span<std::byte> range, Protection protection) {
-    CuAccessDescription access;
-    access.location.id = context_.ordinal();
-    access.access = protection == Protection::none ? CuAccess::none : CuAccess::read_write;
-    OFFLOAD_CUDA(context_, cuMemSetAccess, address_of(range.data()), range.size(), &access, 1);
-}
-
-void CudaMemory::enter(std::span<std::byte> range, std::span<const CuMemory> memory) {
-    const std::lock_guard lock(mutex_);
-    for (std::size_t i = 0; i < memory.size(); ++i) granules_.emplace(granule(range, i), memory[i]);
-}
-
-/// Nothing is taken out unless there is memory under all of the range.
-std::vector<CuMemory> CudaMemory::take_out(std::span<std::byte> range, const char* what) {
-    const std::size_t count = range.size() / granule_bytes_;
-    std::vector<CuMemory> memory;
-    const std::lock_guard lock(mutex_);
-    for (std::size_t i = 0; i < count; ++i) {
-        const auto found = granules_.find(granule(range, i));
-        OFFLOAD_CHECK(found != granules_.end(), LogicError, what, ": no memory at ",
-                      static_cast<const void*>(granule(range, i)));
-        memory.push_back(found->second);
+/// Where kernels may use it, or not at all. There is no access that only reads.
+void CudaMemory::map(std::span<std::byte> range, CuMemory memory) {
+    OFFLOAD_CUDA(context_, cuMemMap, address_of(range.data()), range.size(), 0, memory, 0);
+    try {
+        CuAccessDescription access;
+        access.location.id = context_.ordinal();
+        OFFLOAD_CUDA(context_, cuMemSetAccess, address_of(range.data()), range.size(), &access, 1);
+    } catch (...) {
+        if (!context_.is_lost()) try_unmap(range);
+        throw;
     }
-    for (std::size_t i = 0; i < count; ++i) granules_.erase(granule(range, i));
-    return memory;
+}
+
+void CudaMemory::unmap(std::span<std::byte> range) {
+    OFFLOAD_CUDA(context_, cuMemUnmap, address_of(range.data()), range.size());
 }
 
 // --- Contents -----------------------------------------------------------------------------------------------------

@@ -2,21 +2,22 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <unordered_map>
-#include <vector>
 
 #include "device/cuda_driver.h"
 #include "device/memory.h"
 
 namespace torch_offload {
 
-/// Physical memory comes from the driver in granules (2 MiB), each mapped whole at one address at a time; moving is
-/// unmapping here and mapping there. What it does not have, for want of a backing segment on a GPU: targets of accesses
-/// to missing memory (a kernel that makes one loses the device), memory that is read-only to kernels (writes are known
-/// from the dispatcher), and anything that a fork could see. The driver does not wait for kernels before it unmaps:
-/// whoever moves memory has waited for its uses. Threads: any; of one range one at a time.
+/// What is committed at once is one handle of the driver's, which stays mapped there; moving maps it at another address
+/// as well, and back takes that mapping away. What it does not have, for want of a backing segment on a GPU: targets of
+/// accesses to missing memory (a kernel that makes one loses the device), memory that is read-only to kernels (writes
+/// are known from the dispatcher), and anything that a fork could see. The driver does not wait for kernels before it
+/// unmaps: whoever moves memory has waited for its uses. Threads: any; of one range one at a time.
 class CudaMemory final : public Memory {
 public:
     /// The context outlives it.
@@ -31,31 +32,40 @@ public:
     void commit(std::span<std::byte> range, HugePages huge_pages) override;
     void decommit(std::span<std::byte> range) override;
     void move(std::span<std::byte> from, std::byte* to, Protection protection) override;
-    void protect(std::span<std::byte> range, Protection protection) override;
+    bool keeps_place() const noexcept override { return true; }
+    /// Kernels may always read and write what is mapped.
+    void protect(std::span<std::byte>, Protection) override {}
     void hide_from_fork(std::span<std::byte>, bool) override {}
     /// Where there is memory: kernels cannot be helped where there is none.
     void poison(std::span<std::byte> range) noexcept override;
     void fill_zero(std::span<std::byte> range) override;
 
 private:
-    std::size_t check_granules(std::span<const std::byte> range, const char* what) const;
-    std::byte* granule(std::span<std::byte> range, std::size_t i) const { return range.data() + i * granule_bytes_; }
-    void map(std::byte* address, CuMemory memory);
-    void unmap(std::byte* address);
-    void set_access(std::span<std::byte> range, Protection protection);
-    void move_back(std::span<const CuMemory> memory, std::span<std::byte> from, std::byte* to, std::size_t unmapped,
-                   std::size_t mapped) noexcept;
-    void give_back(std::byte* address, CuMemory memory, bool is_mapped) noexcept;
+    struct Extent {
+        std::size_t size_bytes = 0;
+        CuMemory memory = 0;
+        std::byte* alias = nullptr;  // where it is mapped as well
+    };
+    struct Alias {
+        std::size_t size_bytes = 0;
+        std::byte* committed_at = nullptr;
+    };
+    void check_granules(std::span<const std::byte> range, const char* what) const;
+    void map(std::span<std::byte> range, CuMemory memory);
+    void unmap(std::span<std::byte> range);
+    void try_unmap(std::span<std::byte> range) noexcept;
+    void give_back(std::byte* begin, const Extent& extent) noexcept;
     void fill(std::span<std::byte> range, std::byte value);
-    void enter(std::span<std::byte> range, std::span<const CuMemory> memory);
-    std::vector<CuMemory> take_out(std::span<std::byte> range, const char* what);
+    void try_release(CuMemory memory, std::size_t size_bytes) noexcept;
+    std::optional<CuMemory> memory_to_move(std::span<std::byte> from, const std::byte* to);
 
     const CudaContext& context_;
     std::size_t granule_bytes_ = 0;
     CuStream stream_ = nullptr;  // of fills
-    std::mutex mutex_;           // guards the next two; a leaf, not held during calls of the driver
+    std::mutex mutex_;           // guards the next three; a leaf, not held during calls of the driver
     std::unordered_map<std::byte*, std::size_t> reserved_;  // address -> size bytes
-    std::unordered_map<std::byte*, CuMemory> granules_;     // by where they are mapped
+    std::map<std::byte*, Extent> extents_;                  // by where they were committed
+    std::map<std::byte*, Alias> aliases_;                   // by where memory is mapped as well
 };
 
 }  // namespace torch_offload

@@ -13,6 +13,7 @@ Arena::Arena(const ArenaOptions& options)
     : piece_bytes_(options.piece_bytes),
       huge_pages_(options.huge_pages),
       memory_(options.memory ? *options.memory : AddressSpace::process()) {
+    if (memory_.keeps_place()) piece_bytes_ = 0;  // ranges and frames are made of memory that can move in part
     usage_.limit_bytes = options.limit_bytes;
     usage_.reserve_bytes = options.reserve_bytes;
 }
@@ -305,6 +306,7 @@ std::span<std::byte> Arena::put_together(const Frames& pieces, std::size_t size_
 }
 
 bool Arena::can_become_pages(std::span<std::byte> range, std::size_t page_bytes) const {
+    if (memory_.keeps_place()) return false;
     const auto found = mapping_bytes_.find(range.data());
     return found == mapping_bytes_.end() || found->second % page_bytes == 0;
 }

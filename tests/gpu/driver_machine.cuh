@@ -90,9 +90,11 @@ public:
         : driver_(make_driver()),
           context_(driver_, 0),
           memory_(std::make_unique<CudaMemory>(context_)),
+          host_memory_(context_),
           compute_(make_compute_stream()),
           device_(context_, {.current_stream = uses == Uses::end_with_kernels ? [this] { return compute_; }
-                                                                              : std::function<CuStream()>{}}) {
+                                                                              : std::function<CuStream()>{},
+                             .host = &host_memory_}) {
         launch_wait(std::chrono::nanoseconds(0));  // the driver loads kernels when they are first launched
         launch_add_one({}, std::chrono::nanoseconds(0));
         wait_for_kernels();
@@ -112,6 +114,7 @@ public:
     const CudaFunctions& functions() const { return driver_.functions(); }
     const MoreCudaFunctions& more() const { return more_; }
     CudaMemory& memory() { return *memory_; }
+    LockedMemory& host_memory() { return host_memory_; }
     CudaDevice& device() { return device_; }
     CuStream compute() const { return compute_; }
     std::size_t granule_bytes() const { return memory_->granularity_bytes(); }
@@ -191,7 +194,7 @@ public:
 
     void wait_for_kernels() const {
         const CudaContext::Scope scope(context_);
-        context_.check_stream(functions().cuStreamSynchronize(compute_), "cuStreamSynchronize");
+        context_.check(functions().cuStreamSynchronize(compute_), "cuStreamSynchronize");
     }
 
     /// The bytes there, brought without what is under test.
@@ -240,6 +243,7 @@ private:
     CudaDriver driver_;
     CudaContext context_;
     std::unique_ptr<CudaMemory> memory_;
+    LockedMemory host_memory_;
     CuStream compute_ = nullptr;
     CudaDevice device_;
 };

@@ -248,19 +248,18 @@ inline void time_alias(Bench& bench, Report& report, std::size_t count, std::siz
     done(machine, driver.cuMemAddressFree(alias, size_bytes), "freeing");
 }
 
-/// The same through CudaMemory, as a pager moves pages.
-inline void time_cuda_memory(Bench& bench, Report& report, std::size_t size_bytes) {
-    CudaMemory& memory = bench.machine().memory();
+/// The same through a Memory, as a pager moves pages.
+inline void time_moves(Bench& bench, Report& report, const char* name, Memory& memory, std::size_t size_bytes) {
     const std::span<std::byte> from = memory.reserve(size_bytes, nullptr);
     const std::span<std::byte> to = memory.reserve(size_bytes, nullptr);
     const std::array<Step, 5> steps = {{
-        {"CudaMemory::commit", [&] { memory.commit(from, HugePages::never); }},
-        {"CudaMemory::move", [&] { memory.move(from, to.data(), Protection::read_write); }},
-        {"CudaMemory::protect", [&] { memory.protect(to, Protection::read_write); }},
-        {"CudaMemory::fill_zero", [&] { memory.fill_zero(to); }},
-        {"CudaMemory::decommit", [&] { memory.decommit(to); }},
+        {"commit", [&] { memory.commit(from, HugePages::never); }},
+        {"move", [&] { memory.move(from, to.data(), Protection::read_write); }},
+        {"move back", [&] { memory.move(to, from.data(), Protection::read_write); }},
+        {"fill_zero", [&] { memory.fill_zero(from); }},
+        {"decommit", [&] { memory.decommit(from); }},
     }};
-    time_rounds(bench, report, steps, concat(", \"size_bytes\": ", size_bytes));
+    time_rounds(bench, report, steps, concat(", \"memory\": \"", name, "\", \"size_bytes\": ", size_bytes));
     memory.release(from);
     memory.release(to);
 }
@@ -273,11 +272,14 @@ inline void time_memory(Machine& machine, Report& report, During during) {
                 [&] { measure(bench, report, count, size_mib * kMiB); });
     };
     for (const std::size_t size_mib : {2, 8, 32}) {
-        each("CudaMemory", 1, size_mib,
-             [](Bench& b, Report& r, std::size_t, std::size_t size_bytes) { time_cuda_memory(b, r, size_bytes); });
+        each("CudaMemory", 1, size_mib, [](Bench& b, Report& r, std::size_t, std::size_t size_bytes) {
+            time_moves(b, r, "CudaMemory", b.machine().memory(), size_bytes);
+        });
+        each("LockedMemory", 1, size_mib, [](Bench& b, Report& r, std::size_t, std::size_t size_bytes) {
+            time_moves(b, r, "LockedMemory", b.machine().host_memory(), size_bytes);
+        });
     }
     for (const std::size_t count : {1, 4, 16}) each("mapping", count, 2, time_mapping);
-    if (Machine::kIsRehearsal) return;  // the fake knows memory of one granule only, at one address
     for (const std::size_t size_mib : {8, 32, 128}) each("mapping", 1, size_mib, time_mapping);
     for (const std::size_t count : {1, 4, 16}) each("alias", count, 2, time_alias);
     for (const std::size_t size_mib : {8, 32}) each("alias", 1, size_mib, time_alias);
@@ -456,12 +458,14 @@ inline void time_both_directions(Machine& machine, Report& report, std::span<std
     done(machine, machine.functions().cuStreamDestroy_v2(other), "ending a stream");
 }
 
-inline void time_staging(Machine& machine, Report& report, std::span<std::byte> host, std::span<std::byte> there) {
+/// Pages of the host through the streams of a device; `how`: what memory they lie in.
+inline void time_streams(Machine& machine, Report& report, const char* how, std::span<std::byte> host,
+                         std::span<std::byte> there) {
     for (const LinkDirection direction : {LinkDirection::to_device, LinkDirection::to_host}) {
         const auto stream = machine.device().make_stream(direction);
         for (const std::size_t page_mib : {2, 8, 16}) {
             const std::size_t page_bytes = page_mib * kMiB;
-            time_copy(report, concat("CudaStream ", name_of(direction), ", through staging"),
+            time_copy(report, concat("CudaStream ", name_of(direction), ", ", how),
                       concat(", \"piece_bytes\": ", page_bytes), host.size(), [&] {
                           for (std::size_t begin = 0; begin < host.size(); begin += page_bytes) {
                               const auto here = host.subspan(begin, page_bytes);
@@ -549,7 +553,11 @@ inline void time_pageable(Machine& machine, Report& report) {
     time_copy(report, "memcpy on the host, one thread, pageable to pageable", "", kCopiedBytes,
               [&] { std::memcpy(other.get().data(), pageable.get().data(), kCopiedBytes); });
     report.put("staging_is_registered", CudaStaging(machine.context(), 4 * kMiB).is_registered() ? "true" : "false");
-    time_staging(machine, report, pageable.get(), there.get());
+    time_streams(machine, report, "through staging", pageable.get(), there.get());
+    const std::span<std::byte> locked = machine.host_memory().reserve(kCopiedBytes, nullptr);
+    machine.host_memory().commit(locked, HugePages::never);
+    time_streams(machine, report, "locked memory", locked, there.get());
+    machine.host_memory().release(locked);
 }
 
 inline void run_all(Machine& machine, Report& report) {

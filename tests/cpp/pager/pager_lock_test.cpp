@@ -10,6 +10,7 @@
 #include "support/gated_engine.h"
 #include "support/gated_memory.h"
 #include "support/pager_fixture.h"
+#include "support/sim_engine.h"
 
 namespace torch_offload::test {
 namespace {
@@ -131,6 +132,37 @@ TEST(PagerLock, PromisedMemoryMayBecomeFree) {
 
 INSTANTIATE_TEST_SUITE_P(Changes, PagerLockOver, ::testing::ValuesIn(changes()),
                          [](const auto& change) { return change.param.name; });
+
+/// Cannot be made read-only, once it has refused to move.
+class WritableMemory final : public GatedMemory {
+public:
+    void protect(std::span<std::byte> range, Protection protection) override {
+        OFFLOAD_CHECK(protection != Protection::read, OutOfTierMemory, "refused");
+        GatedMemory::protect(range, protection);
+    }
+};
+
+// A page that could neither be moved nor protected again counts as changed: who writes to it now is not noticed.
+// Method: both are refused for a page that is stored unchanged; what it holds afterwards has to be written once more.
+TEST(PagerMemory, WhatCannotBeProtectedAgainCountsAsChanged) {
+    WritableMemory memory;
+    PagerOptions options = options_with(4);
+    options.memory = &memory;
+    Pager pager(options, std::make_unique<SimEngine>(8, 1));
+    const auto segment = filled_segment(pager, 1, 1);
+    pager.evict(segment);
+    {
+        const PinGuard guard = pin(pager, segment, Access::read);
+    }
+    const std::uint64_t written_bytes = total(pager.statistics().written_bytes);
+    memory.refuse_one(GatedMemory::Call::move);
+    EXPECT_THROW(pager.evict(segment), OutOfTierMemory);
+    fill(*segment, 2);
+    pager.evict(segment);
+    EXPECT_EQ(total(pager.statistics().written_bytes), written_bytes + kPageBytes);
+    const PinGuard guard = pin(pager, segment, Access::read);
+    EXPECT_TRUE(holds(*segment, 2));
+}
 
 }  // namespace
 }  // namespace torch_offload::test

@@ -228,7 +228,7 @@ CuResult FakeCuda::cuMemCreate(CuMemory* memory, std::size_t size_bytes, const C
         return CuResult::out_of_memory;
     }
     *memory = next_id_++;
-    created_.emplace(*memory, Granule{file, size_bytes});
+    created_.emplace(*memory, Physical{file, size_bytes});
     created_bytes_ += size_bytes;
     peak_created_bytes_ = std::max(peak_created_bytes_, created_bytes_);
     return CuResult::success;
@@ -241,7 +241,8 @@ CuResult FakeCuda::cuMemRelease(CuMemory memory) {
         ADD_FAILURE() << "memory is released that is not there";
         return CuResult::invalid_value;
     }
-    EXPECT_EQ(found->second.mapped_at, 0u) << "memory is released while it is mapped";
+    EXPECT_TRUE(std::ranges::none_of(mapped_, [&](const auto& entry) { return entry.second.memory == memory; }))
+        << "memory is released while it is mapped";
     ::close(found->second.file);
     created_bytes_ -= found->second.size_bytes;
     created_.erase(found);
@@ -259,31 +260,32 @@ CuResult FakeCuda::cuMemMap(CuAddress address, std::size_t size_bytes, std::size
         ADD_FAILURE() << "mapped is whole memory at reserved addresses only";
         return CuResult::invalid_value;
     }
-    if (found->second.mapped_at != 0 || mapped_.contains(address)) {
-        ADD_FAILURE() << "mapped twice";
+    const auto next = mapped_.lower_bound(address);
+    const bool is_free =
+        (next == mapped_.end() || next->first >= address + size_bytes) &&
+        (next == mapped_.begin() || std::prev(next)->first + std::prev(next)->second.size_bytes <= address);
+    if (!is_free) {
+        ADD_FAILURE() << "mapped over what is mapped";
         return CuResult::already_mapped;
     }
     void* const mapped =
         ::mmap(pointer_to(address), size_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, found->second.file, 0);
     if (mapped == MAP_FAILED) return CuResult::map_failed;
-    found->second.mapped_at = address;
-    found->second.is_accessible = false;
-    mapped_.emplace(address, memory);
+    mapped_.emplace(address, Mapping{memory, size_bytes});
     return CuResult::success;
 }
 
 CuResult FakeCuda::cuMemUnmap(CuAddress address, std::size_t size_bytes) {
     Lock lock(mutex_);
     const auto found = mapped_.find(address);
-    if (found == mapped_.end() || created_.at(found->second).size_bytes != size_bytes) {
+    if (found == mapped_.end() || found->second.size_bytes != size_bytes) {
         ADD_FAILURE() << "unmapped is what was mapped, whole";
         return CuResult::invalid_value;
     }
     wait_for_uses(lock, {pointer_to(address), size_bytes}, "memory is unmapped under a copy or kernel");
     constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     if (::mmap(pointer_to(address), size_bytes, PROT_NONE, kReserved, -1, 0) == MAP_FAILED) return CuResult::unknown;
-    created_.at(found->second).mapped_at = 0;
-    mapped_.erase(found);
+    mapped_.erase(address);
     return CuResult::success;
 }
 
@@ -298,7 +300,7 @@ CuResult FakeCuda::cuMemSetAccess(CuAddress address, std::size_t size_bytes, con
     const int protection = is_accessible ? PROT_READ | PROT_WRITE : PROT_NONE;
     if (::mprotect(pointer_to(address), size_bytes, protection) != 0) return CuResult::unknown;
     for (auto at = mapped_.find(address); at != mapped_.end() && at->first < address + size_bytes; ++at) {
-        created_.at(at->second).is_accessible = is_accessible;
+        at->second.is_accessible = is_accessible;
     }
     return CuResult::success;
 }
@@ -306,10 +308,12 @@ CuResult FakeCuda::cuMemSetAccess(CuAddress address, std::size_t size_bytes, con
 /// The lock is held.
 bool FakeCuda::covers(std::span<const std::byte> memory, bool is_accessible) const {
     const auto begin = reinterpret_cast<CuAddress>(memory.data());
-    for (CuAddress at = begin / options_.granule_bytes * options_.granule_bytes; at < begin + memory.size();
-         at += options_.granule_bytes) {
-        const auto found = mapped_.find(at);
-        if (found == mapped_.end() || (is_accessible && !created_.at(found->second).is_accessible)) return false;
+    for (CuAddress at = begin; at < begin + memory.size();) {
+        const auto after = mapped_.upper_bound(at);
+        if (after == mapped_.begin()) return false;
+        const auto& [address, mapping] = *std::prev(after);
+        if (address + mapping.size_bytes <= at || (is_accessible && !mapping.is_accessible)) return false;
+        at = address + mapping.size_bytes;
     }
     return true;
 }

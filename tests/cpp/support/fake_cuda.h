@@ -95,10 +95,13 @@ private:
     static FakeCuda* current_;
     static thread_local int context_depth_;
     static thread_local CuCaptureMode capture_mode_;
-    struct Granule {
+    struct Physical {
         int file = -1;
         std::size_t size_bytes = 0;
-        CuAddress mapped_at = 0;
+    };
+    struct Mapping {
+        CuMemory memory = 0;
+        std::size_t size_bytes = 0;
         bool is_accessible = false;
     };
     struct EventState {
@@ -148,8 +151,8 @@ private:
     int retained_ = 0;
     std::uint64_t next_id_ = 1;
     std::map<CuAddress, std::size_t> reserved_;
-    std::map<CuMemory, Granule> created_;
-    std::map<CuAddress, CuMemory> mapped_;
+    std::map<CuMemory, Physical> created_;
+    std::map<CuAddress, Mapping> mapped_;
     std::size_t created_bytes_ = 0;
     std::size_t peak_created_bytes_ = 0;
     std::map<const std::byte*, std::size_t> registered_;
