@@ -35,6 +35,9 @@ def may_hook_saved_tensors() -> bool:
 def saved_tensor_hook_count() -> int:
     """The number of hooks on saved tensors that are in place in this thread."""
 
+def engine_of_storage(storage: torch.UntypedStorage) -> tuple[Engine, torch.Tensor] | None:
+    """Return the engine that pages a storage and a flat tensor of its bytes; None if it is not paged."""
+
 def address_of(tensor: torch.Tensor) -> int:
     """Return where the storage of a managed tensor begins, which never changes; whether or not bytes are there."""
 

@@ -24,6 +24,7 @@ void call_pinned(const c10::OperatorHandle& op, const OperatorTraits& traits, c1
                  torch::jit::Stack* stack) {
     ManagedArguments managed(traits, arguments_of(op, stack), keys);
     if (managed.empty()) {
+        managed.open();
         op.redispatchBoxed(keys_below(keys), stack);
         return;
     }

@@ -116,7 +116,7 @@ torch::jit::Stack run_chunk(const ListCall& call, std::size_t begin, std::size_t
     stack.reserve(call.arguments.size());
     for (std::size_t i = 0; i < call.arguments.size(); ++i) stack.push_back(slice(call, i, begin, end));
     ManagedArguments managed(call.traits, stack, call.keys);
-    if (!managed.empty()) managed.pin();
+    managed.empty() ? managed.open() : managed.pin();
     const c10::IValue sources = stack.front();
     call_kernel(call.op, call.traits, call.keys, &stack);
     if (is_tensor_list(sources)) manage_results(call, sources.toListRef(), stack);

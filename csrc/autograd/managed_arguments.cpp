@@ -71,7 +71,10 @@ ManagedArguments::ManagedArguments(const OperatorTraits& traits, c10::ArrayRef<c
             check_has_bytes(*block);
             return add_whole(tensor, *block);
         }
-        if (tensor.numel() == 0) return;
+        if (tensor.numel() == 0) {  // kernels ask for its address, and use no byte
+            if (block->uses) to_open_.push_back(tensor);
+            return;
+        }
         if (traits.kind == OperatorKind::counting && !c10::isIntegralType(tensor.scalar_type(), false)) return;
         Access access = traits.writes[position] ? Access::write : Access::read;
         if (position == 0 && overwrites_storage(traits, arguments, keys)) access = Access::overwrite;
@@ -165,13 +168,17 @@ void ManagedArguments::pin_all() {
     }
 }
 
+void ManagedArguments::open() {
+    for (const at::Tensor& tensor : to_open_) open_.open(tensor);
+}
+
 void ManagedArguments::pin() {
     OFFLOAD_CHECK(!in_forked_child(), OffloadError, spans_.front().segment->label,
                   " is paged by the parent process and cannot be used in a forked child; start the child with the "
                   "spawn method, or clone the tensor before the fork");
     for (const Span& span : spans_) span.engine->pager().touch(span.segment);
     pin_all();
-    for (const at::Tensor& tensor : to_open_) open_.open(tensor);
+    open();
     ++calls_in_progress;
     is_counted_ = true;
     const Counter& calls = engine().counters.fallback_calls;

@@ -62,6 +62,8 @@ public:
     /// True if bytes are lost unless the kernel succeeds: nothing that it allocates may be refused.
     bool must_succeed() const noexcept;
 
+    /// Without a pin, where `empty()`: kernels ask for the addresses of tensors without elements as well.
+    void open();
     /// Notes the use in the trace and brings everything in. Throws what a pin throws; OffloadError in a forked child.
     void pin();
 

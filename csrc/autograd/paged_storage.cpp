@@ -272,6 +272,14 @@ std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at:
     return segment_of(tensor);
 }
 
+at::Tensor bytes_over(c10::Storage storage) {
+    const auto count = static_cast<std::int64_t>(storage.nbytes());
+    const at::Tensor bytes = make_tensor(std::move(storage), c10::scalarTypeToTypeMeta(c10::kByte));
+    bytes.unsafeGetTensorImpl()->set_sizes_contiguous({count});
+    add_paged_key(bytes);
+    return bytes;
+}
+
 c10::Storage copy_into_pages(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role) {
     c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
     auto segment = segment_with(engine, storage, static_cast<std::size_t>(tensor.element_size()), std::move(role));

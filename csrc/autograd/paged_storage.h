@@ -73,6 +73,9 @@ bool covers_storage(const at::Tensor& tensor);
 /// is_manageable(engine, tensor). The whole storage becomes the segment; its address never changes again.
 std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role);
 
+/// A flat keyed tensor of all bytes of a managed storage, made without asking for their address.
+at::Tensor bytes_over(c10::Storage storage);
+
 /// A storage over a new segment with a copy of all bytes of the tensor's, which stays as it is.
 /// Pre: is_manageable(engine, tensor), not managed.
 c10::Storage copy_into_pages(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role);

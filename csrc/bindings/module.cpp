@@ -1,5 +1,6 @@
 // The Python module `torch_offload._C`: arguments in, results out, the GIL given back while the engine waits.
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -387,6 +388,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("in_backward", [] { return torch::autograd::get_current_graph_task_id() != -1; });
     m.def("is_applied", &is_applied, py::arg("gradient"));
     m.def("has_storage", [](const at::Tensor& tensor) { return tensor.has_storage(); }, py::arg("tensor"));
+    m.def(
+        "engine_of_storage",
+        [](const py::object& storage) -> std::optional<std::pair<std::shared_ptr<Engine>, at::Tensor>> {
+            const at::Storage unpacked = torch::createStorage(storage.ptr());
+            const Block* block = block_of(*unpacked.unsafeGetStorageImpl());
+            if (!block) return std::nullopt;
+            return std::make_pair(block->engine, bytes_over(unpacked));
+        },
+        py::arg("storage"));
     m.def(
         "address_of",
         [](const at::Tensor& tensor) {

@@ -149,6 +149,9 @@ GradientScaling scaling_of(const std::optional<at::Tensor>& scale, const std::op
     scaling.has_scale = scale.has_value();
     scaling.has_clip = clip.has_value();
     if (scale) scaling.scale = number(*scale);
+    // A GPU's kernel reads it where it is.
+    TORCH_CHECK_VALUE(!clip || clip->scalar_type() == at::kFloat,
+                      "fused_adamw_: clip_coefficient must be one float32, got ", clip->scalar_type());
     if (clip) scaling.clip = number(*clip);
     return scaling;
 }

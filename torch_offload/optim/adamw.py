@@ -131,7 +131,7 @@ class AdamW(torch.optim.AdamW):
             )
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         self.grad_norm = get_total_norm(gradients)
-        return torch.clamp(float(limit) / (self.grad_norm + 1e-6), max=1.0)
+        return torch.clamp(float(limit) / (self.grad_norm + 1e-6), max=1.0).float()  # in bf16 the norm of bf16 is
 
     def _lists(self, group: dict[str, Any]) -> dict[tuple[torch.dtype, bool], "_Lists"]:
         """Return what a step works on, by dtype and whether our kernel does it. Makes states that are missing."""

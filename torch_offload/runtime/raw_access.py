@@ -72,10 +72,7 @@ def engine_of_storage(storage: torch.UntypedStorage) -> tuple[_C.Engine, torch.T
     """Return the engine that pages a storage and a tensor of its bytes; None if it is ordinary memory."""
     if storage.device.type not in ("cpu", "cuda") or storage.nbytes() == 0:
         return None
-    with no_dispatch():
-        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    engine = _C.engine_of(content)
-    return None if engine is None else (engine, content)
+    return _C.engine_of_storage(storage)
 
 
 def pinned_storage(storage: torch.UntypedStorage, *, read_only: bool = True) -> AbstractContextManager[Any]:

@@ -95,8 +95,10 @@ at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::
 
 // --- Looking at other storage ---------------------------------------------------------------------------------------
 
+/// A real GPU's kernel asks for the address as well.
 at::Tensor& set_storage_at(at::Tensor& self, c10::Storage source, c10::SymInt offset, c10::SymIntArrayRef sizes,
                            c10::SymIntArrayRef strides) {
+    static_cast<void>(source.data_ptr());
     c10::TensorImpl& impl = *self.unsafeGetTensorImpl();
     impl.set_storage_keep_dtype(std::move(source));
     impl.set_storage_offset(offset.expect_int());
@@ -243,7 +245,7 @@ void call_host_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (!may_mix(op)) {
         for (const c10::IValue& argument : torch::jit::last(*stack, count)) refuse_host_tensors(op, argument);
     }
-    HostCall call(!is_view(op));
+    HostCall call(!is_view(op) && op.schema().name() != "aten::resize_");  // one that grows is pinned
     torch::jit::Stack host;
     for (const c10::IValue& argument : torch::jit::last(*stack, count)) host.push_back(call.to_host(argument));
     torch::jit::drop(*stack, count);

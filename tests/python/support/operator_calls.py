@@ -1,7 +1,7 @@
 """The calls of the operator sweep: torch's own samples, as calls that can be repeated with arguments paged out."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -23,11 +23,12 @@ class Call:
     leaves: list[Any]
     structure: TreeSpec
     with_grad: bool
+    device: str
 
     @classmethod
-    def of(cls, name: str, function: Callable[..., Any], arguments: Any, *, with_grad: bool) -> "Call":
+    def of(cls, name: str, function: Callable[..., Any], arguments: Any, *, with_grad: bool, device: str) -> "Call":
         leaves, structure = tree_flatten(arguments)
-        return cls(name, function, leaves, structure, with_grad)
+        return cls(name, function, leaves, structure, with_grad, device)
 
     def copy_leaves(self) -> list[Any]:
         return [duplicate(leaf, with_grad=self.with_grad) if is_tensor(leaf) else leaf for leaf in self.leaves]
@@ -38,7 +39,11 @@ class Call:
 
     def pageable(self) -> list[int]:
         """Positions of the arguments that can be managed."""
-        return [index for index, leaf in enumerate(self.leaves) if is_pageable(leaf)]
+        return [
+            index
+            for index, leaf in enumerate(self.leaves)
+            if is_pageable(leaf) and leaf.device.type == self.device  # indices may be on the host
+        ]
 
 
 def is_tensor(leaf: Any) -> bool:
@@ -100,22 +105,21 @@ def calls_of(operator: OpInfo, device: str) -> Iterator[Call]:
     for number, sample in enumerate(samples_of(operator, chosen_dtype(operator, device), device)):
         arguments = arguments_of(sample)
         name = f"{operator.formatted_name}[{number}]"
-        call = Call.of(name, operator.op, arguments, with_grad=operator.supports_autograd)
+        call = Call.of(name, operator.op, arguments, with_grad=operator.supports_autograd, device=device)
         yield call
         if operator.inplace_variant is not None and not sample.broadcasts_input:
-            yield Call.of(f"{name} in place", operator.inplace_variant, arguments, with_grad=False)
+            yield Call.of(f"{name} in place", operator.inplace_variant, arguments, with_grad=False, device=device)
         if operator.supports_out:
             yield from call_with_out(call, operator, sample)
 
 
 def call_with_out(call: Call, operator: OpInfo, sample: SampleInput) -> Iterator[Call]:
-    without_grad = Call(call.name, call.function, call.leaves, call.structure, with_grad=False)
+    without_grad = replace(call, with_grad=False)
     try:
         torch.manual_seed(0)
         result = without_grad.run(without_grad.copy_leaves())
-    except (RuntimeError, TypeError, ValueError):
+    except (IndexError, RuntimeError, TypeError, ValueError):
         return  # its error is compared in the call without `out`
     first, args, kwargs = arguments_of(sample)
-    yield Call.of(
-        f"{call.name} out", operator.op, (first, args, kwargs | {"out": poisoned_like(result)}), with_grad=False
-    )
+    arguments = (first, args, kwargs | {"out": poisoned_like(result)})
+    yield Call.of(f"{call.name} out", operator.op, arguments, with_grad=False, device=call.device)
