@@ -10,11 +10,13 @@ fit the same cap. Two processes take turns; of every turn the first step does no
 second times parameters, since a step is matrix products with all of them.
 
 What binds a step is the longest of: the computation, as the model in the GPU does it, and the bytes of each link over
-its rate, which torch_offload.probe measures.
+its rate: that of large copies from and to page-locked memory, and what torch_offload.probe says of a disk that is used.
+Matrices repeat one block of random numbers, since drawing them all would take longer than the training that is timed.
 """
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 from harness.provenance import machine
-from harness.reporting import at_most, emit, progress, spread
+from harness.reporting import at_most, emit, spread
 from harness.worker_process import WorkerProcess
 from models.bare_llama import BareLlama, Shape
 
@@ -33,6 +35,7 @@ from torch_offload import Config
 STATE_BYTES = 2 + 2 + 2 + 1 + 1  # of a parameter: weight, gradient, rest of the master, two moments
 TO_DEVICE, TO_HOST, SSD, COMPUTE = "to device", "to host", "ssd", "compute"
 KINDS = ("in_gpu", "paged")
+LINK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Plan:
     batch: int = 16
     sequence: int = 1024
     device_bytes: int = 24 << 30
-    unpaged_bytes: int = 10 << 30
+    unpaged_bytes: int = 11 << 30
     ram_bytes: int = 64 << 30
     page_elements: int = 2 << 20
     rounds: int = 5
@@ -82,6 +85,11 @@ SMOKE = Plan(
 )
 
 
+def say(line: str) -> None:
+    """Tell the log, which may be all that is left of a run that was cut."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
 def made_quickly(shape: Shape) -> BareLlama:
     """Make a model in bf16 whose matrices repeat one block of random numbers: others take minutes to draw."""
     with torch.device("meta"):
@@ -109,17 +117,21 @@ class Training:
         self.is_paged = is_paged
         self.shape = plan.shape if is_paged else replace(plan.shape, layers=plan.fitting_layers)
         self.model = made_quickly(self.shape)
+        say(f"a model of {self.shape.parameters} parameters is made")
         if is_paged:
             torch_offload.wrap(self.model, config=plan.config(ssd))
         else:
             self.model.cuda()
         self.optimizer = torch_offload.AdamW(self.model.parameters(), lr=1e-4, moments="8bit", max_grad_norm=1.0)
         self.ids = torch.randint(0, self.shape.vocabulary, (plan.batch, plan.sequence)).cuda()
+        say("it is where it trains")
 
     def step(self) -> None:
+        begin = time.perf_counter()
         self.model(self.ids).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        say(f"a step was queued in {time.perf_counter() - begin:.2f} s")
 
     def turn(self) -> dict[str, float]:
         """Take the steps of a turn; seconds and bytes are of one that counts."""
@@ -159,38 +171,54 @@ class Training:
             print(json.dumps(getattr(self, line.strip())()), flush=True)
 
 
-def rates(ssd: str) -> dict[str, float]:
-    """Return the bytes per second of each link."""
-    probe = torch_offload.probe(ssd)
-    if probe.to_device is None or probe.to_host is None:
-        raise SystemExit("the probe found no GPU")
-    return {TO_DEVICE: probe.to_device, TO_HOST: probe.to_host, SSD: probe.ssd_mixed}
+def link_rates() -> dict[str, float]:
+    """Return the bytes per second of large copies from and to page-locked memory, each alone."""
+    here = torch.ones(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
+    found = {}
+    for name, (target, source) in {TO_DEVICE: (there, here), TO_HOST: (here, there)}.items():
+        seconds = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        found[name] = LINK_BYTES / statistics.median(seconds)
+    return found
+
+
+def rates(ssd: str, *, uses_ssd: bool) -> dict[str, float]:
+    """Return the bytes per second of each link that the training used."""
+    return link_rates() | ({SSD: torch_offload.probe(ssd).ssd_mixed} if uses_ssd else {})
 
 
 def start(kind: str, plan: Plan, ssd: str, *, is_smoke: bool) -> WorkerProcess:
     """Start the process of a model, which is built when this returns."""
     words = [sys.executable, __file__, "--worker", kind, "--ssd", ssd, *(["--smoke"] if is_smoke else [])]
-    words += ["--layers", str(plan.shape.layers), "--gpu-gib", str(plan.device_bytes / (1 << 30))]
+    words += ["--layers", str(plan.shape.layers), "--batch", str(plan.batch)]
+    words += ["--gpu-gib", str(plan.device_bytes / (1 << 30))]
     return WorkerProcess(kind, words, log_directory=ssd)
 
 
 def measure(plan: Plan, ssd: str, *, is_smoke: bool) -> dict[str, Any]:
-    link = rates(ssd)
     workers: dict[str, WorkerProcess] = {}
     try:
         for kind in KINDS:
             workers[kind] = start(kind, plan, ssd, is_smoke=is_smoke)
         sizes = {kind: worker.description["parameters"] for kind, worker in workers.items()}
-        rounds = []
+        all_turns = []
         for index in range(plan.rounds + 1):
             turns = {kind: worker.ask("turn") for kind, worker in workers.items()}
-            progress(f"round {index}: {turns}")
+            say(f"round {index}: {turns}")
             if index > 0:  # the first one records
-                rounds.append(compared(plan, sizes, turns, link))
+                all_turns.append(turns)
         final = workers["paged"].ask("describe")
     finally:
         for worker in workers.values():
             worker.close()
+    link = rates(ssd, uses_ssd=any(turns["paged"][SSD] > 0 for turns in all_turns))
+    rounds = [compared(plan, sizes, turns, link) for turns in all_turns]
     return {
         "benchmark": "gpu_training",
         "machine": machine() | {"gpu": torch.cuda.get_device_properties(0).name, "torch": torch.__version__},
@@ -225,6 +253,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     plan = SMOKE if options.smoke else Plan()
     if options.layers:
         plan = replace(plan, shape=replace(plan.shape, layers=options.layers))
+    if options.batch:
+        plan = replace(plan, batch=options.batch)
     if options.gpu_gib:
         device_bytes = int(options.gpu_gib * (1 << 30))
         share = plan.unpaged_bytes / plan.device_bytes
@@ -240,7 +270,8 @@ def main() -> None:
     parser.add_argument(
         "--layers", type=int, help="of the model; fewer are quicker to look at, and no bar is about them"
     )
-    parser.add_argument("--gpu-gib", type=float, help="what torch and pages may take together; 10/24 of it is torch's")
+    parser.add_argument("--batch", type=int, help="rows of a step")
+    parser.add_argument("--gpu-gib", type=float, help="what torch and pages may take together; 11/24 of it is torch's")
     parser.add_argument("--rounds", type=int, help="that count; five for a result that is kept")
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -22,7 +22,7 @@ def deterministic() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("activations", ["keep", "ram", "ssd"])
+@pytest.mark.parametrize("activations", ["keep", "ram", "page"])
 @pytest.mark.parametrize("optimizer", ["own", "fused", "foreach", "sgd"])
 def test_paged_training_is_bitwise_equal(tmp_path, optimizer, activations):
     """Losses, weights and states; updates run on the GPU, as in the plain run."""
