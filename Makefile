@@ -100,6 +100,22 @@ test-versions: $(NEWER_VENV)/.ready ## Build with CUDA for a newer torch (2.15) 
 gpu-test: .gpu-build ## On a machine with a GPU, torch 2.11+ and the toolkit, offline: build with CUDA, test kernels and whole models
 	$(GPU_PYTHON) -m pytest tests/gpu
 
+.PHONY: gpu-contact
+gpu-contact: ## On such a machine, in at most 30 minutes: all that has to be seen there, in stages with files of their own
+	$(GPU_PYTHON) tools/gpu_contact.py $(GPU_CONTACT_OPTIONS)
+
+.PHONY: gpu-bundle
+gpu-bundle: ## With a network: gather the packages that such a machine may lack, for Python 3.12, into build/gpu-bundle
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		$(foreach tag,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(tag)_x86_64) \
+		--dest build/gpu-bundle --requirement requirements/gpu-bundle.txt
+
+.PHONY: gpu-rehearsal
+gpu-rehearsal: build ## Without a GPU: the stages of gpu-contact that a fake of the driver can show
+	@cmake -S . -B build/cpp-plain -G Ninja > build/cpp-plain.log || { cat build/cpp-plain.log; exit 1; }
+	$(PHASE) "build the rehearsal" cmake --build build/cpp-plain -j $(JOBS) --target torch_offload_driver_rehearsal
+	$(VENV)/bin/python tools/gpu_contact.py --rehearsal --out build/gpu-rehearsal $(GPU_CONTACT_OPTIONS)
+
 .PHONY: gpu-bench
 gpu-bench: .gpu-build ## On such a machine: kernels against copying memory and cuBLAS, a paged 7 B model against one that fits, as JSON
 	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_kernels.py --json

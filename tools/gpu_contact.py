@@ -2,7 +2,8 @@
 
     make gpu-contact                                     (all stages, into build/gpu-contact)
     python tools/gpu_contact.py --minutes 10 --stages environment driver kernels
-    make gpu-rehearsal                                   (the same over a fake of the driver, without a GPU)
+    make gpu-rehearsal                                   (what can be, over a fake of the driver, without a GPU)
+    make gpu-bundle                                      (beforehand, with a network: packages that may lack there)
 
 Needs no network. Each stage writes STAGE.json (how it ended, in how many seconds) and STAGE.log as it runs, so whatever
 is there is valid whenever the machine goes away. Started again it goes on with what has not passed.
@@ -35,9 +36,15 @@ PACKAGES = (
     "accelerate",
     "peft",
 )
-SWEEP_WORKERS = 12
+MOST_SWEEP_WORKERS = 14
 PROGRAM = "driver_program"
+BUNDLE = ROOT / "build" / "gpu-bundle"
+SITE = "site"
 Words = list[str]
+
+
+Commands = Callable[[Path], list[Words]]
+"""Given the folder for results: commands that run side by side."""
 
 
 @dataclass(frozen=True)
@@ -46,54 +53,72 @@ class Stage:
 
     Attributes:
         name: Of its files.
-        commands: Given the folder for results: commands that run side by side.
+        commands: What is run.
         seconds: It is ended after as many.
+        rehearsal: What is run in its place over the fake driver; None where only a GPU can show it.
     """
 
     name: str
-    commands: Callable[[Path], list[Words]]
+    commands: Commands
     seconds: int
+    rehearsal: Commands | None = None
 
 
 def python(*words: str) -> Words:
     return [sys.executable, *words]
 
 
-def pytest(*words: str) -> Callable[[Path], list[Words]]:
-    return lambda _: [python("-m", "pytest", "-o", "addopts=", "-q", "-x", "--durations=5", *words)]
+def pytest(*words: str) -> Commands:
+    return lambda _: [python("-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "--durations=5", *words)]
 
 
-def benchmark(name: str, *words: str) -> Callable[[Path], list[Words]]:
-    return lambda out: [python(f"benchmarks/{name}.py", "--json", "--ssd", str(out), *words)]
-
-
-def kernels_benchmark(name: str) -> Callable[[Path], list[Words]]:
+def benchmark(name: str) -> Commands:
     return lambda _: [python(f"benchmarks/{name}.py", "--json")]
 
 
-def sweep(out: Path) -> list[Words]:
-    module = ("-m", "support.operator_sweep", "--device", "cuda", "--scratch", str(out), "--shards", str(SWEEP_WORKERS))
-    return [python(*module, "--shard", str(shard)) for shard in range(SWEEP_WORKERS)]
+def install(out: Path) -> list[Words]:
+    """What `make gpu-bundle` gathered, to where only these stages look."""
+    wheels = [str(path) for path in sorted(BUNDLE.glob("*.whl"))]
+    words = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade", "--target", str(out / SITE))
+    return [python(*words, *wheels)] if wheels else []
 
 
+def sweep(*before: str) -> Commands:
+    def commands(out: Path) -> list[Words]:
+        module = ("-m", *before, "support.operator_sweep", "--device", "cuda", "--scratch", str(out))
+        workers = min(MOST_SWEEP_WORKERS, max(1, (os.cpu_count() or 1) - 2))
+        shards = ("--shards", str(workers))
+        return [python(*module, *shards, "--shard", str(shard)) for shard in range(workers)]
+
+    return commands
+
+
+def of_program(subcommand: str) -> tuple[Commands, Commands]:
+    """The program that is built for the GPU at hand, and the one that ctest runs over the fake driver."""
+    rehearsed = ROOT / "build/cpp-plain/tests/cpp/torch_offload_driver_rehearsal"
+    return (
+        lambda out: [[str(out / PROGRAM), subcommand, *([str(out)] if subcommand == "checks" else [])]],
+        lambda out: [[str(rehearsed), subcommand, *([str(out)] if subcommand == "checks" else [])]],
+    )
+
+
+ENVIRONMENT = python(__file__, "--environment")
+FAKE_TESTS = pytest("tests/python/runtime/test_fake_gpu.py", "-k", "real_gpu or addresses or capture or benchmark")
 STAGES = (
-    Stage("environment", lambda _: [python(__file__, "--environment")], 60),
+    Stage("packages", install, 60, rehearsal=install),
+    Stage("environment", lambda _: [ENVIRONMENT], 60, rehearsal=lambda _: [ENVIRONMENT]),
     Stage("build", lambda _: [["make", ".gpu-build", f"GPU_PYTHON={sys.executable}"]], 240),
     Stage("doctor", lambda _: [python("-m", "torch_offload", "doctor")], 60),
-    Stage(
-        "driver_program",
-        lambda out: [python("tests/gpu/programs.py", "driver_program", str(out / PROGRAM), "native")],
-        90,
-    ),
-    Stage("driver_checks", lambda out: [[str(out / PROGRAM), "checks", str(out)]], 110),
-    Stage("driver_timings", lambda out: [[str(out / PROGRAM), "timings"]], 60),
+    Stage("driver_program", lambda out: [python("tests/gpu/programs.py", PROGRAM, str(out / PROGRAM), "native")], 90),
+    Stage("driver_checks", of_program("checks")[0], 110, rehearsal=of_program("checks")[1]),
+    Stage("driver_timings", of_program("timings")[0], 60, rehearsal=of_program("timings")[1]),
     Stage("kernels", pytest("tests/gpu/test_kernels.py", "tests/gpu/test_codec.py"), 120),
-    Stage("training", pytest("tests/gpu/test_training.py"), 180),
-    Stage("sweep", sweep, 180),
-    Stage("sanitizers", pytest("tests/gpu/test_kernel_program.py"), 180),
-    Stage("bench_kernels", kernels_benchmark("gpu_kernels"), 120),
+    Stage("training", pytest("tests/gpu/test_training.py"), 400, rehearsal=FAKE_TESTS),
+    Stage("sweep", sweep(), 240, rehearsal=pytest("tests/python/runtime/test_operator_sweep.py", "-k", "on_a_gpu")),
+    Stage("sanitizers", pytest("tests/gpu/test_kernel_program.py"), 240),
+    Stage("bench_kernels", benchmark("gpu_kernels"), 120),
     Stage("bench_training", benchmark("gpu_training"), 420),
-    Stage("bench_codec", kernels_benchmark("gpu_codec"), 180),
+    Stage("bench_codec", benchmark("gpu_codec"), 180),
 )
 
 
@@ -152,16 +177,16 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def run_stage(stage: Stage, out: Path, seconds: float) -> dict[str, Any]:
-    """Run a stage for so long at most; its output is in files from the first line on."""
-    commands = stage.commands(out)
-    paths = [str(ROOT), str(ROOT / "tests/python"), os.environ.get("PYTHONPATH", "")]
+def run_stage(name: str, commands: list[Words], out: Path, seconds: float) -> dict[str, Any]:
+    """Run the commands of a stage for so long at most; their output is in files from the first line on."""
+    paths = [str(ROOT), str(ROOT / "tests/python"), str(out / SITE), os.environ.get("PYTHONPATH", "")]
     settings = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    settings |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # what makes cuBLAS deterministic, read when it begins
     begin = time.monotonic()
     processes = []
     for number, words in enumerate(commands):
         ending = "" if len(commands) == 1 else f".{number}"
-        with (out / f"{stage.name}{ending}.log").open("wb") as log:
+        with (out / f"{name}{ending}.log").open("wb") as log:
             processes.append(
                 subprocess.Popen(
                     words, cwd=ROOT, env=settings, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -176,7 +201,7 @@ def run_stage(stage: Stage, out: Path, seconds: float) -> dict[str, Any]:
             statuses.append("cut")
     ended = "passed" if all(status == 0 for status in statuses) else "cut" if "cut" in statuses else "failed"
     return {
-        "stage": stage.name,
+        "stage": name,
         "ended": ended,
         "statuses": statuses,
         "seconds": round(time.monotonic() - begin, 1),
@@ -191,6 +216,23 @@ def last_ending(out: Path, name: str) -> str | None:
     return json.loads(path.read_text())["ended"] if path.is_file() else None
 
 
+def run(stage: Stage, out: Path, *, until: float, is_rehearsal: bool, again: bool) -> str:
+    """Run a stage if it has not passed, and write down how it ended; return that for a person."""
+    commands = stage.rehearsal if is_rehearsal else stage.commands
+    if commands is None:
+        return "not in a rehearsal"
+    if not again and last_ending(out, stage.name) == "passed":
+        return "passed before"
+    left = until - time.monotonic()
+    if left < 1:
+        return "no time left"
+    result = run_stage(stage.name, commands(out), out, min(stage.seconds, left))
+    part = out / f".{stage.name}.part"
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(out / f"{stage.name}.json")
+    return f"{result['ended']} in {result['seconds']} s"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-contact", help="folder for the results")
@@ -199,32 +241,22 @@ def main() -> None:
         "--stages", nargs="+", choices=[stage.name for stage in STAGES], help="only these, in their order"
     )
     parser.add_argument("--again", action="store_true", help="also what has passed before")
+    parser.add_argument("--rehearsal", action="store_true", help="over the fake driver, on a machine without a GPU")
     parser.add_argument("--environment", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.environment:
         print(json.dumps(environment(), indent=1))
         return
-    options.out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + 60 * options.minutes
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + 60 * options.minutes
     endings = {}
     for stage in STAGES:
         if options.stages and stage.name not in options.stages:
             continue
-        if not options.again and last_ending(options.out, stage.name) == "passed":
-            endings[stage.name] = "passed before"
-            continue
-        left = end - time.monotonic()
-        if left < 1:
-            endings[stage.name] = "no time left"
-            continue
-        result = run_stage(stage, options.out, min(stage.seconds, left))
-        part = options.out / f".{stage.name}.part"
-        part.write_text(json.dumps(result, indent=1) + "\n")
-        part.replace(options.out / f"{stage.name}.json")
-        endings[stage.name] = f"{result['ended']} in {result['seconds']} s"
+        endings[stage.name] = run(stage, out, until=until, is_rehearsal=options.rehearsal, again=options.again)
         print(f"{stage.name}: {endings[stage.name]}", flush=True)
-    print(json.dumps(endings, indent=1))
-    if not all(ending.startswith("passed") for ending in endings.values()):
+    if not all(ending.startswith(("passed", "not in")) for ending in endings.values()):
         raise SystemExit(1)
 
 

@@ -137,8 +137,10 @@ void multiply_on_tensor_cores(const CurrentMatrix& current, const at::Tensor& de
 }
 
 bool wants_tensor_cores(std::int64_t tokens) {
+    // The precision of products on CUDA alone: torch refuses to tell that of all backends where they differ.
     return tokens >= kMinTensorCoreTokens &&
-           at::globalContext().float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST;
+           at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+               at::Float32Precision::TF32;
 }
 
 }  // namespace

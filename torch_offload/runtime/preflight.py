@@ -36,9 +36,10 @@ def check_gpu(config: Config) -> Config:
         raise ConfigError("emulation.gpu needs the size of the GPU's memory, such as gpu='1GiB'")
     if config.link_rate is not None and not config.is_gpu_emulated:
         raise ConfigError("emulation.link_rate needs an emulated GPU: gpu='1GiB', emulation={'gpu': True, ...}")
-    if config.uses_cuda and "page_elements" not in config.model_fields_set:
-        config = config.replace(page_elements=gpu.PAGE_ELEMENTS)
-    return config
+    if not config.uses_cuda:
+        return config
+    defaults = {"page_elements": gpu.PAGE_ELEMENTS, "min_paged_bytes": gpu.MIN_PAGED_BYTES}
+    return config.replace(**{name: value for name, value in defaults.items() if name not in config.model_fields_set})
 
 
 def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:

@@ -86,6 +86,8 @@ class Session:
             ConfigError: If the file of a plan is none.
             OffloadError: If the budget or the directory cannot be used; nothing stays installed.
         """
+        if config.uses_cuda:
+            gpu.check_room(config.compute_bytes + config.reserved_bytes, torch.device("cuda", gpu.current()))
         self.config = config
         self._prediction = None if config.plan is None else Prediction.of_plan(config.plan)
         self._registrations = registrations
@@ -223,6 +225,8 @@ class Session:
             raise
         finally:
             self.engine.finish_loading()
+        if self.config.uses_cuda:
+            gpu.give_back_cache()
         if is_called and self._activations is not None:
             self._activations.enter()
 

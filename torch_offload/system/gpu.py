@@ -11,6 +11,10 @@ PAGE_ELEMENTS = 2 << 20
 """Elements per page, unless set: a GPU's memory is mapped in 2 MiB, and tensors of bytes have to fill that."""
 
 
+MIN_PAGED_BYTES = 1 << 20
+"""Smallest tensor that is paged, unless set: each takes whole frames of 2 MiB, and so do its gradient and states."""
+
+
 def is_available() -> bool:
     """Whether torch sees a GPU."""
     return torch.cuda.is_available()
@@ -25,11 +29,12 @@ def cap_memory(size_bytes: int, device: torch.device) -> Callable[[], None]:
     """Cap the GPU memory of torch's allocator at `size_bytes`: beyond it torch raises its own error.
 
     Returns:
-        A function that lifts the cap.
+        A function that puts back the cap of before.
 
     Raises:
         ConfigError: If the GPU has less.
     """
+    fraction_before = torch.cuda.get_per_process_memory_fraction(device)
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     if size_bytes > total_bytes:
         raise ConfigError(
@@ -37,4 +42,24 @@ def cap_memory(size_bytes: int, device: torch.device) -> Callable[[], None]:
             f"{format_size(total_bytes)}"
         )
     torch.cuda.set_per_process_memory_fraction(size_bytes / total_bytes, device)
-    return lambda: torch.cuda.set_per_process_memory_fraction(1.0, device)
+    return lambda: torch.cuda.set_per_process_memory_fraction(fraction_before, device)
+
+
+def check_room(size_bytes: int, device: torch.device) -> None:
+    """Look whether the GPU has as much memory as torch and pages may take together.
+
+    Raises:
+        ConfigError: If other programs, the driver and what torch holds outside of its cache leave less.
+    """
+    torch.cuda.empty_cache()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    if size_bytes > free_bytes:
+        raise ConfigError(
+            f"gpu: {format_size(size_bytes)} do not fit {device}, where {format_size(free_bytes)} of "
+            f"{format_size(total_bytes)} are free; give less, or end what else uses it (nvidia-smi lists it)"
+        )
+
+
+def give_back_cache() -> None:
+    """Give back what torch's allocator keeps for itself and pages could use: a module that was there has left."""
+    torch.cuda.empty_cache()

@@ -413,3 +413,36 @@ def save_what_is_in_use(scratch: str) -> int:
 def test_what_is_saved_stays_where_kernels_use_it(scratch, fake_gpu):
     """Its bytes are copied into pages, once for all that saved the same; an earlier state is not taken for a later."""
     assert in_gpu_child(fake_gpu, save_what_is_in_use, str(scratch)) == 3 * 128 * 128 * 4
+
+
+def cap_and_lift(scratch: str) -> list[float]:
+    fractions: list[float] = []
+    torch.cuda.get_per_process_memory_fraction = lambda *_: 0.75
+    torch.cuda.set_per_process_memory_fraction = lambda fraction, _: fractions.append(fraction)
+    module = nn.Linear(128, 128)
+    torch_offload.wrap(module, config=small_config(scratch, gpu="65MiB", gpu_reserved="64MiB"))
+    torch_offload.unwrap(module)
+    return fractions
+
+
+def test_the_cap_of_before_is_put_back(scratch, fake_gpu):
+    """A script's own cap on torch's memory is what it was, once nothing is paged any more."""
+    assert in_gpu_child(fake_gpu, cap_and_lift, str(scratch)) == [64 / 512, 0.75]
+
+
+def ask_for_too_much(scratch: str) -> list[bool]:
+    torch.cuda.mem_get_info = lambda *_: (100 << 20, 512 << 20)
+    module = nn.Linear(128, 128)
+    with pytest.raises(ConfigError, match=r"gpu: 200 MiB do not fit cuda:0, where 100 MiB of 512 MiB are free"):
+        torch_offload.wrap(module, config=small_config(scratch, gpu="200MiB", gpu_reserved="64MiB"))
+    assert module.weight.device.type == "cpu"
+    settings = {"gpu": "48MiB", "ram": "192MiB", "ssd": scratch}
+    small, large = nn.Linear(256, 256), nn.Linear(512, 1024)
+    torch_offload.wrap(nn.ModuleList([small, large]), **settings)
+    assert small.weight.is_cuda
+    return [torch_offload._C.is_managed(layer.weight) for layer in (small, large)]
+
+
+def test_a_budget_is_held_against_what_is_free(scratch, fake_gpu):
+    """Others use the GPU as well. Tensors that would waste most of a frame of 2 MiB stay torch's, unless it is asked."""
+    assert in_gpu_child(fake_gpu, ask_for_too_much, str(scratch)) == [False, True]

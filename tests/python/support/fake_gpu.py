@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import os
 import pickle
+import runpy
 import select
 import signal
 import subprocess
@@ -119,6 +120,8 @@ def load(library: Path) -> None:
     properties = SimpleNamespace(name="Fake", total_memory=MEMORY_BYTES, major=7, minor=0)  # before grouped products
     torch.cuda.get_device_properties = lambda _: properties
     torch.cuda.set_per_process_memory_fraction = lambda *_: None
+    torch.cuda.get_per_process_memory_fraction = lambda *_: 1.0
+    torch.cuda.mem_get_info = lambda *_: (MEMORY_BYTES, MEMORY_BYTES)
 
 
 def _serve(library: str) -> None:
@@ -180,5 +183,9 @@ if __name__ == "__main__":
     sys.modules["support.fake_gpu"] = sys.modules["__main__"]  # tests import this very module
     if sys.argv[1] == "build":
         _build()
+    elif sys.argv[1] == "run":
+        load(Path(sys.argv[2]))
+        sys.argv = sys.argv[3:]
+        runpy.run_module(sys.argv[0], run_name="__main__")
     else:
         _serve(sys.argv[2])

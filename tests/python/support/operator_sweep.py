@@ -236,6 +236,7 @@ def main() -> None:
     parser.add_argument("--only", help="substring of the operators' names")
     parser.add_argument("--scratch", default=".")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--without", nargs="*", default=(), help="names of operators that are left out")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -244,6 +245,8 @@ def main() -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
     engine = PlainEngine() if options.plain else PagingEngine(options.scratch, options.device)
     for position, operator in enumerate(operators(options.device)[options.shard :: options.shards]):
+        if operator.formatted_name in options.without:
+            continue
         if position < options.start or (options.only or "") not in operator.formatted_name:
             continue
         emit({"position": position, "operator": operator.formatted_name})
