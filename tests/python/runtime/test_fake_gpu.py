@@ -444,5 +444,5 @@ def ask_for_too_much(scratch: str) -> list[bool]:
 
 
 def test_a_budget_is_held_against_what_is_free(scratch, fake_gpu):
-    """Others use the GPU as well. Tensors that would waste most of a frame of 2 MiB stay torch's, unless it is asked."""
+    """Others use the GPU as well. Tensors that would waste most of a frame of 2 MiB stay torch's, unless asked."""
     assert in_gpu_child(fake_gpu, ask_for_too_much, str(scratch)) == [False, True]

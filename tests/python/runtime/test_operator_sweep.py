@@ -25,7 +25,7 @@ PARTS = 3  # of one test each, since one of them is enough on a newer torch
 MIN_OPERATORS = 650 // PARTS
 MIN_PAGED_CALLS = 8_000 // PARTS
 MIN_LISTED_CALLS = 3_500 // PARTS
-# What a fake GPU does not have: storage of sparse tensors, generators of numbers, zeros without memory, a version of CUDA.
+# What a fake GPU does not have: storage of sparse tensors, generators, zeros without memory, a version of CUDA.
 NOT_ON_A_FAKE = (
     *("sparse_mm_reduce", "sparse_sampled_addmm"),
     *("bernoulli", "multinomial", "normal", "normal_number_mean", "randn"),
