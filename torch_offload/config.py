@@ -198,10 +198,11 @@ class Config(BaseModel):
     the same at any time. Nothing is ended by it. ``torch-offload run`` sets it."""
     min_paged_bytes: Bytes = DEFAULT_MIN_PAGED_BYTES
     """Smaller tensors stay in memory; 0 pages everything. The default of 64 KiB keeps norms and biases resident:
-    together they are far below 1 % of a language model, and a read of fewer bytes takes as long."""
+    together they are far below 1 % of a language model, and a read of fewer bytes takes as long. On a GPU the default
+    is 1 MiB, since each tensor takes whole frames of 2 MiB there, and so do its gradient and states."""
     page_elements: int = Field(default=DEFAULT_PAGE_ELEMENTS, gt=0, multiple_of=SECTOR_BYTES, strict=True)
     """Elements per page, the unit of transfer, a multiple of 4,096. The default moves 4 MiB of fp32 or 2 MiB of bf16
-    at a time."""
+    at a time. On a GPU it is 2,097,152."""
     queue_depth: int = Field(default=DEFAULT_QUEUE_DEPTH, ge=1, le=4096, strict=True)
     """Transfers in flight on the SSD."""
     io_engine: IoEngine = "auto"
