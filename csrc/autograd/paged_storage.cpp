@@ -46,7 +46,8 @@ template struct StorageFlags<&c10::StorageImpl::throw_on_immutable_data_ptr_,
                              &c10::StorageImpl::has_mutable_data_ptr_check_>;
 
 constexpr const char* kRefusal =
-    "this memory is paged by torch_offload, which was not told of this use and may have moved it to the host: call what "
+    "this memory is paged by torch_offload, which was not told of this use and may have moved it to the host: call "
+    "what "
     "uses bare addresses (Triton, CuPy, extensions) inside torch_offload.pinned(module), or give it a clone()";
 
 /// Where nothing serves an access to a page that is not there, torch raises instead of making one.
