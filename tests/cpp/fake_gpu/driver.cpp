@@ -45,4 +45,15 @@ extern "C" void fake_gpu_set_capturing(bool is_capturing) { driver().set_capturi
 /// The next copy is the last: the device is lost.
 extern "C" void fake_gpu_fail_copy() { driver().fail_copy(CuResult::illegal_address); }
 
+/// The call after `skip` more of that symbol returns `result` and does nothing; then, too, where the device is lost.
+extern "C" void fake_gpu_fail(const char* symbol, int result, std::size_t skip, bool loses_device) {
+    if (loses_device) {
+        driver().lose_at(symbol, static_cast<CuResult>(result), skip);
+    } else {
+        driver().fail(symbol, static_cast<CuResult>(result), skip);
+    }
+}
+extern "C" void fake_gpu_forgive() { driver().forgive(); }
+extern "C" std::size_t fake_gpu_calls(const char* symbol) { return driver().call_count(symbol); }
+
 }  // namespace torch_offload::test

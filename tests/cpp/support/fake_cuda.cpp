@@ -57,6 +57,12 @@ void FakeCuda::lose_at(const std::string& symbol, CuResult result, std::size_t s
     failures_.emplace(symbol, Failure{calls_[symbol] + skip, result, true});
 }
 
+void FakeCuda::forgive() {
+    const std::lock_guard lock(mutex_);
+    failures_.clear();
+    failing_copy_ = SIZE_MAX;
+}
+
 void FakeCuda::fail_copy(CuResult result, std::size_t skip) {
     const std::lock_guard lock(mutex_);
     failing_copy_ = copies_ + skip;

@@ -53,6 +53,8 @@ public:
     void fail(const std::string& symbol, CuResult result, std::size_t skip = 0);
     /// The same, and every call after it does so too.
     void lose_at(const std::string& symbol, CuResult result, std::size_t skip = 0);
+    /// Nothing that was asked to fail does so any more.
+    void forgive();
     /// The copy after `skip` more fails in its stream: the device is lost.
     void fail_copy(CuResult result, std::size_t skip = 0);
 
