@@ -84,7 +84,7 @@ test-versions: $(NEWER_VENV)/.ready ## Build with CUDA for a newer torch (2.15) 
 	rm -rf build/lib.* build/bdist.* $(NEWER_TREE)
 	env $(PRECOMPILED) FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST="$(NEWER_ARCHITECTURES)" PATH="$(CURDIR)/$(NEWER_VENV)/bin:$$PATH" \
 		$(PHASE) "build the extension with CUDA, newer torch" $(NEWER_VENV)/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
-	rm -rf build/lib.* build/bdist.*
+	rm -rf build/lib.* build/bdist.* *.egg-info
 	mkdir -p $(NEWER_TREE)/tests
 	cp -r pyproject.toml requirements CMakeLists.txt csrc examples benchmarks docs tools $(NEWER_TREE)/
 	cp -r tests/python tests/cpp $(NEWER_TREE)/tests/
