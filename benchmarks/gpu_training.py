@@ -49,6 +49,7 @@ class Plan:
     unpaged_bytes: int = 11 << 30
     ram_bytes: int = 64 << 30
     page_elements: int = 2 << 20
+    min_paged_bytes: int = 1 << 20
     rounds: int = 5
     measured_steps: int = 2
 
@@ -59,6 +60,7 @@ class Plan:
             ram=self.ram_bytes,
             ssd=ssd,
             page_elements=self.page_elements,
+            min_paged_bytes=self.min_paged_bytes,
             optimizer_device="gpu",
             activations="ram",
         )
@@ -80,6 +82,7 @@ SMOKE = Plan(
     unpaged_bytes=8 << 20,
     ram_bytes=16 << 20,
     page_elements=1 << 14,
+    min_paged_bytes=1 << 14,
     rounds=2,
     measured_steps=1,
 )
