@@ -219,7 +219,7 @@ def large_gradient(scratch: str | None) -> dict[str, Any]:
     """Return digests of result and gradient, and the engine's figures; None: plain torch."""
     layers = large_layers()
     if scratch is not None:
-        torch_offload.wrap(layers, ram="1000MiB", ssd=scratch)
+        torch_offload.wrap(layers, ram="900MiB", ssd=scratch)
     x = torch.randn(4, LARGE, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(9)).requires_grad_()
     result = layers(x)
     result.square().mean().backward()
