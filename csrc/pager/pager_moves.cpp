@@ -186,6 +186,7 @@ void Pager::Impl::undo_overwrite(Page& page) noexcept {
     const bool was_mapped = page.load().state() == PageState::mapped;
     page.enter(PageState::busy);
     if (was_mapped) take_out_of_segment(page);
+    page.enter(PageState::busy);  // one that could not be moved has been put back, on a lost device without its memory
     if (page.frame) retire_frame(page);
     PageState before = PageState::zero;
     if (page.load().has(PageWord::kStored)) {
