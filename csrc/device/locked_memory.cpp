@@ -8,6 +8,7 @@
 #include <cstring>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "base/check.h"
 #include "base/log.h"
@@ -78,37 +79,28 @@ void LockedMemory::drop(std::byte* begin, const Extent& extent) noexcept {
     give_space(extent);
 }
 
-LockedMemory::Extent LockedMemory::take_out(std::span<std::byte> range, const char* what) {
-    const std::lock_guard lock(mutex_);
-    const auto found = extents_.find(range.data());
-    OFFLOAD_CHECK(found != extents_.end() && found->second.size_bytes == range.size(), LogicError, what,
-                  " needs what was committed at once, got ", range.size(), " bytes at ",
-                  static_cast<const void*>(range.data()));
-    const Extent extent = found->second;
-    extents_.erase(found);
-    return extent;
-}
-
+/// Anything else that lies there, such as what an access ended on, is the process's.
 void LockedMemory::decommit(std::span<std::byte> range) {
-    const bool is_committed = [&] {
+    Extents::node_type found;
+    {
         const std::lock_guard lock(mutex_);
-        return extents_.contains(range.data());
-    }();
-    if (is_committed) {
-        drop(range.data(), take_out(range, "decommit"));
-    } else {
-        space_.decommit(range);
+        const auto at = extents_.find(range.data());
+        OFFLOAD_CHECK(at == extents_.end() || at->second.size_bytes == range.size(), LogicError, "decommit of ",
+                      range.size(), " bytes of what was committed at once at ", static_cast<const void*>(range.data()));
+        if (at != extents_.end()) found = extents_.extract(at);
     }
+    if (!found) return space_.decommit(range);
+    drop(range.data(), found.mapped());
 }
 
 /// A segment's addresses may still have what was committed elsewhere.
 void LockedMemory::release(std::span<std::byte> range) noexcept try {
-    std::map<std::byte*, Extent> gone;
+    std::vector<std::pair<std::byte*, Extent>> gone;
     {
         const std::lock_guard lock(mutex_);
-        const std::byte* const end = range.data() + range.size();
+        std::byte* const end = range.data() + range.size();
         for (auto at = extents_.lower_bound(range.data()); at != extents_.end() && at->first < end;) {
-            gone.emplace(range.data() + (at->first - range.data()), at->second);
+            gone.emplace_back(*at);
             at = extents_.erase(at);
         }
         moved_.erase(moved_.lower_bound(range.data()), moved_.lower_bound(end));
@@ -150,7 +142,7 @@ void LockedMemory::move(std::span<std::byte> from, std::byte* to, Protection pro
 
 bool LockedMemory::is_locked(std::span<const std::byte> range) const {
     const std::lock_guard lock(mutex_);
-    auto after = extents_.upper_bound(range.data());
+    auto after = extents_.upper_bound(const_cast<std::byte*>(range.data()));
     if (after == extents_.begin()) return false;
     const auto& [begin, extent] = *--after;
     return extent.is_locked && range.data() + range.size() <= begin + extent.size_bytes;

@@ -48,16 +48,16 @@ private:
         std::uint64_t offset = 0;
         bool is_locked = false;
     };
+    using Extents = std::map<std::byte*, Extent>;
     std::uint64_t take_space(std::size_t size_bytes);
     void give_space(const Extent& extent) noexcept;
     void drop(std::byte* begin, const Extent& extent) noexcept;
-    Extent take_out(std::span<std::byte> range, const char* what);
 
     const CudaContext& context_;
     AddressSpace& space_;
     int file_ = -1;
     mutable std::mutex mutex_;                            // guards what follows
-    std::map<const std::byte*, Extent> extents_;          // by where they were committed
+    Extents extents_;                                     // by where they were committed
     std::map<const std::byte*, const std::byte*> moved_;  // where one is as well, and where it was committed
     std::multimap<std::size_t, std::uint64_t> free_;      // parts of the file without memory, by size
     std::uint64_t end_bytes_ = 0;                         // of the file
