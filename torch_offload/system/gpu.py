@@ -51,7 +51,7 @@ def check_room(size_bytes: int, device: torch.device) -> None:
     Raises:
         ConfigError: If other programs, the driver and what torch holds outside of its cache leave less.
     """
-    torch.cuda.empty_cache()
+    give_back_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     if size_bytes > free_bytes:
         raise ConfigError(

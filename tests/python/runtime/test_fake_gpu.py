@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.cases import CASES, differing
-from support.fake_gpu import ROOT, build, driver, in_gpu_child
+from support.fake_gpu import ROOT, driver, in_gpu_child
 from support.gpu_training import check
 from support.training import STEPS, Case, Placement, train_both
 from torch import nn
@@ -27,12 +27,6 @@ PLACED = [
     (case, Placement(device=True, kind="cuda", activations=PLACES[index % 3], optimizer_device=SIDES[index % 2]))
     for index, case in enumerate(GPU_CASES[::2])
 ]
-
-
-@pytest.fixture(scope="session")
-def fake_gpu() -> Path:
-    """The library that makes a GPU."""
-    return build()
 
 
 @pytest.mark.rotating

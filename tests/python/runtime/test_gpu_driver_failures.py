@@ -3,13 +3,12 @@
 import ctypes
 import random
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bits
-from support.fake_gpu import build, driver, in_gpu_child
+from support.fake_gpu import driver, in_gpu_child
 from torch import nn
 
 import torch_offload
@@ -138,12 +137,6 @@ def fail_at_first(scratch: str, symbol: str) -> int:
             model.unwrap()
         model.check()
     return told
-
-
-@pytest.fixture(scope="session")
-def fake_gpu() -> Path:
-    """The library that makes a GPU."""
-    return build()
 
 
 @pytest.mark.parametrize("symbol", SYMBOLS)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fake_gpu
 from support.isolation import describe_exit
 
 WORKERS = 2
@@ -125,9 +124,9 @@ def test_every_operator_with_each_argument_evicted(part, scratch, capsys):
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_operator_on_a_gpu(part, scratch, capsys):
+def test_every_operator_on_a_gpu(part, scratch, capsys, fake_gpu):
     """No operator asks for the address of a page without a pin, on a fake GPU where torch refuses that."""
-    sums = Sums.of(part, str(scratch), fake_gpu.build())
+    sums = Sums.of(part, str(scratch), fake_gpu)
     with capsys.disabled():
         sys.stdout.write(f"\n{sums.describe()}\n")
     sums.check()
