@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch_offload import _compat
 
 _compat.check_torch()
+_compat.settle_vector_math()
 
 from torch_offload.config import Config, Emulation  # noqa: E402
 from torch_offload.diagnostics.probe import Probe, probe  # noqa: E402

@@ -99,7 +99,18 @@ def serve(make_worker: Callable[[], Any]) -> None:
     """Make a worker and answer commands, the names of its methods, until stdin ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints must not look like an answer
+    settle_vector_math()
     worker = make_worker()
     answers.write(json.dumps(worker.describe()) + "\n")
     for line in sys.stdin:
         answers.write(json.dumps(getattr(worker, line.strip())()) + "\n")
+
+
+def settle_vector_math() -> None:
+    """Call torch's functions of positions on one thread before others do; the package's function of this name, which
+    workers in memory do not import, says why.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        for function in (torch.cos, torch.sin):
+            function(torch.ones(1))
