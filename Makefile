@@ -56,7 +56,7 @@ OPERATIONS ?= 1000000
 # Where it is built; in build/cpp-plain it is linked with what the extension is.
 FAULT_TREE ?= build/cpp-fault
 FAULT_RECORDS ?= build/fault
-FUZZERS := header decode product
+FUZZERS := header decode product kernel
 PYTHON_FUZZERS := folder text
 # Per fuzzer; inputs that were worth keeping stay in build/fuzz/inputs.
 FUZZ_SECONDS ?= 600

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
 
 from torch_offload.config import DEFAULT_PAGE_ELEMENTS
-from torch_offload.diagnostics import ssd_benchmark
+from torch_offload.diagnostics import paging_cost, ssd_benchmark
 from torch_offload.optim.adamw import AdamW
 from torch_offload.reporting.progress import Show, progress
 from torch_offload.reporting.result import Result
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # of the file and of how rates are measured; another one is measured again
+FORMAT = 3  # of the file and of how rates are measured; another one is measured again
 ROUNDS = 5
 SSD_FILE_BYTES = 512 << 20
 SSD_BLOCK_BYTES = 4 << 20
@@ -55,6 +55,8 @@ class Probe(BaseModel, Result):
         copy_rate: Bytes per second that one copy within memory reads and writes, together.
         gemm: Floating-point operations per second of a large matrix product, by type.
         update: Elements per second that an optimizer updates in memory, by its name.
+        read_cost: Seconds of computing that are lost to a byte of a page that is read.
+        write_cost: The same of one that is written.
         to_device: Bytes per second from pinned memory to a GPU; None where there is none.
         to_host: The other way.
     """
@@ -68,13 +70,10 @@ class Probe(BaseModel, Result):
     copy_rate: float
     gemm: dict[str, float]
     update: dict[str, float]
+    read_cost: float
+    write_cost: float
     to_device: float | None = None
     to_host: float | None = None
-
-    @property
-    def cores(self) -> int:
-        """How many processors share the work of a step."""
-        return int(self.key.get("cores", "1"))
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as values that JSON knows."""
@@ -95,6 +94,8 @@ class Probe(BaseModel, Result):
             yield f"matrix product, {name}", f"{rate / 1e9:.0f} GFLOP/s"
         for name, rate in self.update.items():
             yield f"update, {name}", f"{rate / 1e6:.0f} million elements/s"
+        for name, cost in (("read", self.read_cost), ("written", self.write_cost)):
+            yield f"computing lost to pages {name}", f"{cost * 1e9:.2f} s/GB"
         for name, link in (("to the device", self.to_device), ("to the host", self.to_host)):
             if link is not None:
                 yield name, f"{link / 1e9:.1f} GB/s"
@@ -114,6 +115,7 @@ def probe(directory: str | os.PathLike[str] | None = None, *, refresh: bool = Fa
         ConfigError: If the directory cannot hold pages.
         OutOfTierMemory: If its disk has no room for a small file.
         TierIOError: If a transfer fails.
+        OffloadError: If a small network cannot be trained in pages.
     """
     chosen = ssd_benchmark.directory_for(None if directory is None else Path(directory), file_bytes=SSD_FILE_BYTES)
     key = _key(chosen)
@@ -175,7 +177,7 @@ def _keep(path: Path, measured: Probe) -> None:
 
 def _measure(directory: Path, key: dict[str, str], show: Show) -> Probe:
     has_gpu = torch.cuda.is_available()
-    total = 3 + len(GEMM_TYPES) + has_gpu
+    total = 4 + len(GEMM_TYPES) + has_gpu
     show("disk", 0, total)
     disk = _disk_rates(directory)
     show("memory", 1, total)
@@ -184,13 +186,16 @@ def _measure(directory: Path, key: dict[str, str], show: Show) -> Probe:
     for done, (name, dtype) in enumerate(GEMM_TYPES.items(), start=2):
         show(f"matrix products, {name}", done, total)
         gemm[name] = _gemm_rate(dtype)
-    show("updates", total - 1 - has_gpu, total)
+    show("updates", total - 2 - has_gpu, total)
     update = {"adamw_torch_fused": _stock_update_rate(), "torch_offload.AdamW": _own_update_rate()}
+    show("what moving pages costs", total - 1 - has_gpu, total)
+    cost = paging_cost.measure(directory)
+    costs = {"read_cost": cost.read, "write_cost": cost.written}
     links: dict[str, float] = {}
     if has_gpu:
         show("links of the GPU", total - 1, total)
         links = {"to_device": _link_rate(to_device=True), "to_host": _link_rate(to_device=False)}
-    return Probe(key=key, **disk, copy_rate=copy_rate, gemm=gemm, update=update, **links)
+    return Probe(key=key, **disk, copy_rate=copy_rate, gemm=gemm, update=update, **costs, **links)
 
 
 def _disk_rates(directory: Path) -> dict[str, float]:

@@ -115,11 +115,6 @@ class PlannedMachine:
     ssd_bytes: int
     endurance_bytes: int
 
-    @property
-    def cores(self) -> float:
-        """How many processors one process has."""
-        return self.probe.cores / self.processes
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
@@ -203,7 +198,7 @@ def _phases(inputs: PlanInputs, uses: StepUses, traffic: TierTraffic, update_tie
             Phase(
                 name=name,
                 compute_seconds=compute_seconds + (clipping if name == PHASES[1] else 0.0),
-                paging_seconds=paging_seconds(moved.read_bytes, moved.written_bytes, inputs.machine.cores),
+                paging_seconds=paging_seconds(moved.read_bytes, moved.written_bytes, inputs.machine.probe),
                 host_update_seconds=beside,
                 ssd_read=moved.read,
                 ssd_written=moved.written,

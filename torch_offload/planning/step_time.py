@@ -7,12 +7,6 @@ from math import inf
 from torch_offload.config import Config
 from torch_offload.diagnostics.probe import Probe
 
-READ_CPU_SECONDS_PER_BYTE = 0.33e-9
-WRITTEN_CPU_SECONDS_PER_BYTE = 0.13e-9
-"""What a page costs the processor on its way in and out: its request, its checksum, its memory. Seconds of one core,
-after steps of benchmarks/results/generate.json (all of them reads) and train_step.json (as many writes) beside the same
-steps in memory."""
-
 COMPUTE = "compute"
 HOST_UPDATE = "host update"
 SSD = "ssd"
@@ -47,10 +41,9 @@ def rates_of(config: Config, probe: Probe, *, processes: int = 1) -> Rates:
     )
 
 
-def paging_seconds(read_bytes: int, written_bytes: int, cores: float) -> float:
-    """Return the seconds for which moving pages keeps all cores from computing."""
-    cpu_seconds = read_bytes * READ_CPU_SECONDS_PER_BYTE + written_bytes * WRITTEN_CPU_SECONDS_PER_BYTE
-    return cpu_seconds / cores
+def paging_seconds(read_bytes: int, written_bytes: int, probe: Probe) -> float:
+    """Return the seconds for which moving pages keeps the processor from computing."""
+    return read_bytes * probe.read_cost + written_bytes * probe.write_cost
 
 
 @dataclass(frozen=True, kw_only=True)

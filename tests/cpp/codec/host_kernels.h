@@ -9,6 +9,7 @@
 #include "codec/product_warp.h"
 #include "codec/rans4_warp.h"
 #include "codec/tun12_decode_warp.h"
+#include "codec/tun12_product_warp.h"
 
 namespace torch_offload {
 
@@ -44,6 +45,43 @@ std::vector<float> panels_of(const ScaledTokens& from) {
     return panels;
 }
 
+/// y = T x as the kernel of tun12_cuda.cu: two rows per warp, class by class. Pre: one group of tokens.
+template <unsigned kTokens>
+void multiply_codewords(const KernelMatrix& matrix, const ScaledTokens& x, const ScaledSums& y, HostWarp warp) {
+    const std::vector<float> panel = panels_of<kTokens>(x);
+    for (std::uint32_t row = 0; row < matrix.rows; row += kRowsOfWarp) {
+        SumBits bits{};
+        HostWarp::PerLane<Tun12Cursor> positions;
+        HostWarp::PerLane<TokenSums<kTokens>> sums;
+        warp.each([&](unsigned lane) { positions[lane] = first_cursor(matrix, row + lane / kHalfLanes); });
+        for (std::uint32_t i = 0; i < matrix.class_count; ++i) {
+            const KernelClass& its_class = matrix.classes[i];
+            add_class<kTokens>(warp, matrix, its_class, its_class.words, panel.data(), positions, bits, sums);
+        }
+        for (unsigned t = 0; t < kTokens; ++t) {
+            HostWarp::PerLane<float> each;
+            warp.each([&](unsigned lane) { each[lane] = sums[lane].of[t]; });
+            each = joined_sums(warp, each);
+            for (std::uint32_t half = 0; half < kRowsOfWarp; ++half) {
+                if (row + half < matrix.rows) write_sum(y, t, row + half, each[half * kHalfLanes]);
+            }
+        }
+    }
+}
+
+/// y = T x of decoded rows as the kernel of product_cuda.cu, group by group.
+template <unsigned kRows, unsigned kTokens>
+void multiply_quads(const KernelMatrix& matrix, const QuadRows& rows, const ScaledTokens& x, const ScaledSums& y,
+                    HostWarp warp) {
+    const std::vector<float> panels = panels_of<kTokens>(x);
+    for (std::uint32_t group = 0; group * kTokens < x.tokens; ++group) {
+        const float* const panel = panels.data() + std::size_t{group} * x.width * kTokens;
+        for (std::uint32_t row = 0; row < matrix.rows; row += 2 * kRows) {
+            multiply_rows_of_warp<kRows, kTokens>(warp, matrix, rows, row, panel, group * kTokens, y);
+        }
+    }
+}
+
 /// A column of z = T^T g, as the kernel of product_cuda.cu adds its tiles' parts.
 template <unsigned kTokens>
 void multiply_column(const KernelMatrix& matrix, const QuadRows& rows, std::uint32_t column, const float* panel,
@@ -55,6 +93,19 @@ void multiply_column(const KernelMatrix& matrix, const QuadRows& rows, std::uint
         for (unsigned t = 0; t < kTokens; ++t) sums[t] = sums[t] + part[t];
     }
     for (unsigned t = 0; t < kTokens; ++t) write_sum(z, first_token + t, column, sums[t]);
+}
+
+/// z = T^T g, group by group.
+template <unsigned kTokens>
+void multiply_quads_transposed(const KernelMatrix& matrix, const QuadRows& rows, const ScaledTokens& g,
+                               const ScaledSums& z) {
+    const std::vector<float> panels = panels_of<kTokens>(g);
+    for (std::uint32_t group = 0; group * kTokens < g.tokens; ++group) {
+        const float* const panel = panels.data() + std::size_t{group} * g.width * kTokens;
+        for (std::uint32_t column = 0; column < matrix.columns; ++column) {
+            multiply_column<kTokens>(matrix, rows, column, panel, group * kTokens, z);
+        }
+    }
 }
 
 }  // namespace torch_offload

@@ -12,7 +12,6 @@
 #include "codec/kernel_samples.h"
 #include "codec/mma_warp.h"
 #include "codec/product.h"
-#include "codec/tun12_product_warp.h"
 
 namespace torch_offload {
 namespace {
@@ -71,30 +70,6 @@ ExtentBuffer coded(const Matrix& matrix, CoderChoice coder, std::size_t rows_per
     return encode(matrix.view(), options);
 }
 
-/// As the kernel of tun12_cuda.cu: two rows per warp, class by class.
-template <unsigned kTokens>
-void multiply_codewords(const KernelMatrix& matrix, Case& one, HostWarp warp) {
-    const std::vector<float> panel = panels_of<kTokens>(one.from());
-    for (std::uint32_t row = 0; row < matrix.rows; row += kRowsOfWarp) {
-        SumBits bits{};
-        HostWarp::PerLane<Tun12Cursor> positions;
-        HostWarp::PerLane<TokenSums<kTokens>> sums;
-        warp.each([&](unsigned lane) { positions[lane] = first_cursor(matrix, row + lane / kHalfLanes); });
-        for (std::uint32_t i = 0; i < matrix.class_count; ++i) {
-            const KernelClass& its_class = matrix.classes[i];
-            add_class<kTokens>(warp, matrix, its_class, its_class.words, panel.data(), positions, bits, sums);
-        }
-        for (unsigned t = 0; t < kTokens; ++t) {
-            HostWarp::PerLane<float> each;
-            warp.each([&](unsigned lane) { each[lane] = sums[lane].of[t]; });
-            each = joined_sums(warp, each);
-            for (std::uint32_t half = 0; half < kRowsOfWarp; ++half) {
-                if (row + half < matrix.rows) write_sum(one.to(), t, row + half, each[half * kHalfLanes]);
-            }
-        }
-    }
-}
-
 template <unsigned kTokens>
 void expect_codewords_give_portable_sums(std::size_t tokens) {
     for (const Shape& shape : kShapes) {
@@ -109,7 +84,7 @@ void expect_codewords_give_portable_sums(std::size_t tokens) {
             const auto expected = one.expected(
                 [&](const TokenPanel& x, TokenPanel& y) { multiply(opened, x, y, InstructionSet::portable); });
             for (const unsigned stride : {1U, 5U}) {
-                multiply_codewords<kTokens>(sample.matrix(), one, HostWarp{stride});
+                multiply_codewords<kTokens>(sample.matrix(), one.from(), one.to(), HostWarp{stride});
                 ASSERT_EQ(bits_of(one.actual), bits_of(expected))
                     << shape.rows << " x " << shape.columns << ", zeros " << zero << ", lanes by " << stride;
             }
@@ -124,29 +99,6 @@ TEST(KernelProduct, OfCodewordsHasPortableBits) {
     expect_codewords_give_portable_sums<2>(2);
     expect_codewords_give_portable_sums<4>(3);
     expect_codewords_give_portable_sums<8>(8);
-}
-
-template <unsigned kRows, unsigned kTokens>
-void multiply_quads(const KernelMatrix& matrix, const QuadRows& rows, Case& one) {
-    const std::vector<float> panels = panels_of<kTokens>(one.from());
-    for (std::size_t group = 0; group * kTokens < one.tokens; ++group) {
-        for (std::uint32_t row = 0; row < matrix.rows; row += 2 * kRows) {
-            multiply_rows_of_warp<kRows, kTokens>(HostWarp{3}, matrix, rows, row,
-                                                  panels.data() + group * one.from_width * kTokens,
-                                                  static_cast<std::uint32_t>(group * kTokens), one.to());
-        }
-    }
-}
-
-template <unsigned kTokens>
-void multiply_quads_transposed(const KernelMatrix& matrix, const QuadRows& rows, Case& one) {
-    const std::vector<float> panels = panels_of<kTokens>(one.from());
-    for (std::size_t group = 0; group * kTokens < one.tokens; ++group) {
-        for (std::uint32_t column = 0; column < matrix.columns; ++column) {
-            multiply_column<kTokens>(matrix, rows, column, panels.data() + group * one.from_width * kTokens,
-                                     static_cast<std::uint32_t>(group * kTokens), one.to());
-        }
-    }
 }
 
 class KernelProductOfQuads : public testing::TestWithParam<CoderChoice> {};
@@ -171,7 +123,7 @@ TEST_P(KernelProductOfQuads, HasPortableBits) {
             if (!is_finite) forward.inputs[shape.columns / 2] = std::numeric_limits<float>::infinity();
             const auto y = forward.expected(
                 [&](const TokenPanel& from, TokenPanel& to) { multiply(opened, from, to, InstructionSet::portable); });
-            multiply_quads<4, 8>(sample.matrix(), rows, forward);
+            multiply_quads<4, 8>(sample.matrix(), rows, forward.from(), forward.to(), HostWarp{3});
             for (std::size_t i = 0; i < y.size(); ++i) {
                 ASSERT_TRUE(std::bit_cast<std::uint32_t>(forward.actual[i]) == std::bit_cast<std::uint32_t>(y[i]) ||
                             (std::isnan(y[i]) && std::isnan(forward.actual[i])))
@@ -182,14 +134,14 @@ TEST_P(KernelProductOfQuads, HasPortableBits) {
         alone.from_order = order;
         const auto y = alone.expected(
             [&](const TokenPanel& from, TokenPanel& to) { multiply(opened, from, to, InstructionSet::portable); });
-        multiply_quads<2, 1>(sample.matrix(), rows, alone);
+        multiply_quads<2, 1>(sample.matrix(), rows, alone.from(), alone.to(), HostWarp{3});
         EXPECT_EQ(bits_of(alone.actual), bits_of(y)) << shape.rows << " x " << shape.columns;
         Case back{11, shape.rows, shape.columns};
         back.to_order = order;
         const auto z = back.expected([&](const TokenPanel& from, TokenPanel& to) {
             multiply_transposed(opened, from, to, InstructionSet::portable);
         });
-        multiply_quads_transposed<8>(sample.matrix(), rows, back);
+        multiply_quads_transposed<8>(sample.matrix(), rows, back.from(), back.to());
         EXPECT_EQ(bits_of(back.actual), bits_of(z)) << shape.rows << " x " << shape.columns;
     }
     EXPECT_GT(sorted, 0);

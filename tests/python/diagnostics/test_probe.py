@@ -1,6 +1,7 @@
 """A machine is measured once; what is kept is used as long as it holds, and is never in the way.
 
-Method: the real measurement with its rounds cut short, and counts of how often it is made.
+Method: the real measurement with its rounds cut short, and counts of how often it is made. What paging costs comes from
+a stand-in; test_paging_cost.py has the real one.
 """
 
 import json
@@ -10,6 +11,7 @@ from support.huge_pages import huge_page_bytes, skip_where_there_are_none
 
 import torch_offload
 from torch_offload import _C, Probe
+from torch_offload.diagnostics import paging_cost
 from torch_offload.diagnostics import ssd_benchmark as benches
 from torch_offload.diagnostics.probe import probe as measure
 
@@ -31,6 +33,7 @@ def measured(monkeypatch, tmp_path):
     }.items():
         monkeypatch.setattr(module, name, little)
     monkeypatch.setattr(module, "ROUNDS", 1)
+    monkeypatch.setattr(paging_cost, "measure", lambda directory: paging_cost.PagingCost(read=3e-10, written=1e-10))
     calls = []
     original = benches.measure
 
@@ -46,6 +49,7 @@ def test_every_rate_is_measured(measured, scratch):
     found = torch_offload.probe(scratch)
     assert all(getattr(found, name) > 0 for name in RATES)
     assert all(rate > 0 for rate in [*found.gemm.values(), *found.update.values()])
+    assert (found.read_cost, found.write_cost) == (3e-10, 1e-10)
     assert set(found.gemm) == {"float32", "bfloat16"}
     assert set(found.update) == {"adamw_torch_fused", "torch_offload.AdamW"}
     assert list(scratch.iterdir()) in ([], [scratch / "cache"])

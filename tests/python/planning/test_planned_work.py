@@ -24,7 +24,6 @@ from torch_offload.activations.recompute import is_recomputed, layers_of
 from torch_offload.integrations.trained_parts import TrainedParts
 from torch_offload.planning.fake_trace import What, record
 from torch_offload.planning.page_uses import StepShape, StepUses, state_bytes_of
-from torch_offload.planning.step_time import paging_seconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from harness.belady_check import least_traffic
@@ -344,8 +343,7 @@ def test_moving_pages_costs_the_processor_time():
     moves, stays = (plan_of(model, batch_of(), settings(ram), probe=FAST_DISK) for ram in ("40MiB", "1GiB"))
     assert stays.paging_seconds == 0
     read_gb, written_gb = (sum(way.values()) / 1e9 for way in (moves.ssd_read, moves.ssd_written))
-    assert moves.paging_seconds == pytest.approx(0.33 * read_gb + 0.13 * written_gb)  # of one core
-    assert paging_seconds(10**9, 0, 2) == pytest.approx(0.165)
+    assert moves.paging_seconds == pytest.approx(0.3 * read_gb + 0.1 * written_gb)
     assert moves.predicted_seconds - stays.predicted_seconds == pytest.approx(moves.paging_seconds)
 
 

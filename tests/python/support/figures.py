@@ -14,6 +14,8 @@ MACHINE = Probe(
     copy_rate=10e9,
     gemm={"float32": 100e9, "bfloat16": 200e9},
     update={"adamw_torch_fused": 2e8, "torch_offload.AdamW": 4e8},
+    read_cost=0.3e-9,
+    write_cost=0.1e-9,
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from support.models import VOCABULARY, tiny_model
+from support.vector_math import settle_vector_math
 
 STEPS = 6
 
@@ -27,8 +28,7 @@ def main() -> None:
     parser.add_argument("--budget-bytes", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(2)
-    for function in (torch.cos, torch.sin):  # of positions; _compat.settle_vector_math says why
-        function(torch.ones(1))
+    settle_vector_math()
     model: Any = tiny_model("llama", tied=True, hidden=options.hidden, layers=options.layers)
     if options.budget_bytes:
         import torch_offload

@@ -18,6 +18,7 @@ from support.cases import differing
 from support.huge_pages import huge_page_bytes
 from support.isolation import in_child
 from support.training import Outcome, digest_run, random_states, seed_all
+from support.vector_math import settle_vector_math
 
 WIDTH = 128
 
@@ -134,6 +135,7 @@ def train_both(name: str, scratch: Path, *, budget_share: float, threads: int = 
 
 def train(name: str, threads: int, budget_share: float = 0, settings: dict[str, Any] | None = None) -> PagedOutcome:
     """Train once, seeded before the module is built and never again; paged where settings are given."""
+    settle_vector_math()
     torch.set_num_threads(threads)
     workload = WORKLOADS[name]
     seed_all(5)

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from support.bits import digest, fingerprint
 from support.models import VOCABULARY, state_bytes, tiny_model
+from support.vector_math import settle_vector_math
 
 STEPS = 8
 ROWS = 2
@@ -209,7 +210,7 @@ def run_trainer(
         max_grad_norm=case.max_grad_norm,
         learning_rate=1e-3,
         bf16=case.precision == "autocast",
-        use_cpu=True,
+        use_cpu=placement.place == "cpu",
         save_strategy="no",
         logging_strategy="no",
         report_to=[],
@@ -271,6 +272,7 @@ def train(case: Case, placement: Placement, model: torch.nn.Module) -> Outcome:
 def train_plain(case: Case, placement: Placement) -> Outcome:
     """Train in memory; nothing of the package has been imported by then."""
     assert "torch_offload" not in sys.modules
+    settle_vector_math()
     torch.set_num_threads(placement.threads)
     model = make_model(case, placement).to(placement.place)
     seed_all(2)
