@@ -137,11 +137,12 @@ def _imported_modules(path: str, node: ast.AST) -> set[str]:
 
 
 def dead_modules(tree: Tree) -> list[str]:
-    """Every module of the library is imported by another one, or is an entry point."""
+    """Every module of the library is imported by another one, run by one as a process, or is an entry point."""
     used: set[str] = set()
     for path, node in _nodes(tree):
         used |= {name for name in _imported_modules(path, node) if name != module_name(path)}
     scripts = re.findall(r'=\s*"(torch_offload[\w.]*):\w+"', tree.get("pyproject.toml", ""))
+    scripts += re.findall(r'"-m", "(torch_offload[\w.]*)"', "\n".join(tree[path] for path in _python(tree)))
     entries = {"torch_offload", "torch_offload.__main__", module_name(SITE_HOOK), *scripts}
     return [
         f"{path}: no other module imports it"

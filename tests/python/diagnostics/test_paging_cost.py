@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 import torch_offload
-from torch_offload.diagnostics import paging_cost
+from torch_offload.diagnostics import paging_cost, paging_turns
 from torch_offload.errors import OffloadError
 
 pytestmark = pytest.mark.any_torch
 
 
 def test_a_turn_that_is_frozen_only_reads_and_one_that_trains_writes_too(scratch, monkeypatch):
-    monkeypatch.setattr(paging_cost, "ROUNDS", 1)
-    monkeypatch.setattr(paging_cost, "TURNS", 3)
-    _, read_bytes, written_bytes = paging_cost._added(paging_cost._forward(3), 40 << 20, str(scratch))
-    block_bytes = 4 * (2 * paging_cost.WIDTH * paging_cost.WIDER + paging_cost.WIDTH**2)
+    monkeypatch.setattr(paging_turns, "ROUNDS", 1)
+    monkeypatch.setattr(paging_turns, "TURNS", 3)
+    _, read_bytes, written_bytes = paging_turns._added(paging_turns._forward(3), 40 << 20, str(scratch))
+    block_bytes = 4 * (2 * paging_turns.WIDTH * paging_turns.WIDER + paging_turns.WIDTH**2)
     assert 1.5 * block_bytes <= read_bytes <= 6 * block_bytes
     assert written_bytes == 0
-    trained = paging_cost._training(2)
-    _, read_bytes, written_bytes = paging_cost._added(trained, 80 << 20, str(scratch))
+    trained = paging_turns._training(2)
+    _, read_bytes, written_bytes = paging_turns._added(trained, 80 << 20, str(scratch))
     assert min(read_bytes, written_bytes) >= block_bytes
     with pytest.raises(torch_offload.OffloadError, match="is not wrapped"):
         torch_offload.unwrap(trained[0])
