@@ -2,7 +2,8 @@
 
     python tools/kernel_resources.py EXTENSION > docs/contributing/kernel-resources.md
 
-EXTENSION is a torch_offload/_C*.so that was built with CUDA for the architectures of the table; no GPU is needed. Uses
+EXTENSION is a torch_offload/_C*.so that was built with CUDA for the architectures of the table, or a shared library of
+csrc/*/*_cuda.cu alone, compiled with the options that setup.py has for them (`CUDA_ARITHMETIC`); no GPU is needed. Uses
 cuobjdump of the CUDA toolkit, or the one that triton carries, and nvcc to name its release.
 """
 

@@ -102,7 +102,9 @@ OFFLOAD_DEVICE void multiply_rows_of_warp(const Warp& warp, const KernelMatrix& 
         }
         add_columns<kRows, kTokens>(of, matrix.columns, panel, lane % kHalfLanes, sums[lane]);
     });
+    OFFLOAD_UNROLL
     for (unsigned r = 0; r < kRows; ++r) {
+        OFFLOAD_UNROLL
         for (unsigned t = 0; t < kTokens; ++t) {
             PerLane<Warp, float> one;
             warp.each([&](unsigned lane) { one[lane] = sums[lane].of[r][t]; });
