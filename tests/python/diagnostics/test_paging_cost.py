@@ -29,6 +29,7 @@ def test_a_turn_that_is_frozen_only_reads_and_one_that_trains_writes_too(scratch
         torch_offload.unwrap(trained[0])
 
 
+@pytest.mark.alone
 def test_it_is_measured_in_a_process_of_its_own(scratch):
     """And nothing is left behind. How much it is depends on what else runs here, so the numbers are not judged."""
     found = paging_cost.measure(scratch)
