@@ -71,6 +71,7 @@ def measure(
     result["disk"] = {key: spread([row["disk"][key] for row in used]) for key in used[0]["disk"]}
     result["variants"] = {}
     for name, variant in variants.items():
+        final[name].pop("package", None)  # a path of this machine; a plain worker has none
         summary = summarise(name, used) | {"final": final[name]}
         if variant.budget_share:
             summary |= {"limit": against_limit(name, used, price), "traffic": replays[name]}

@@ -103,7 +103,7 @@ def check_torch() -> None:
 def settle_vector_math() -> None:
     """Call each of torch's vector functions once, on one element: 12 ms.
 
-    The MKL that torch 2.11 to 2.15 link chooses a function's kernel at its first call. Where that call is made by
+    The MKL in torch's wheels (2024.2) chooses a function's kernel at its first call. Where that call is made by
     several threads at once, one of them may compute its part with the kernel of the lowest accuracy
     (https://github.com/pytorch/pytorch/issues/188792): two runs of one program then differ from the first step on.
     """

@@ -43,7 +43,7 @@ def test_it_is_measured_in_a_process_of_its_own(scratch):
     [
         ("import sys; sys.exit('no room')", "failed with exit status 1: no room"),
         ("print('nothing')", "measuring what paging costs failed: 1 validation error"),
-        ("import time; time.sleep(60)", "timed out"),
+        ("import time; time.sleep(60)", "timed out"),  # it hangs, and is ended after two seconds
     ],
 )
 def test_a_child_that_fails_says_why(scratch, tmp_path, monkeypatch, program, message):
