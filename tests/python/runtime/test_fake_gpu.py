@@ -18,8 +18,6 @@ from torch import nn
 import torch_offload
 from torch_offload import Config, ConfigError, OutOfTierMemory, TierIOError
 
-pytestmark = pytest.mark.any_torch
-
 GPU_CASES = [case for case in CASES if case.loop == "plain" and case.precision != "autocast"]
 SIDES = ("gpu", "cpu")
 PLACES = ("page", "keep", "ram")

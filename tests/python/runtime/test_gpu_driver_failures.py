@@ -14,8 +14,6 @@ from torch import nn
 import torch_offload
 from torch_offload import _C, Config, OffloadError, TierIOError
 
-pytestmark = pytest.mark.any_torch
-
 LAYERS = 12
 FAILURES_EACH = 250
 # What a page's way takes, and what tells the end of kernels.
