@@ -1,6 +1,7 @@
 #include "pager/arena.h"
 
 #include <algorithm>
+#include <bit>
 #include <new>
 
 #include "base/check.h"
@@ -8,9 +9,16 @@
 #include "device/address_space.h"
 
 namespace torch_offload {
+namespace {
+
+/// Frames of an eighth of the largest are of use to ranges: moving memory costs about the same for any size.
+constexpr std::size_t kMostPiecesOfOne = 8;
+
+}  // namespace
 
 Arena::Arena(const ArenaOptions& options)
     : piece_bytes_(options.piece_bytes),
+      usual_frame_bytes_(options.piece_bytes),
       huge_pages_(options.huge_pages),
       memory_(options.memory ? *options.memory : AddressSpace::process()) {
     if (memory_.keeps_place()) piece_bytes_ = 0;  // ranges and frames are made of memory that can move in part
@@ -101,18 +109,39 @@ bool Arena::take_apart(std::size_t frame_bytes, ArenaLock& lock) {
         if (found->first < frame_bytes) return false;
     } while (!can_become_pages(found->second, frame_bytes));
     const std::span<std::byte> range = take_out(found);
+    usage_.idle_range_bytes -= range.size();
+    usage_.free_frame_bytes += range.size();
+    make_frames(range, frame_bytes, lock);
+    return true;
+}
+
+/// The same with the largest free frame that is several of `frame_bytes`.
+bool Arena::take_frame_apart(std::size_t frame_bytes, ArenaLock& lock) {
+    if (memory_.keeps_place()) return false;
+    for (auto found = free_frames_.end(); found != free_frames_.begin();) {
+        --found;
+        if (found->first <= frame_bytes) return false;
+        if (found->first % frame_bytes != 0) continue;
+        const Frame frame = found->second;
+        free_frames_.erase(found);
+        make_frames(frame.slot, frame_bytes, lock);
+        return true;
+    }
+    return false;
+}
+
+/// Turns memory that nobody finds and that is counted as free frames into some; the rest goes back to the system.
+void Arena::make_frames(std::span<std::byte> memory, std::size_t frame_bytes, ArenaLock& lock) {
     Frames made;
     std::exception_ptr error;
     {
         const SystemCalls calls(*this, lock);
-        made = make_frames_of(range, frame_bytes, error);
-        memory_.release(range);
+        made = make_frames_of(memory, frame_bytes, error);
+        memory_.release(memory);
     }
-    usage_.idle_range_bytes -= range.size();
-    usage_.free_frame_bytes += made.size() * frame_bytes;
+    usage_.free_frame_bytes -= memory.size() - made.size() * frame_bytes;
     free_frames_.merge(made);
     if (error) std::rethrow_exception(error);
-    return true;
 }
 
 /// As many as there can be: `error` says why they are not all.
@@ -163,9 +192,11 @@ std::optional<Frame> Arena::take_registered_frame(std::size_t size_bytes) {
 
 /// Registered frames first: the others are of use to ranges as well.
 std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes, ArenaLock& lock) {
+    if (is_piece(size_bytes)) usual_frame_bytes_ = size_bytes;
     std::optional<Frame> free = take_registered_frame(size_bytes);
     if (!free) free = take_free_frame(size_bytes);
-    if (!free && !has_space(size_bytes, usage_.reserve_bytes) && take_apart(size_bytes, lock)) {
+    if (!free && !has_space(size_bytes, usage_.reserve_bytes) &&
+        (take_apart(size_bytes, lock) || take_frame_apart(size_bytes, lock))) {
         free = take_free_frame(size_bytes);
     }
     if (free) {
@@ -241,12 +272,11 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
         return range;
     }
     if (usage_.available_bytes() < size_bytes) return std::nullopt;
-    const std::size_t piece_count = piece_bytes_ == 0 ? 0 : size_bytes / piece_bytes_;
-    while (free_frames_.count(piece_bytes_) < piece_count && !has_space(size_bytes, usage_.reserve_bytes)) {
-        if (!take_apart(piece_bytes_, lock)) break;
+    while (!has_pieces_for(size_bytes) && !has_space(size_bytes, usage_.reserve_bytes)) {
+        if (!take_apart_into_pieces(lock)) break;
     }
-    Frames pieces = take_pieces(piece_count);
-    const std::size_t pieces_bytes = pieces.size() * piece_bytes_;
+    std::size_t pieces_bytes = 0;
+    Frames pieces = take_pieces(size_bytes, pieces_bytes);
     charge(usage_.range_bytes, pieces_bytes);
     if (!make_space(size_bytes - pieces_bytes, usage_.reserve_bytes, lock)) {
         usage_.range_bytes -= pieces_bytes;
@@ -268,19 +298,46 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
     return range;
 }
 
-/// Uncounted: the caller says what they are now.
-Arena::Frames Arena::take_pieces(std::size_t at_most) noexcept {
-    Frames pieces;
-    while (pieces.size() < at_most) {
-        auto piece = free_frames_.extract(piece_bytes_);
-        if (!piece) break;
-        pieces.insert(std::move(piece));
+/// Whether a range can be put together from frames of that size, those of pages of one type of elements or another: any
+/// of them divides a larger one, so that a range may begin with the larger and go on with the smaller.
+bool Arena::is_piece(std::size_t size_bytes) const noexcept {
+    if (piece_bytes_ == 0 || piece_bytes_ % size_bytes != 0 || size_bytes % kSectorBytes != 0) return false;
+    const std::size_t per_largest = piece_bytes_ / size_bytes;
+    return per_largest <= kMostPiecesOfOne && std::has_single_bit(per_largest);
+}
+
+/// Whether free frames are as much of a range as pages of the usual size could be.
+bool Arena::has_pieces_for(std::size_t size_bytes) const noexcept {
+    if (piece_bytes_ == 0) return true;
+    std::size_t free_bytes = 0;
+    for (std::size_t size = piece_bytes_; is_piece(size); size /= 2) free_bytes += free_frames_.count(size) * size;
+    return free_bytes >= size_bytes / usual_frame_bytes_ * usual_frame_bytes_;
+}
+
+/// Into frames of the size that was wanted last, because those are of use to pages as well, or smaller ones.
+bool Arena::take_apart_into_pieces(ArenaLock& lock) {
+    for (std::size_t size = usual_frame_bytes_; is_piece(size); size /= 2) {
+        if (take_apart(size, lock)) return true;
     }
-    usage_.free_frame_bytes -= pieces.size() * piece_bytes_;
+    return false;
+}
+
+/// As much of a range as free frames can be, `taken_bytes`. Uncounted: the caller says what they are now.
+Arena::Frames Arena::take_pieces(std::size_t size_bytes, std::size_t& taken_bytes) noexcept {
+    Frames pieces;
+    for (std::size_t size = piece_bytes_; is_piece(size); size /= 2) {
+        while (taken_bytes + size <= size_bytes) {
+            auto piece = free_frames_.extract(size);
+            if (!piece) break;
+            pieces.insert(std::move(piece));
+            taken_bytes += size;
+        }
+    }
+    usage_.free_frame_bytes -= taken_bytes;
     return pieces;
 }
 
-/// A range that begins with the memory of `pieces`; the rest is new.
+/// A range that begins with the memory of `pieces`, the largest first; the rest is new.
 std::span<std::byte> Arena::put_together(const Frames& pieces, std::size_t size_bytes, Mappings& mappings) {
     const auto release_slots = [&] {
         for (const auto& [size, piece] : pieces) memory_.release(piece.slot);
@@ -288,11 +345,11 @@ std::span<std::byte> Arena::put_together(const Frames& pieces, std::size_t size_
     std::span<std::byte> range;
     try {
         range = memory_.reserve(size_bytes, nullptr);
-        if (!pieces.empty()) mappings[range.data()] = piece_bytes_;
+        if (!pieces.empty()) mappings[range.data()] = pieces.begin()->first;
         std::size_t filled_bytes = 0;
-        for (const auto& [size, piece] : pieces) {
-            memory_.move(piece.slot, range.data() + filled_bytes, Protection::read_write);
-            filled_bytes += size;
+        for (auto piece = pieces.rbegin(); piece != pieces.rend(); ++piece) {
+            memory_.move(piece->second.slot, range.data() + filled_bytes, Protection::read_write);
+            filled_bytes += piece->first;
         }
         if (filled_bytes > 0) memory_.hide_from_fork(range.first(filled_bytes), false);
         if (filled_bytes < range.size()) memory_.commit(range.subspan(filled_bytes), huge_pages_);

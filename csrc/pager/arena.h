@@ -45,7 +45,7 @@ private:
 struct ArenaOptions {
     std::size_t limit_bytes = 0;
     std::size_t reserve_bytes = 0;  // of it, for small allocations that an operation makes while its pages are pinned
-    std::size_t piece_bytes = 0;    // frames of this size may be put together to a range; 0: none
+    std::size_t piece_bytes = 0;    // the largest frames of which ranges may be put together; 0: none
     HugePages huge_pages = HugePages::allowed;
     Memory* memory = nullptr;  // where it comes from; nullptr: the process's
 };
@@ -135,9 +135,14 @@ private:
     std::span<std::byte> take_out(Ranges::iterator idle) noexcept;
     void release(std::span<std::byte> memory, std::size_t& account, ArenaLock& lock) noexcept;
     bool take_apart(std::size_t frame_bytes, ArenaLock& lock);
+    bool take_frame_apart(std::size_t frame_bytes, ArenaLock& lock);
+    void make_frames(std::span<std::byte> memory, std::size_t frame_bytes, ArenaLock& lock);
     std::optional<Frame> take_free_frame(std::size_t size_bytes);
     std::optional<Frame> take_registered_frame(std::size_t size_bytes);
-    Frames take_pieces(std::size_t at_most) noexcept;
+    bool is_piece(std::size_t size_bytes) const noexcept;
+    bool has_pieces_for(std::size_t size_bytes) const noexcept;
+    bool take_apart_into_pieces(ArenaLock& lock);
+    Frames take_pieces(std::size_t size_bytes, std::size_t& taken_bytes) noexcept;
     void charge(std::size_t& account, std::size_t size_bytes) noexcept;
 
     // Without the lock.
@@ -150,6 +155,7 @@ private:
     std::size_t other_peak_bytes_ = 0;
     std::size_t logged_peak_bytes_ = 0;
     std::size_t piece_bytes_;
+    std::size_t usual_frame_bytes_;  // of the last frame that was wanted and can be a piece
     HugePages huge_pages_;
     Memory& memory_;
     std::size_t changes_ = 0;  // calls that have given up the lock

@@ -155,6 +155,64 @@ TEST(Arena, IdleRangesAreTakenApartIntoFrames) {
     arena.give_frame(*b);
 }
 
+// Frames of smaller pages serve as well, after the larger ones. Method: marked frames of one and of two units, a range
+// of four and a half.
+TEST(Arena, RangesArePutTogetherFromFramesOfSeveralSizes) {
+    LockedArena arena({.limit_bytes = 6 * kUnit, .piece_bytes = 2 * kUnit});
+    std::vector<Frame> frames;
+    for (const std::size_t size_bytes : {kUnit, 2 * kUnit, kUnit}) {
+        frames.push_back(*arena.try_take_frame(size_bytes));
+        frames.back().slot[1] = size_bytes == kUnit ? std::byte{7} : std::byte{8};
+    }
+    for (const Frame& frame : frames) arena.give_frame(frame);
+    const auto range = arena.try_take_range(4 * kUnit + kUnit / 2);
+    ASSERT_TRUE(range);
+    EXPECT_EQ((*range)[1], std::byte{8});
+    EXPECT_EQ((*range)[2 * kUnit + 1], std::byte{7});
+    EXPECT_EQ((*range)[3 * kUnit + 1], std::byte{7});
+    EXPECT_EQ((*range)[4 * kUnit + 1], std::byte{0});
+    EXPECT_EQ(arena.usage().free_frame_bytes, 0u);
+    EXPECT_EQ(arena.usage().peak_bytes, 4 * kUnit + kUnit / 2);
+    EXPECT_TRUE(arena.can_become_pages(*range, kUnit));
+    EXPECT_FALSE(arena.can_become_pages(*range, 2 * kUnit));
+    arena.give_range(*range);
+}
+
+// Where the budget is used up, frames are made of a larger free one. Method: mark one of two units, take two of one.
+TEST(Arena, FreeFramesAreTakenApart) {
+    LockedArena arena({.limit_bytes = 2 * kUnit});
+    const auto large = arena.try_take_frame(2 * kUnit);
+    for (std::size_t i = 1; i < 2 * kUnit; i += kUnit) large->slot[i] = std::byte{7};
+    arena.give_frame(*large);
+    for (int i = 0; i < 2; ++i) {
+        const auto frame = arena.try_take_frame(kUnit);
+        ASSERT_TRUE(frame);
+        EXPECT_EQ(frame->slot[1], std::byte{7});
+        EXPECT_EQ(arena.usage().used_bytes(), 2 * kUnit);
+    }
+    EXPECT_EQ(arena.usage().peak_bytes, 2 * kUnit);
+    EXPECT_FALSE(arena.try_take_frame(kSectorBytes));
+}
+
+// What an idle range is taken apart into is of use to the pages that there are. Method: a range that was put together
+// from a frame of one unit, where two could be; mark it, take a shorter range and a frame.
+TEST(Arena, IdleRangesBecomeFramesOfTheUsualSize) {
+    LockedArena arena({.limit_bytes = 4 * kUnit, .piece_bytes = 2 * kUnit});
+    arena.give_frame(*arena.try_take_frame(kUnit));
+    const auto range = arena.try_take_range(3 * kUnit);
+    for (std::size_t i = 1; i < range->size(); i += kUnit) (*range)[i] = std::byte{7};
+    arena.give_range(*range);
+    const auto shorter = arena.try_take_range(2 * kUnit);
+    ASSERT_TRUE(shorter);
+    EXPECT_EQ((*shorter)[1], std::byte{7});
+    EXPECT_EQ((*shorter)[kUnit + 1], std::byte{7});
+    const auto frame = arena.try_take_frame(kUnit);
+    ASSERT_TRUE(frame);
+    EXPECT_EQ(frame->slot[1], std::byte{7});
+    arena.give_range(*shorter);
+    arena.give_frame(*frame);
+}
+
 // A range that the system does not let be taken apart goes back to it. Method: mremap is refused; what lies at the
 // addresses, what is counted.
 TEST(Arena, RangeThatCannotBeTakenApartIsGivenBack) {
@@ -324,7 +382,7 @@ void use_a_little(LockedArena& arena, std::uint64_t seed) {
 TEST(Arena, ThreadsStayWithinTheLimitTogether) {
     for (const std::uint64_t seed : seeds({.usual = 10, .full = 200})) {
         CountedMemory memory;
-        LockedArena arena({.limit_bytes = 8 * kUnit, .piece_bytes = kUnit / 2, .memory = &memory});
+        LockedArena arena({.limit_bytes = 8 * kUnit, .piece_bytes = kUnit / 2 << seed % 3, .memory = &memory});
         std::vector<std::thread> threads;
         for (std::uint64_t i = 0; i < 4; ++i) threads.emplace_back([&, i] { use_a_little(arena, 4 * seed + i); });
         for (std::thread& thread : threads) thread.join();
