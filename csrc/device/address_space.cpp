@@ -206,6 +206,16 @@ bool remap(std::span<std::byte> from, std::byte* to) noexcept {
     return mremap(from.data(), from.size(), from.size(), kMoveAndKeepAddresses, to) != MAP_FAILED;
 }
 
+/// False, with errno, where it is refused. Some kernels have unmapped `to` by then; nobody else's mapping may come to
+/// lie in the arena.
+bool remap_or_cover(std::span<std::byte> from, std::byte* to) noexcept {
+    if (remap(from, to)) return true;
+    const int error_number = errno;
+    map_anonymous(to, from.size(), PROT_NONE, MAP_FIXED_NOREPLACE);
+    errno = error_number;
+    return false;
+}
+
 constexpr int protection_bits(Protection protection) noexcept {
     switch (protection) {
         case Protection::none:
@@ -333,6 +343,13 @@ struct AddressSpace::State {
                       range.size(), " bytes at ", static_cast<const void*>(range.data()));
     }
 
+    void check_move(std::span<const std::byte> from, std::span<const std::byte> to) const {
+        check_inside(from, "move from");
+        check_inside(to, "move to");
+        const bool apart = from.data() + from.size() <= to.data() || to.data() + to.size() <= from.data();
+        OFFLOAD_CHECK(apart, LogicError, "move between overlapping ranges of ", from.size(), " bytes");
+    }
+
     bool hold_spares() {
         if (spares.are_held()) return true;
         const std::lock_guard lock(mutex);
@@ -446,19 +463,14 @@ void AddressSpace::decommit(std::span<std::byte> range) {
 
 void AddressSpace::move(std::span<std::byte> from, std::byte* to, Protection protection) {
     const std::span<std::byte> target(to, from.size());
-    state_->check_inside(from, "move from");
-    state_->check_inside(target, "move to");
-    const bool apart = from.data() + from.size() <= to || to + from.size() <= from.data();
-    OFFLOAD_CHECK(apart, LogicError, "move between overlapping ranges of ", from.size(), " bytes");
+    state_->check_move(from, target);
     // Both addresses fault from before the move until after it: what stays behind are readable zeros otherwise, and
     // what arrives would be writable before it is read-only. Making PROT_NONE of PROT_NONE costs next to nothing.
     if (!state_->hold_spares()) throw_mapping_error("moving", from, ENOMEM);
     set_protection(from, PROT_NONE, "hiding");
-    if (!remap(from, to)) {
+    if (!remap_or_cover(from, to)) {
         const int error_number = errno;
         state_->release_spares();  // for the caller, who opens `from` again
-        // Some kernels have unmapped `to` by now; nobody else's mapping may come to lie in the arena.
-        map_anonymous(to, from.size(), PROT_NONE, MAP_FIXED_NOREPLACE);
         throw_mapping_error("moving", from, error_number);
     }
     if (mprotect(to, from.size(), protection_bits(protection)) != 0) {
@@ -470,6 +482,11 @@ void AddressSpace::move(std::span<std::byte> from, std::byte* to, Protection pro
         }
         throw_mapping_error("uncovering", target, error_number);
     }
+}
+
+void AddressSpace::move_unused(std::span<std::byte> from, std::byte* to) {
+    state_->check_move(from, {to, from.size()});
+    if (!remap_or_cover(from, to)) throw_mapping_error("moving", from, errno);
 }
 
 void AddressSpace::protect(std::span<std::byte> range, Protection protection) {

@@ -56,6 +56,9 @@ public:
     /// Moves the memory under `from` to the equally long `to`, which must hold none, without copying it. If it throws,
     /// the memory is under `from`, and has to be protected again before it is used.
     virtual void move(std::span<std::byte> from, std::byte* to, Protection protection) = 0;
+    /// The same, readable and writable, for memory that nobody uses and addresses that nobody knows: an access to
+    /// either before this returns is not told.
+    virtual void move_unused(std::span<std::byte> from, std::byte* to) { move(from, to, Protection::read_write); }
     /// Whether what was committed can be used where it was committed, too, while it has moved elsewhere. Only the whole
     /// of it moves then, away from there and back.
     virtual bool keeps_place() const noexcept { return false; }

@@ -12,7 +12,7 @@ namespace torch_offload {
 namespace {
 
 /// Frames of an eighth of the largest are of use to ranges: moving memory costs about the same for any size.
-constexpr std::size_t kMostPiecesOfOne = 8;
+constexpr std::size_t kMaxPiecesOfOne = 8;
 
 }  // namespace
 
@@ -29,7 +29,7 @@ Arena::Arena(const ArenaOptions& options)
 Arena::~Arena() {
     for (const auto& [size, frame] : free_frames_) memory_.release(frame.slot);
     for (const auto& [size, frame] : registered_free_frames_) memory_.release(frame.slot);
-    for (const auto& [size, range] : idle_ranges_) memory_.release(range);
+    for (const auto& [size, idle] : idle_ranges_) memory_.release(idle.range);
 }
 
 void Arena::charge(std::size_t& account, std::size_t size_bytes) noexcept {
@@ -73,20 +73,31 @@ void Arena::release(std::span<std::byte> memory, std::size_t& account, ArenaLock
     account -= memory.size();
 }
 
+/// Whichever has been idle for longest of those that can be made `page_bytes` (0: anything), or the end: a size that is
+/// wanted again and again, as in each layer of a model, is left alone.
+Arena::IdleRanges::iterator Arena::longest_idle(std::size_t page_bytes) noexcept {
+    auto found = idle_ranges_.end();
+    for (auto idle = idle_ranges_.lower_bound(page_bytes); idle != idle_ranges_.end(); ++idle) {
+        if (found != idle_ranges_.end() && found->second.given < idle->second.given) continue;
+        if (page_bytes == 0 || can_become_pages(idle->second.range, page_bytes)) found = idle;
+    }
+    return found;
+}
+
 /// Still counted as idle.
-std::span<std::byte> Arena::take_out(Ranges::iterator idle) noexcept {
-    const std::span<std::byte> range = idle->second;
+std::span<std::byte> Arena::take_out(IdleRanges::iterator idle) noexcept {
+    const std::span<std::byte> range = idle->second.range;
     idle_ranges_.erase(idle);
     mapping_bytes_.erase(range.data());
     return range;
 }
 
-/// Gives free memory back to the system, largest first, until `size_bytes` more fit the limit. They do until the lock
+/// Gives free memory back to the system until `size_bytes` more fit the limit. They do until the lock
 /// is given up again.
 bool Arena::make_space(std::size_t size_bytes, std::size_t reserve_bytes, ArenaLock& lock) {
     while (!has_space(size_bytes, reserve_bytes)) {
         if (!idle_ranges_.empty()) {
-            release(take_out(std::prev(idle_ranges_.end())), usage_.idle_range_bytes, lock);
+            release(take_out(longest_idle(0)), usage_.idle_range_bytes, lock);
         } else if (!free_frames_.empty()) {
             const auto largest = std::prev(free_frames_.end());
             const Frame frame = largest->second;
@@ -99,15 +110,11 @@ bool Arena::make_space(std::size_t size_bytes, std::size_t reserve_bytes, ArenaL
     return true;
 }
 
-/// Turns the largest idle range that can be into free frames; what is left of it goes back to the system. False if
-/// there is none. If this throws, there are no more mappings, and the rest of the range was given up.
+/// Turns an idle range into free frames; what is left of it goes back to the system. False if there is none that can
+/// be. If this throws, there are no more mappings, and the rest of the range was given up.
 bool Arena::take_apart(std::size_t frame_bytes, ArenaLock& lock) {
-    auto found = idle_ranges_.end();
-    do {
-        if (found == idle_ranges_.begin()) return false;
-        --found;
-        if (found->first < frame_bytes) return false;
-    } while (!can_become_pages(found->second, frame_bytes));
+    const auto found = longest_idle(frame_bytes);
+    if (found == idle_ranges_.end()) return false;
     const std::span<std::byte> range = take_out(found);
     usage_.idle_range_bytes -= range.size();
     usage_.free_frame_bytes += range.size();
@@ -163,7 +170,7 @@ Arena::Frames Arena::make_frames_of(std::span<std::byte> range, std::size_t fram
 Frame Arena::move_into_frame(std::span<std::byte> range) {
     const Frame frame{memory_.reserve(range.size(), nullptr)};
     try {
-        memory_.move(range, frame.slot.data(), Protection::read_write);
+        memory_.move_unused(range, frame.slot.data());
         memory_.hide_from_fork(frame.slot, true);
     } catch (...) {
         memory_.release(frame.slot);
@@ -265,7 +272,7 @@ void Arena::give_up_frame(const Frame& frame) noexcept {
 
 std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes, ArenaLock& lock) {
     if (const auto reuse = idle_ranges_.find(size_bytes); reuse != idle_ranges_.end()) {
-        const std::span<std::byte> range = reuse->second;
+        const std::span<std::byte> range = reuse->second.range;
         idle_ranges_.erase(reuse);
         usage_.idle_range_bytes -= size_bytes;
         charge(usage_.range_bytes, size_bytes);
@@ -303,7 +310,7 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
 bool Arena::is_piece(std::size_t size_bytes) const noexcept {
     if (piece_bytes_ == 0 || piece_bytes_ % size_bytes != 0 || size_bytes % kSectorBytes != 0) return false;
     const std::size_t per_largest = piece_bytes_ / size_bytes;
-    return per_largest <= kMostPiecesOfOne && std::has_single_bit(per_largest);
+    return per_largest <= kMaxPiecesOfOne && std::has_single_bit(per_largest);
 }
 
 /// Whether free frames are as much of a range as pages of the usual size could be.
@@ -348,7 +355,7 @@ std::span<std::byte> Arena::put_together(const Frames& pieces, std::size_t size_
         if (!pieces.empty()) mappings[range.data()] = pieces.begin()->first;
         std::size_t filled_bytes = 0;
         for (auto piece = pieces.rbegin(); piece != pieces.rend(); ++piece) {
-            memory_.move(piece->second.slot, range.data() + filled_bytes, Protection::read_write);
+            memory_.move_unused(piece->second.slot, range.data() + filled_bytes);
             filled_bytes += piece->first;
         }
         if (filled_bytes > 0) memory_.hide_from_fork(range.first(filled_bytes), false);
@@ -382,7 +389,7 @@ void Arena::take_back(std::span<std::byte> range, std::size_t page_bytes, ArenaL
 
 void Arena::give_range(std::span<std::byte> range, ArenaLock& lock) noexcept {
     try {
-        idle_ranges_.emplace(range.size(), range);
+        idle_ranges_.emplace(range.size(), IdleRange{range, ++given_count_});
     } catch (const std::bad_alloc&) {
         mapping_bytes_.erase(range.data());
         release(range, usage_.range_bytes, lock);

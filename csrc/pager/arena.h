@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -126,13 +127,18 @@ public:
 
 private:
     class SystemCalls;
-    using Frames = std::multimap<std::size_t, Frame>;                 // by size
-    using Mappings = std::map<const std::byte*, std::size_t>;         // bytes of each mapping of a range, by its start
-    using Ranges = std::multimap<std::size_t, std::span<std::byte>>;  // by size
+    using Frames = std::multimap<std::size_t, Frame>;          // by size
+    using Mappings = std::map<const std::byte*, std::size_t>;  // bytes of each mapping of a range, by its start
+    struct IdleRange {
+        std::span<std::byte> range;
+        std::uint64_t given;  // the later one is the larger
+    };
+    using IdleRanges = std::multimap<std::size_t, IdleRange>;  // by size
 
     bool has_space(std::size_t size_bytes, std::size_t reserve_bytes) const noexcept;
     bool make_space(std::size_t size_bytes, std::size_t reserve_bytes, ArenaLock& lock);
-    std::span<std::byte> take_out(Ranges::iterator idle) noexcept;
+    IdleRanges::iterator longest_idle(std::size_t page_bytes) noexcept;
+    std::span<std::byte> take_out(IdleRanges::iterator idle) noexcept;
     void release(std::span<std::byte> memory, std::size_t& account, ArenaLock& lock) noexcept;
     bool take_apart(std::size_t frame_bytes, ArenaLock& lock);
     bool take_frame_apart(std::size_t frame_bytes, ArenaLock& lock);
@@ -162,8 +168,9 @@ private:
     Frames free_frames_;
     Frames registered_free_frames_;
     Frames registered_in_use_;  // an entry each, which gets its frame when that is given
-    Ranges idle_ranges_;
-    Mappings mapping_bytes_;  // of ranges that are not one mapping
+    IdleRanges idle_ranges_;
+    std::uint64_t given_count_ = 0;  // ranges that became idle
+    Mappings mapping_bytes_;         // of ranges that are not one mapping
 };
 
 }  // namespace torch_offload

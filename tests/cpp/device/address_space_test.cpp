@@ -154,6 +154,25 @@ TEST_P(AddressSpaceMove, CanArriveCovered) {
     EXPECT_EQ(copy_of(segment.bytes()), before);
 }
 
+// Memory that nobody uses can be written where it arrives, and its old addresses can be given up and had again. Method:
+// there, a write, the old ones released while the new ones are read.
+TEST_P(AddressSpaceMove, OfUnusedMemoryArrivesWritable) {
+    const Range there(GetParam());
+    std::vector<std::byte> before;
+    {
+        const Range here(GetParam());
+        space().commit(here.bytes());
+        fill(here.bytes(), GetParam());
+        before = copy_of(here.bytes());
+        space().move_unused(here.bytes(), there.begin());
+        EXPECT_EQ(smaps_bytes(here.bytes(), "Rss"), 0u);
+        EXPECT_THROW(space().move_unused(here.bytes(), here.begin()), LogicError);
+    }
+    EXPECT_EQ(copy_of(there.bytes()), before);
+    store(there.begin(), ~before.front());
+    EXPECT_EQ(load(there.begin()), ~before.front());
+}
+
 // Memory is resident at one address and is counted once. Method: RSS before and after moving 64 MiB, and at both ends.
 TEST(AddressSpaceMoveMany, CountsEveryByteOnce) {
     constexpr std::size_t kTotalBytes = 64 * kMiB;

@@ -213,6 +213,27 @@ TEST(Arena, IdleRangesBecomeFramesOfTheUsualSize) {
     arena.give_frame(*frame);
 }
 
+// Where memory is wanted, what has been idle for longest goes: a size that is used again and again stays. Method: an
+// older and a newer idle range of different sizes, a frame that only fits in place of one; the larger one is newer,
+// then older.
+TEST(Arena, WhatHasBeenIdleForLongestGoesFirst) {
+    for (const bool larger_is_newer : {true, false}) {
+        LockedArena arena({.limit_bytes = 5 * kUnit, .piece_bytes = kUnit});
+        const auto small = arena.try_take_range(2 * kUnit);
+        const auto large = arena.try_take_range(3 * kUnit);
+        arena.give_range(larger_is_newer ? *small : *large);
+        arena.give_range(larger_is_newer ? *large : *small);
+        const auto frame = arena.try_take_frame(kUnit);
+        ASSERT_TRUE(frame);
+        const std::span<std::byte> newer = larger_is_newer ? *large : *small;
+        const auto again = arena.try_take_range(newer.size());
+        ASSERT_TRUE(again);
+        EXPECT_EQ(again->data(), newer.data());
+        arena.give_range(*again);
+        arena.give_frame(*frame);
+    }
+}
+
 // A range that the system does not let be taken apart goes back to it. Method: mremap is refused; what lies at the
 // addresses, what is counted.
 TEST(Arena, RangeThatCannotBeTakenApartIsGivenBack) {
