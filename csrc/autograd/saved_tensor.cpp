@@ -15,7 +15,7 @@ bool becomes_pages(Engine& engine, const at::Tensor& tensor) {
     if (!tensor.is_floating_point() || !is_manageable(engine, tensor) || tensor.nbytes() < engine.min_paged_bytes()) {
         return false;
     }
-    return engine.torch_device().is_cpu() ? is_adoptable(engine, tensor) : is_allocated(tensor);
+    return engine.torch_device().is_cpu() ? is_adoptable_activation(engine, tensor) : is_allocated(tensor);
 }
 
 /// The operator that saves the tensor may be about to read it, as may others that look at its storage: on a GPU that

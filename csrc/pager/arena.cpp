@@ -11,14 +11,13 @@
 namespace torch_offload {
 namespace {
 
-/// Frames of an eighth of the largest are of use to ranges: moving memory costs about the same for any size.
-constexpr std::size_t kMaxPiecesOfOne = 8;
+/// What is wanted counts half as much after some 45 more frames.
+constexpr std::size_t kShareForgotten = 64;
 
 }  // namespace
 
 Arena::Arena(const ArenaOptions& options)
     : piece_bytes_(options.piece_bytes),
-      usual_frame_bytes_(options.piece_bytes),
       huge_pages_(options.huge_pages),
       memory_(options.memory ? *options.memory : AddressSpace::process()) {
     if (memory_.keeps_place()) piece_bytes_ = 0;  // ranges and frames are made of memory that can move in part
@@ -92,8 +91,8 @@ std::span<std::byte> Arena::take_out(IdleRanges::iterator idle) noexcept {
     return range;
 }
 
-/// Gives free memory back to the system until `size_bytes` more fit the limit. They do until the lock
-/// is given up again.
+/// Gives free memory back to the system until `size_bytes` more fit the limit. They do until the lock is given up
+/// again.
 bool Arena::make_space(std::size_t size_bytes, std::size_t reserve_bytes, ArenaLock& lock) {
     while (!has_space(size_bytes, reserve_bytes)) {
         if (!idle_ranges_.empty()) {
@@ -199,7 +198,7 @@ std::optional<Frame> Arena::take_registered_frame(std::size_t size_bytes) {
 
 /// Registered frames first: the others are of use to ranges as well.
 std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes, ArenaLock& lock) {
-    if (is_piece(size_bytes)) usual_frame_bytes_ = size_bytes;
+    note_wanted(size_bytes);
     std::optional<Frame> free = take_registered_frame(size_bytes);
     if (!free) free = take_free_frame(size_bytes);
     if (!free && !has_space(size_bytes, usage_.reserve_bytes) &&
@@ -280,7 +279,7 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
     }
     if (usage_.available_bytes() < size_bytes) return std::nullopt;
     while (!has_pieces_for(size_bytes) && !has_space(size_bytes, usage_.reserve_bytes)) {
-        if (!take_apart_into_pieces(lock)) break;
+        if (!take_apart(usual_frame_bytes(), lock)) break;
     }
     std::size_t pieces_bytes = 0;
     Frames pieces = take_pieces(size_bytes, pieces_bytes);
@@ -310,29 +309,42 @@ std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes
 bool Arena::is_piece(std::size_t size_bytes) const noexcept {
     if (piece_bytes_ == 0 || piece_bytes_ % size_bytes != 0 || size_bytes % kSectorBytes != 0) return false;
     const std::size_t per_largest = piece_bytes_ / size_bytes;
-    return per_largest <= kMaxPiecesOfOne && std::has_single_bit(per_largest);
+    return std::has_single_bit(per_largest) && piece_index(size_bytes) < wanted_bytes_.size();
+}
+
+/// 0 of the largest piece, 1 of half of it. Pre: it is a piece, or would be if it were not too small.
+std::size_t Arena::piece_index(std::size_t size_bytes) const noexcept {
+    return static_cast<std::size_t>(std::countr_zero(piece_bytes_ / size_bytes));
+}
+
+/// The last page of a tensor may be smaller than the others; what counts is of which size most memory is.
+void Arena::note_wanted(std::size_t size_bytes) noexcept {
+    if (!is_piece(size_bytes)) return;
+    for (std::size_t& bytes : wanted_bytes_) bytes -= bytes / kShareForgotten;
+    wanted_bytes_[piece_index(size_bytes)] += size_bytes;
+}
+
+/// Of the frames that were wanted lately.
+std::size_t Arena::usual_frame_bytes() const noexcept {
+    return piece_bytes_ >> (std::max_element(wanted_bytes_.begin(), wanted_bytes_.end()) - wanted_bytes_.begin());
 }
 
 /// Whether free frames are as much of a range as pages of the usual size could be.
 bool Arena::has_pieces_for(std::size_t size_bytes) const noexcept {
     if (piece_bytes_ == 0) return true;
+    const std::size_t smallest = usual_frame_bytes();
     std::size_t free_bytes = 0;
-    for (std::size_t size = piece_bytes_; is_piece(size); size /= 2) free_bytes += free_frames_.count(size) * size;
-    return free_bytes >= size_bytes / usual_frame_bytes_ * usual_frame_bytes_;
+    for (std::size_t size = piece_bytes_; size >= smallest; size /= 2) free_bytes += free_frames_.count(size) * size;
+    return free_bytes >= size_bytes / smallest * smallest;
 }
 
-/// Into frames of the size that was wanted last, because those are of use to pages as well, or smaller ones.
-bool Arena::take_apart_into_pieces(ArenaLock& lock) {
-    for (std::size_t size = usual_frame_bytes_; is_piece(size); size /= 2) {
-        if (take_apart(size, lock)) return true;
-    }
-    return false;
-}
-
-/// As much of a range as free frames can be, `taken_bytes`. Uncounted: the caller says what they are now.
+/// As much of a range as free frames can be, `taken_bytes`, but none that are smaller than usual: a gradient has pages
+/// of the size of its weight's. Uncounted: the caller says what they are now.
 Arena::Frames Arena::take_pieces(std::size_t size_bytes, std::size_t& taken_bytes) noexcept {
     Frames pieces;
-    for (std::size_t size = piece_bytes_; is_piece(size); size /= 2) {
+    if (piece_bytes_ == 0) return pieces;
+    const std::size_t smallest = usual_frame_bytes();
+    for (std::size_t size = piece_bytes_; size >= smallest; size /= 2) {
         while (taken_bytes + size <= size_bytes) {
             auto piece = free_frames_.extract(size);
             if (!piece) break;
@@ -373,6 +385,13 @@ bool Arena::can_become_pages(std::span<std::byte> range, std::size_t page_bytes)
     if (memory_.keeps_place()) return false;
     const auto found = mapping_bytes_.find(range.data());
     return found == mapping_bytes_.end() || found->second % page_bytes == 0;
+}
+
+std::size_t Arena::movable_page_bytes(std::span<std::byte> range, std::size_t page_bytes) const {
+    for (std::size_t size = page_bytes; size == page_bytes || is_piece(size); size /= 2) {
+        if (can_become_pages(range, size)) return size;
+    }
+    return 0;
 }
 
 void Arena::hand_over(std::span<std::byte> range) noexcept { mapping_bytes_.erase(range.data()); }

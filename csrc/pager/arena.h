@@ -2,6 +2,7 @@
 // Layer pager: includes base, device, storage.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -90,6 +91,8 @@ public:
     /// Whether the pages of `page_bytes` that a live range holds can be moved one by one: the system moves one mapping
     /// at a time, and a range that was put together consists of several.
     bool can_become_pages(std::span<std::byte> range, std::size_t page_bytes) const;
+    /// The largest of `page_bytes`, its half and its quarter for which they can; 0 if there is none.
+    std::size_t movable_page_bytes(std::span<std::byte> range, std::size_t page_bytes) const;
     /// The addresses of a live range are a segment's from now on; adopt_into_frame() follows for each of its pages.
     void hand_over(std::span<std::byte> range) noexcept;
     /// The reverse: return_to_range() has been called for each of its pages of `page_bytes`.
@@ -146,8 +149,10 @@ private:
     std::optional<Frame> take_free_frame(std::size_t size_bytes);
     std::optional<Frame> take_registered_frame(std::size_t size_bytes);
     bool is_piece(std::size_t size_bytes) const noexcept;
+    std::size_t piece_index(std::size_t size_bytes) const noexcept;
+    void note_wanted(std::size_t size_bytes) noexcept;
+    std::size_t usual_frame_bytes() const noexcept;
     bool has_pieces_for(std::size_t size_bytes) const noexcept;
-    bool take_apart_into_pieces(ArenaLock& lock);
     Frames take_pieces(std::size_t size_bytes, std::size_t& taken_bytes) noexcept;
     void charge(std::size_t& account, std::size_t size_bytes) noexcept;
 
@@ -161,7 +166,7 @@ private:
     std::size_t other_peak_bytes_ = 0;
     std::size_t logged_peak_bytes_ = 0;
     std::size_t piece_bytes_;
-    std::size_t usual_frame_bytes_;  // of the last frame that was wanted and can be a piece
+    std::array<std::size_t, 3> wanted_bytes_{};  // of frames, lately: the largest piece, its half, its quarter
     HugePages huge_pages_;
     Memory& memory_;
     std::size_t changes_ = 0;  // calls that have given up the lock

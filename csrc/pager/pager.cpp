@@ -58,6 +58,16 @@ void give_role(Pager::Impl& pager, const std::shared_ptr<Segment>& segment) {
     pager.roles[segment->trace_id] = segment;
 }
 
+/// Bytes of each page of a range that is adopted; 0 if it cannot be. Only an optimizer asks that pages of several
+/// segments hold the same elements: those of activations may be smaller.
+std::size_t adopted_page_bytes(Pager::Impl& pager, std::span<std::byte> range, std::size_t element_bytes,
+                               SegmentKind kind) {
+    const std::size_t page_bytes = pager.options.page_elements * element_bytes;
+    const std::lock_guard lock(pager.mutex);
+    if (kind == SegmentKind::activation) return pager.arena.movable_page_bytes(range, page_bytes);
+    return pager.arena.can_become_pages(range, page_bytes) ? page_bytes : 0;
+}
+
 /// A store whose transfers do not end: its files and buffers stay as they are until the process ends.
 void keep_for_good(std::unique_ptr<PageStore> store) {
     static std::mutex mutex;
@@ -142,14 +152,14 @@ void Pager::Impl::check_page_size(std::size_t element_bytes) const {
 }
 
 /// The range stays the caller's if this throws.
-std::shared_ptr<Segment> Pager::Impl::make_segment(std::span<std::byte> range, std::size_t element_bytes,
+std::shared_ptr<Segment> Pager::Impl::make_segment(std::span<std::byte> range, std::size_t page_bytes,
                                                    SegmentKind kind) {
     std::uint64_t id = 0;
     {
         const std::lock_guard lock(mutex);
         id = next_segment_id++;
     }
-    auto segment = std::make_shared<Segment>(owner, range, options.page_elements * element_bytes, kind, id);
+    auto segment = std::make_shared<Segment>(owner, range, page_bytes, kind, id);
     memory.set_target(whole_granules(range), segment.get());
     const std::lock_guard lock(mutex);
     segments.emplace(segment.get(), segment);
@@ -162,7 +172,7 @@ std::shared_ptr<Segment> Pager::create_segment(std::size_t size_bytes, std::size
     const std::span<std::byte> range = impl_->memory.reserve(impl_->whole_granules(size_bytes), nullptr);
     try {
         impl_->memory.hide_from_fork(range, true);
-        return impl_->make_segment(range.first(size_bytes), element_bytes, kind);
+        return impl_->make_segment(range.first(size_bytes), options_.page_elements * element_bytes, kind);
     } catch (...) {
         impl_->memory.release(range);
         throw;
@@ -201,23 +211,23 @@ std::vector<std::span<std::byte>> Pager::Impl::reserve_slots(std::span<std::byte
     return slots;
 }
 
-bool Pager::can_adopt(std::span<std::byte> range, std::size_t element_bytes) const {
-    const std::lock_guard lock(impl_->mutex);
-    return impl_->arena.can_become_pages(range, options_.page_elements * element_bytes);
+bool Pager::can_adopt(std::span<std::byte> range, std::size_t element_bytes, SegmentKind kind) const {
+    return adopted_page_bytes(*impl_, range, element_bytes, kind) != 0;
 }
 
 std::shared_ptr<Segment> Pager::adopt_range(std::span<std::byte> range, std::size_t size_bytes,
                                             std::size_t element_bytes, SegmentRole role) {
     OFFLOAD_CHECK(range.size() == impl_->whole_granules(size_bytes), InvalidArgument, "a range of ", range.size(),
                   " bytes cannot become a segment of ", size_bytes);
-    OFFLOAD_CHECK(can_adopt(range, element_bytes), InvalidArgument, "a range of ", range.size(),
-                  " bytes is not made of pages of ", options_.page_elements * element_bytes);
+    const std::size_t page_bytes = adopted_page_bytes(*impl_, range, element_bytes, role.kind);
+    OFFLOAD_CHECK(page_bytes != 0, InvalidArgument, "a range of ", range.size(), " bytes is not made of pages of ",
+                  options_.page_elements * element_bytes);
     impl_->check_page_size(element_bytes);
     impl_->memory.hide_from_fork(range, true);
-    std::vector<std::span<std::byte>> slots = impl_->reserve_slots(range, options_.page_elements * element_bytes);
+    std::vector<std::span<std::byte>> slots = impl_->reserve_slots(range, page_bytes);
     std::shared_ptr<Segment> segment;
     try {
-        segment = impl_->make_segment(range.first(size_bytes), element_bytes, role.kind);
+        segment = impl_->make_segment(range.first(size_bytes), page_bytes, role.kind);
         segment->assume(std::move(role));  // before its pages may be evicted
         impl_->adopt_pages(*segment, slots);
     } catch (...) {

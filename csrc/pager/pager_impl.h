@@ -50,7 +50,7 @@ struct Pager::Impl final : StoreClient {
 
     // Segments (pager.cpp)
     void check_page_size(std::size_t element_bytes) const;
-    std::shared_ptr<Segment> make_segment(std::span<std::byte> range, std::size_t element_bytes, SegmentKind kind);
+    std::shared_ptr<Segment> make_segment(std::span<std::byte> range, std::size_t page_bytes, SegmentKind kind);
     void take_out_of_segment(Page& page) noexcept;
     std::vector<std::span<std::byte>> reserve_slots(std::span<std::byte> range, std::size_t page_bytes);
     void adopt_pages(Segment& segment, std::span<const std::span<std::byte>> slots);

@@ -160,7 +160,7 @@ TEST(Arena, IdleRangesAreTakenApartIntoFrames) {
 TEST(Arena, RangesArePutTogetherFromFramesOfSeveralSizes) {
     LockedArena arena({.limit_bytes = 6 * kUnit, .piece_bytes = 2 * kUnit});
     std::vector<Frame> frames;
-    for (const std::size_t size_bytes : {kUnit, 2 * kUnit, kUnit}) {
+    for (const std::size_t size_bytes : {kUnit, 2 * kUnit, kUnit, kUnit}) {
         frames.push_back(*arena.try_take_frame(size_bytes));
         frames.back().slot[1] = size_bytes == kUnit ? std::byte{7} : std::byte{8};
     }
@@ -171,11 +171,32 @@ TEST(Arena, RangesArePutTogetherFromFramesOfSeveralSizes) {
     EXPECT_EQ((*range)[2 * kUnit + 1], std::byte{7});
     EXPECT_EQ((*range)[3 * kUnit + 1], std::byte{7});
     EXPECT_EQ((*range)[4 * kUnit + 1], std::byte{0});
-    EXPECT_EQ(arena.usage().free_frame_bytes, 0u);
-    EXPECT_EQ(arena.usage().peak_bytes, 4 * kUnit + kUnit / 2);
+    EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
+    EXPECT_EQ(arena.usage().peak_bytes, 5 * kUnit + kUnit / 2);
     EXPECT_TRUE(arena.can_become_pages(*range, kUnit));
     EXPECT_FALSE(arena.can_become_pages(*range, 2 * kUnit));
+    EXPECT_EQ(arena.movable_page_bytes(*range, 2 * kUnit), kUnit);
+    EXPECT_EQ(arena.movable_page_bytes(*range, kUnit), kUnit);
+    EXPECT_EQ(arena.movable_page_bytes(*range, 3 * kUnit), 0u);
     arena.give_range(*range);
+}
+
+// Frames that are smaller than usual are no pieces: a gradient could not become pages. Method: one of one unit beside
+// two of two; a range of one unit is new memory.
+TEST(Arena, FramesSmallerThanUsualAreNoPieces) {
+    LockedArena arena({.limit_bytes = 8 * kUnit, .piece_bytes = 2 * kUnit});
+    const auto a = arena.try_take_frame(2 * kUnit);
+    const auto b = arena.try_take_frame(2 * kUnit);
+    const auto last_page = arena.try_take_frame(kUnit);
+    ASSERT_TRUE(a && b && last_page);
+    last_page->slot[1] = std::byte{7};
+    arena.give_frame(*last_page);
+    const auto range = arena.try_take_range(kUnit);
+    ASSERT_TRUE(range);
+    EXPECT_EQ((*range)[1], std::byte{0});
+    EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
+    arena.give_range(*range);
+    for (const auto& frame : {a, b}) arena.give_frame(*frame);
 }
 
 // Where the budget is used up, frames are made of a larger free one. Method: mark one of two units, take two of one.
@@ -211,6 +232,23 @@ TEST(Arena, IdleRangesBecomeFramesOfTheUsualSize) {
     EXPECT_EQ(frame->slot[1], std::byte{7});
     arena.give_range(*shorter);
     arena.give_frame(*frame);
+}
+
+// The smaller last page of a tensor does not make its size the usual one. Method: frames of one unit and then of half
+// of one; an idle range becomes a shorter one, whose pages of one unit can move.
+TEST(Arena, LastPagesMakeNoSizeUsual) {
+    LockedArena arena({.limit_bytes = 5 * kUnit, .piece_bytes = 2 * kUnit});
+    arena.give_range(*arena.try_take_range(3 * kUnit));
+    const auto page = arena.try_take_frame(kUnit);
+    const auto last_page = arena.try_take_frame(kUnit / 2);
+    ASSERT_TRUE(page && last_page);
+    const auto range = arena.try_take_range(2 * kUnit);
+    ASSERT_TRUE(range);
+    EXPECT_TRUE(arena.can_become_pages(*range, kUnit));
+    EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
+    arena.give_range(*range);
+    arena.give_frame(*page);
+    arena.give_frame(*last_page);
 }
 
 // Where memory is wanted, what has been idle for longest goes: a size that is used again and again stays. Method: an

@@ -116,6 +116,31 @@ TEST(PagerMemory, SegmentThatDiesInPlaceLeavesItsRange) {
     pager.free_range(next);
 }
 
+// An activation whose memory was put together from smaller pages has smaller pages; a gradient, of which an optimizer
+// uses page by page, cannot be. Method: free frames of 2-byte elements become a range; adopt it as either, evict it,
+// look at its bytes.
+TEST(PagerMemory, ActivationsHavePagesOfTheirPieces) {
+    Pager pager(options_with(8, IoEngineKind::threads));  // registers no frames
+    constexpr std::size_t kHalf = kPageBytes / 2;
+    const auto weight = pager.create_segment(8 * kHalf, 2, SegmentKind::parameter);
+    fill(*weight, 1);
+    EXPECT_EQ(pager.evict(weight), 0u);
+    ASSERT_TRUE(comes_true([&] { return pager.statistics().memory.free_frame_bytes == 8 * kHalf; }));
+    const auto range = pager.allocate_range(2 * kPageBytes);
+    EXPECT_EQ(pager.statistics().memory.free_frame_bytes, 4 * kHalf);
+    EXPECT_FALSE(pager.can_adopt(range, 4, SegmentKind::gradient));
+    EXPECT_TRUE(pager.can_adopt(range, 2, SegmentKind::gradient));
+    ASSERT_TRUE(pager.can_adopt(range, 4, SegmentKind::activation));
+    const auto activation = pager.adopt_range(range, 2 * kPageBytes, 4, {.kind = SegmentKind::activation});
+    EXPECT_EQ(activation->page_bytes(), kHalf);
+    EXPECT_EQ(activation->page_count(), 4u);
+    fill(*activation, 5);
+    EXPECT_EQ(pager.evict(activation), 0u);
+    EXPECT_TRUE(comes_true([&] { return pager.statistics().store.stored_bytes == 8 * kHalf + 2 * kPageBytes; }));
+    const PinGuard guard = pin(pager, activation, Access::read);
+    EXPECT_TRUE(holds(*activation, 5));
+}
+
 // One of which a page has left gives back frames. Method: the same with an eviction between. The disk's thread may be
 // its last owner for a moment.
 TEST(PagerMemory, SegmentThatDiesElsewhereLeavesFrames) {
