@@ -1,14 +1,19 @@
 """How near the setup that `torch-offload plan --search` chooses comes to the best of a full sweep.
 
-    python benchmarks/search.py --json --ssd /mnt/nvme > benchmarks/results/search.json     (some two hours)
-    python benchmarks/search.py --reduced --ssd /mnt/nvme                                   (some 30 minutes)
+    python benchmarks/search.py --json --ssd /mnt/nvme > benchmarks/results/search.json     (some hours)
+    python benchmarks/search.py --reduced --ssd /mnt/nvme                                   (some two hours)
+    python benchmarks/search.py --reduced --kept FOLDER --ssd /mnt/nvme                     (the same, in parts)
     python benchmarks/search.py --smoke
 
 Twelve problems: a random-init Llama in fp32 with fused AdamW, steps of eight rows, three rates of the disk
 (`emulation.ssd_rate`), budgets of a quarter and a half of the state, few and many tokens. In each the search chooses;
 then every candidate trains for some steps in a process of its own, those that do not fit ending with an error. The
 chosen one and the fastest others then take turns, and what they take is what counts: **regret** is the chosen one's
-median step over the fastest one's.
+median step over the fastest one's. One whose first step, in which the moments are only made, takes several times the
+fastest so far is not trained further, unless it is a baseline.
+
+With --kept, each problem is solved once: its answer lies in that folder, and a later run of the same commit on the same
+machine takes it from there.
 
 Baselines are the same script as it is usually written (1 row x 8), what `auto_find_batch_size` ends at (the most rows
 that do not run out of memory), and checkpointing everywhere (8 x 1 and 1 x 8). Bytes are counted by the engine. A last
@@ -16,17 +21,20 @@ problem has LoRA adapters over a frozen base at a quarter of it.
 """
 
 import argparse
+import hashlib
+import json
 import math
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from harness.options import driver_parser
-from harness.provenance import machine
+from harness.provenance import code, machine
 from harness.reporting import at_least, at_most, emit, progress, spread
 from harness.rounds import Workers
 from harness.worker_process import WorkerFailed, WorkerProcess, option_words, worker_command
@@ -40,6 +48,7 @@ AS_IS = (1, 8, "page", False)
 CHECKPOINTED = ((8, 1, "page", True), (1, 8, "page", True))
 NEAR = 1.25  # times the fastest of the sweep: such ones take turns with the chosen one
 MOST_RIVALS = 3
+CLEARLY_SLOWER = 3  # times the fastest so far, in the first step already
 SLACK = 1.05
 LAXER_SLACK = 1.10
 
@@ -180,19 +189,21 @@ def worker_of(plan: Plan, problem: Problem, ssd: str, setup: Any) -> WorkerProce
     return WorkerProcess(name, command, log_directory=ssd)
 
 
-def swept(plan: Plan, problem: Problem, ssd: str, setup: Any) -> dict[str, Any]:
-    """Train some steps; return their median, or that memory ran out."""
+def swept(plan: Plan, problem: Problem, ssd: str, setup: Any, enough_seconds: float) -> dict[str, Any]:
+    """Train some steps; return their median, or that memory ran out. One, if that takes longer than is of interest."""
     try:
         with worker_of(plan, problem, ssd, setup) as worker:
-            worker.warm_up(plan.warmup)
-            steps = [worker.step() for _ in range(plan.steps)]
+            steps = [worker.step()]
+            if steps[0]["seconds"] <= enough_seconds:
+                worker.warm_up(plan.warmup - 1)
+                steps = [worker.step() for _ in range(plan.steps)]
     except WorkerFailed as failure:
         if "OutOfTierMemory" not in str(failure) and "out of memory" not in str(failure):
             raise
         return {"fits": False}
     figures = {key: statistics.median(step[key] for step in steps) for key in ("seconds", "ssd_read_bytes")}
     figures |= {"ssd_written_bytes": statistics.median(step["ssd_written_bytes"] for step in steps)}
-    return {"fits": True, "loss": steps[-1]["loss"], **figures}
+    return {"fits": True, "loss": steps[-1]["loss"], "steps": len(steps), **figures}
 
 
 def duel(plan: Plan, problem: Problem, ssd: str, rivals: list[Any]) -> dict[str, Any]:
@@ -213,9 +224,12 @@ def solve(plan: Plan, problem: Problem, ssd: str, probe: torch_offload.Probe) ->
         sys.exit(f"{problem.name}: {found.advice}")
     best = found.best
     progress(f"{problem.name}: chose {best.setup}, {best.seconds:.2f} s, in {search_seconds:.1f} s")
-    sweep = []
-    for each in [*found.candidates, *found.refused]:
-        measured = swept(plan, problem, ssd, each.setup)
+    sweep: list[dict[str, Any]] = []
+    baselines = set(baseline_setups(plan).values())
+    for each in sorted([*found.candidates, *found.refused], key=lambda each: each.seconds):
+        fastest = min((row["measured"]["seconds"] for row in sweep if row["measured"]["fits"]), default=math.inf)
+        is_baseline = name_of(each.setup) in baselines or name_of(each.setup)[2:] == AS_IS[2:]
+        measured = swept(plan, problem, ssd, each.setup, math.inf if is_baseline else CLEARLY_SLOWER * fastest)
         sweep.append({"setup": name_of(each.setup), "planned": each.to_dict(), "measured": measured})
         progress(f"  {each.setup}: planned {each.seconds:.2f} s, {measured}")
     ran = [row for row in sweep if row["measured"]["fits"]]
@@ -230,6 +244,7 @@ def solve(plan: Plan, problem: Problem, ssd: str, probe: torch_offload.Probe) ->
     chosen = next(row for row in sweep if row["setup"] == name_of(best.setup))
     return {
         "problem": asdict(problem),
+        "probe": probe.to_dict(),
         "chosen": name_of(best.setup),
         "planned_seconds": best.seconds,
         "search_seconds": search_seconds,
@@ -241,17 +256,45 @@ def solve(plan: Plan, problem: Problem, ssd: str, probe: torch_offload.Probe) ->
     }
 
 
-def baselines_of(sweep: list[dict[str, Any]], chosen: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return seconds and bytes of each baseline over the chosen one's."""
-    by_setup = {row["setup"]: row["measured"] for row in sweep}
-    as_is = (AS_IS[0], plan.rows, *AS_IS[2:])
-    fitting = [name for name, row in by_setup.items() if row["fits"] and name[2:] == as_is[2:]]
-    named = {
-        "1 row, accumulated": as_is,
-        "auto_find_batch_size": max(fitting, default=as_is),
+def kept(plan: Plan, problem: Problem, ssd: str, probe: torch_offload.Probe, folder: Path | None) -> dict[str, Any]:
+    """Solve a problem, or take what an earlier run of the same code, on the same machine, has kept of it.
+
+    Raises:
+        SystemExit: If code is modified: another run could not tell which one was measured.
+    """
+    if folder is None:
+        return solve(plan, problem, ssd, probe)
+    measured_code = code()
+    if measured_code["modified_files"]:
+        sys.exit(f"--kept needs a commit; modified: {', '.join(measured_code['modified_files'])}")
+    key = [measured_code["commit"], measured_code["torch"], machine(ssd), asdict(plan), asdict(problem)]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    path = folder / f"{digest[:24]}.json"
+    if not path.exists():
+        solved = solve(plan, problem, ssd, probe) | {"date": measured_code["date"]}
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(solved))
+        unfinished.replace(path)
+    return dict(json.loads(path.read_text()))
+
+
+def baseline_setups(plan: Plan) -> dict[str, tuple[int, int, str, bool]]:
+    """Return those that are the same in every problem."""
+    return {
+        "1 row, accumulated": (AS_IS[0], plan.rows, *AS_IS[2:]),
         "checkpointed, one batch": (plan.rows, 1, *CHECKPOINTED[0][2:]),
         "checkpointed, accumulated": (1, plan.rows, *CHECKPOINTED[1][2:]),
     }
+
+
+def baselines_of(sweep: list[dict[str, Any]], chosen: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return seconds and bytes of each baseline over the chosen one's."""
+    by_setup = {row["setup"]: row["measured"] for row in sweep}
+    named = baseline_setups(plan)
+    as_is = named["1 row, accumulated"]
+    fitting = [name for name, row in by_setup.items() if row["fits"] and name[2:] == as_is[2:]]
+    named["auto_find_batch_size"] = max(fitting, default=as_is)
     return {label: _beside(by_setup.get(name, {"fits": False}), chosen["measured"]) for label, name in named.items()}
 
 
@@ -302,17 +345,17 @@ def main() -> None:
     parser.add_argument("--reduced", action="store_true", help="a model of a third of the size")
     parser.add_argument("--activations", default="", help="search this way of activations only")
     parser.add_argument("--only", nargs="*", help="problems whose names contain one of these")
+    parser.add_argument("--kept", type=Path, help="folder with what earlier runs of this commit have solved")
     options = parser.parse_args()
     plan = plan_of(options)
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
         probe = torch_offload.probe(scratch)
-        problems = [solve(plan, problem, scratch, probe) for problem in plan.problems]
-        adapters = solve(plan, plan.adapters, scratch, probe)
+        problems = [kept(plan, problem, scratch, probe, options.kept) for problem in plan.problems]
+        adapters = kept(plan, plan.adapters, scratch, probe, options.kept)
     result = {
         "benchmark": "search",
         "machine": machine(options.ssd),
         "plan": asdict(plan),
-        "probe": probe.to_dict(),
         "problems": problems,
         "adapters": adapters,
         "bars": bars_of(problems, adapters, is_smoke=options.smoke),
