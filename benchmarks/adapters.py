@@ -2,6 +2,7 @@
 
     python benchmarks/adapters.py --json --ssd /mnt/nvme > benchmarks/results/adapters.json     (some 30 minutes)
     python benchmarks/adapters.py --smoke
+    python benchmarks/adapters.py --json --only "1.2 B" --before ../before --ssd /mnt/nvme      (some 15 minutes)
 
 A random-init Llama of 218 M parameters in fp32 with PEFT's LoRA on every linear layer of its blocks, gradient
 checkpointing, stock fused AdamW over the adapters. Processes that take turns step by step:
@@ -15,7 +16,8 @@ must equal those of `plain`.
 Then models from folders, SmolLM2-135M and one of 1.2 B parameters with random weights, in bf16 and quantized by
 bitsandbytes to NF4 as they are loaded, each in memory and in half of the bytes of its base: `plain_bf16`, `paged_bf16`,
 `plain_nf4`, `paged_nf4`. The embedding and the head of an NF4 base are in bf16. SmolLM2's are one matrix, of more than
-half of that base: it gets what `wrap` asks for.
+half of that base: it gets what `wrap` asks for. With --before, a tree in which the extension was built in place with
+the torch of this environment, the paged ones also run the package of that tree, as `before_bf16` and `before_nf4`.
 
 A round in which somebody else took more than a tenth of the machine's CPU is discarded, up to a limit; ratios are
 medians of the ratios within a round. The raw disk is probed once per round.
@@ -31,10 +33,10 @@ from typing import Any
 from harness.disk import DiskProbe, seconds_at_disk_rate
 from harness.options import driver_parser
 from harness.process_memory import PLAIN_HUGE
-from harness.provenance import machine
+from harness.provenance import git, machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import Round, Workers
-from harness.worker_process import WorkerProcess, option_words, worker_command
+from harness.worker_process import WorkerProcess, option_words, tree_command, worker_command
 from models.workloads import TINY, Workload
 
 HERE = Path(__file__).resolve().parent
@@ -61,6 +63,18 @@ class Plan:
     warmup: int = 2
     probe_bytes: int = 256 << 20
     judges_time: bool = True
+    before: Path | None = None  # a tree whose package is compared
+
+    def only(self, name: str) -> "Plan":
+        """Return the plan for the workloads of that name; all, if it is empty."""
+        chosen = {
+            kind: tuple(each for each in workloads if name in ("", each.name))
+            for kind, workloads in (("workloads", self.workloads), ("folders", self.folders))
+        }
+        if not any(chosen.values()):
+            names = ", ".join(each.name for each in (*self.workloads, *self.folders))
+            sys.exit(f"--only: no workload is called {name!r}; there are: {names}")
+        return replace(self, **chosen)
 
 
 USUAL = Plan(
@@ -91,13 +105,14 @@ def budget_of(workload: Workload) -> int:
     return workload.parameters * FP32_BYTES // BASE_OVER_BUDGET
 
 
-def start(name: str, workload: Workload, ssd: str, **more: object) -> WorkerProcess:
-    """Start the process of a variant; its model is built when this returns."""
+def start(name: str, workload: Workload, ssd: str, *, tree: Path | None = None, **more: object) -> WorkerProcess:
+    """Start the process of a variant, with the package of another tree if one is given; its model is built then."""
     shape = {key: value for key, value in asdict(workload).items() if key not in ("name", "dtype")}
     shape |= {"budget_bytes": budget_of(workload) if name == "paged" else 0, "ssd": ssd, **more}
     options = option_words(shape)
     environment = PLAIN_HUGE if name == "plain_huge" else {}
-    return WorkerProcess(name, [*worker_command("adapters"), *options], log_directory=ssd, **environment)
+    command = worker_command("adapters") if tree is None else tree_command("adapters", tree)
+    return WorkerProcess(name, [*command, *options], log_directory=ssd, **environment)
 
 
 def measure(workload: Workload, plan: Plan, ssd: str) -> dict[str, Any]:
@@ -110,6 +125,7 @@ def measure(workload: Workload, plan: Plan, ssd: str) -> dict[str, Any]:
         workers.warm_up(plan.warmup)
         rounds = workers.take_turns(wanted=plan.rounds, most=plan.most_rounds, probe=probe)
         final = workers.finish()
+    del final["paged"]["package"]  # a path of this machine
     described = {"workload": asdict(workload), "description": workers["paged"].description, "final": final}
     return described | {"budget_bytes": budget_of(workload), "rounds": rounds} | summarise(rounds, plan)
 
@@ -139,6 +155,8 @@ def measure_folder(workload: Workload, plan: Plan, ssd: str) -> dict[str, Any]:
             budgets[kind] = folder_budget(plain.description, workload)
             paged = {**base, "budget_bytes": budgets[kind]}
             workers[f"paged_{kind}"] = start(f"paged_{kind}", workload, ssd, **paged)
+            if plan.before is not None:
+                workers[f"before_{kind}"] = start(f"before_{kind}", workload, ssd, tree=plan.before, **paged)
         workers.warm_up(plan.warmup)
         rounds = workers.take_turns(wanted=plan.rounds, most=plan.most_rounds, probe=probe)
         final = workers.finish()
@@ -147,7 +165,16 @@ def measure_folder(workload: Workload, plan: Plan, ssd: str) -> dict[str, Any]:
     seconds = {name: spread([row["steps"][name]["seconds"] for row in used]) for name in workers}
     ratios = {kind: ratio(used, f"plain_{kind}", paged=f"paged_{kind}") for kind in budgets}
     result = {"workload": asdict(workload), "descriptions": described, "budget_bytes": budgets, "rounds": rounds}
-    return result | {"final": final, "disturbed": is_disturbed, "seconds": seconds, "paged_over_plain": ratios}
+    result |= {"final": final, "disturbed": is_disturbed, "seconds": seconds, "paged_over_plain": ratios}
+    for name, summary in final.items():
+        package = summary.pop("package", None)  # a path of this machine; a plain worker has none
+        if name.startswith("before") and Path(package).parent != plan.before:
+            sys.exit(f"{name}: measured {package}, which is not in {plan.before}")
+    if plan.before is None:
+        return result
+    tree = git("-C", str(plan.before), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    after = {kind: ratio(used, f"before_{kind}", paged=f"paged_{kind}") for kind in budgets}
+    return result | {"before": tree, "paged_over_before": after}
 
 
 def folder_budget(description: dict[str, Any], workload: Workload) -> int:
@@ -175,6 +202,9 @@ def folder_bars(result: dict[str, Any], *, judges_time: bool) -> list[dict[str, 
         if judges_time:
             ratio = result["paged_over_plain"][kind]["median"]
             bars.append(at_most(f"{paged} step over {plain} step, {label}", ratio, MAX_QUANTIZED_RATIO))
+        if judges_time and "before" in result:
+            ratio = result["paged_over_before"][kind]["median"]
+            bars.append(at_most(f"{paged} step over that before, {label}", ratio, 1))
     read = {
         kind: sum(row["steps"][f"paged_{kind}"]["weights_read_bytes"] for row in rounds)
         for kind in result["budget_bytes"]
@@ -231,9 +261,12 @@ def bars_of(result: dict[str, Any], *, judges_time: bool) -> list[dict[str, Any]
 def main() -> None:
     parser = driver_parser(__doc__)
     parser.add_argument("--rounds", type=int, help="quiet rounds to measure; default: 5")
+    parser.add_argument("--only", default="", help="the workload of this name; default: all")
+    parser.add_argument("--before", type=Path, help="a tree with its extension built in place")
     options = parser.parse_args()
-    plan = SMOKE if options.smoke else USUAL
-    plan = replace(plan, rounds=options.rounds or plan.rounds)
+    plan = (SMOKE if options.smoke else USUAL).only(options.only)
+    before = options.before.resolve() if options.before else None
+    plan = replace(plan, rounds=options.rounds or plan.rounds, before=before)
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
         results = [measure(workload, plan, scratch) for workload in plan.workloads]
         folders = [measure_folder(workload, plan, scratch) for workload in plan.folders]

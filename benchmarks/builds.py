@@ -12,8 +12,6 @@ trees, `-dirty` where files differ from them.
 """
 
 import argparse
-import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +25,7 @@ from harness.options import driver_parser
 from harness.provenance import git, machine
 from harness.reporting import at_most, emit, progress, spread, usable
 from harness.rounds import Workers
-from harness.worker_process import BENCHMARKS, WorkerProcess
+from harness.worker_process import BENCHMARKS, WorkerProcess, tree_command
 from models.workloads import FEW, RESIDENT, TINY, Workload
 
 NUMBERS = (
@@ -52,9 +50,7 @@ def pair_of(trees: dict[str, Path], worker: str, options: Sequence[str], ssd: st
     """Have a worker of this tree over the package of each tree; they end with the block."""
     with Workers() as workers:
         for name, tree in trees.items():
-            search_path = os.pathsep.join([str(BENCHMARKS), str(tree)])
-            python = ["env", f"PYTHONPATH={search_path}", "PYTHONSAFEPATH=1", sys.executable]
-            workers[name] = WorkerProcess(name, [*python, "-m", f"workers.{worker}", *options], log_directory=ssd)
+            workers[name] = WorkerProcess(name, [*tree_command(worker, tree), *options], log_directory=ssd)
         yield workers
 
 

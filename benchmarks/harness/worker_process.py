@@ -19,6 +19,12 @@ def worker_command(name: str, *, python: str = sys.executable) -> list[str]:
     return ["env", f"PYTHONPATH={search_path}", python, "-m", f"workers.{name}"]
 
 
+def tree_command(name: str, tree: Path) -> list[str]:
+    """Return the command that runs a module of this tree's workers/ over the package of another tree."""
+    search_path = os.pathsep.join([str(BENCHMARKS), str(tree)])
+    return ["env", f"PYTHONPATH={search_path}", "PYTHONSAFEPATH=1", sys.executable, "-m", f"workers.{name}"]
+
+
 def option_words(values: Mapping[str, Any]) -> list[str]:
     """Return options of a command: `budget_bytes` is --budget-bytes."""
     return [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]

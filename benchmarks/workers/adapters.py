@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class AdaptersWorker(Worker):
             import torch_offload
 
             summary["report"] = json.loads(torch_offload.report().to_json())
+            summary["package"] = str(Path(torch_offload.__file__).resolve().parent)
         return summary
 
     def describe(self) -> dict[str, Any]:
