@@ -9,6 +9,8 @@ from transformers import Trainer, TrainingArguments
 from torch_offload import AdamW, ConfigError
 from torch_offload.integrations.trainer_optimizer import OPTIMIZERS, TrainerOptimizer
 
+pytestmark = pytest.mark.any_torch
+
 CHECKPOINT = "checkpoint-4"
 
 

@@ -21,6 +21,8 @@ from torch_offload import Config
 from torch_offload.launch import fit as fits
 from torch_offload.launch.fit import Fit, Given
 
+pytestmark = pytest.mark.any_torch
+
 SLOW = MACHINE.model_copy(update={"ssd_read": 1e7, "ssd_write": 1e7, "ssd_mixed": 1e7})
 ROWS = 8
 
