@@ -39,7 +39,7 @@ def nameless_files(directory: Path) -> list[int]:
 
 
 def test_pages_spread_over_the_directories(scratch: Path) -> None:
-    """The same bits come out, and no directory held a tenth more than another."""
+    """The same bits come out, and no directory held more than another by more than files of this size grow at a time."""
     places = [scratch / name for name in ("first", "second", "third")]
     for place in places:
         place.mkdir()
@@ -51,7 +51,7 @@ def test_pages_spread_over_the_directories(scratch: Path) -> None:
     sizes = [nameless_files(place) for place in places]
     assert [len(found) for found in sizes] == [1, 1, 1]
     held = [found[0] for found in sizes]
-    assert max(held) <= 1.1 * min(held), held
+    assert max(held) - min(held) <= MIB, held
     assert sum(held) >= torch_offload.report().ssd_bytes
     assert_was_paged()
     torch_offload.unwrap(module)
