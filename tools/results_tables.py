@@ -129,9 +129,20 @@ PLANNED = (
     "paging cost is measured once, at the beginning. Bytes are off most where least is read: too few of generating "
     "with 192 MiB, too many of LoRA with 640 MiB."
 )
+PIECES = (
+    "Before is commit 3fd58da (ADR 0013). This machine computed at two thirds of its speed when the section above was "
+    "measured."
+)
 BENCHMARKS = (
     Benchmark("train_step", "A training step", IO, PLAIN),
     Benchmark("adapters", "LoRA over a base of twice the memory", IO, ADAPTERS),
+    Benchmark(
+        "adapters_before",
+        "LoRA before and after temporaries are made of any page",
+        f'--only "1.2 B" --before TREE {IO}',
+        PIECES,
+        driver="adapters",
+    ),
     Benchmark("generate", "Generating with a model of twice the memory", IO, GENERATE),
     Benchmark("plan_accuracy", "A plan beside what the run takes", IO, PLANNED),
     Benchmark("embedding", "Rows of a table of sixteen times the memory", IO),

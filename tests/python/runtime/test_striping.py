@@ -39,7 +39,7 @@ def nameless_files(directory: Path) -> list[int]:
 
 
 def test_pages_spread_over_the_directories(scratch: Path) -> None:
-    """The same bits come out, and no directory held more than another by more than files of this size grow at a time."""
+    """The same bits come out, and no directory held more than another by more than files of this size grow at once."""
     places = [scratch / name for name in ("first", "second", "third")]
     for place in places:
         place.mkdir()
