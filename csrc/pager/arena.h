@@ -91,7 +91,7 @@ public:
     /// Whether the pages of `page_bytes` that a live range holds can be moved one by one: the system moves one mapping
     /// at a time, and a range that was put together consists of several.
     bool can_become_pages(std::span<std::byte> range, std::size_t page_bytes) const;
-    /// The largest of `page_bytes`, its half and its quarter for which they can; 0 if there is none.
+    /// The largest such size: `page_bytes`, or that halved until it is the smallest piece; 0 if there is none.
     std::size_t movable_page_bytes(std::span<std::byte> range, std::size_t page_bytes) const;
     /// The addresses of a live range are a segment's from now on; adopt_into_frame() follows for each of its pages.
     void hand_over(std::span<std::byte> range) noexcept;
