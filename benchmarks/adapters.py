@@ -33,7 +33,7 @@ from typing import Any
 from harness.disk import DiskProbe, seconds_at_disk_rate
 from harness.options import driver_parser
 from harness.process_memory import PLAIN_HUGE
-from harness.provenance import git, machine
+from harness.provenance import commit_of, machine
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import Round, Workers
 from harness.worker_process import WorkerProcess, option_words, tree_command, worker_command
@@ -106,7 +106,7 @@ def budget_of(workload: Workload) -> int:
 
 
 def start(name: str, workload: Workload, ssd: str, *, tree: Path | None = None, **more: object) -> WorkerProcess:
-    """Start the process of a variant, with the package of another tree if one is given; its model is built then."""
+    """Start the process of a variant, over the package of `tree` if given; its model is built when this returns."""
     shape = {key: value for key, value in asdict(workload).items() if key not in ("name", "dtype")}
     shape |= {"budget_bytes": budget_of(workload) if name == "paged" else 0, "ssd": ssd, **more}
     options = option_words(shape)
@@ -172,9 +172,8 @@ def measure_folder(workload: Workload, plan: Plan, ssd: str) -> dict[str, Any]:
             sys.exit(f"{name}: measured {package}, which is not in {plan.before}")
     if plan.before is None:
         return result
-    tree = git("-C", str(plan.before), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     after = {kind: ratio(used, f"before_{kind}", paged=f"paged_{kind}") for kind in budgets}
-    return result | {"before": tree, "paged_over_before": after}
+    return result | {"before": commit_of(plan.before), "paged_over_before": after}
 
 
 def folder_budget(description: dict[str, Any], workload: Workload) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 from harness.disk import DiskProbe
 from harness.options import driver_parser
-from harness.provenance import git, machine
+from harness.provenance import commit_of, machine
 from harness.reporting import at_most, emit, progress, spread, usable
 from harness.rounds import Workers
 from harness.worker_process import BENCHMARKS, WorkerProcess, tree_command
@@ -162,10 +162,7 @@ def ratio_of(rows: list[dict[str, Any]]) -> float:
 
 def commits_of(trees: dict[str, Path]) -> dict[str, str]:
     """Return what is measured, if called before it is."""
-    return {
-        name: git("-C", str(tree), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-        for name, tree in trees.items()
-    }
+    return {name: commit_of(tree) for name, tree in trees.items()}
 
 
 def main() -> None:

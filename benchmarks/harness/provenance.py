@@ -22,6 +22,11 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def commit_of(tree: Path) -> str:
+    """Return the commit of a tree, with -dirty where files differ from it, if called before it is measured."""
+    return git("-C", str(tree), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
 COMMIT = git("rev-parse", "HEAD")  # when the driver started: what it measures
 
 

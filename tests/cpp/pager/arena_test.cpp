@@ -59,6 +59,14 @@ private:
     std::mutex mutex_;
 };
 
+/// An idle range, in each unit of which one byte is 7.
+void leave_marked_range(LockedArena& arena, std::size_t size_bytes) {
+    const auto range = arena.try_take_range(size_bytes);
+    ASSERT_TRUE(range);
+    for (std::size_t i = 1; i < range->size(); i += kUnit) (*range)[i] = std::byte{7};
+    arena.give_range(*range);
+}
+
 /// How many sectors of memory lie at `range`, readable or not.
 std::size_t sectors_at(std::span<std::byte> range) {
     std::vector<unsigned char> residency(range.size() / kSectorBytes);
@@ -140,9 +148,7 @@ TEST(Arena, RangesArePutTogetherFromFreeFrames) {
 // half frames, give it back, take frames.
 TEST(Arena, IdleRangesAreTakenApartIntoFrames) {
     LockedArena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
-    const auto range = arena.try_take_range(2 * kUnit + kUnit / 2);
-    for (std::size_t i = 1; i < range->size(); i += kUnit) (*range)[i] = std::byte{7};
-    arena.give_range(*range);
+    leave_marked_range(arena, 2 * kUnit + kUnit / 2);
     const auto a = arena.try_take_frame(kUnit);
     EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
     EXPECT_EQ(arena.usage().idle_range_bytes, 0u);
@@ -220,9 +226,7 @@ TEST(Arena, FreeFramesAreTakenApart) {
 TEST(Arena, IdleRangesBecomeFramesOfTheUsualSize) {
     LockedArena arena({.limit_bytes = 4 * kUnit, .piece_bytes = 2 * kUnit});
     arena.give_frame(*arena.try_take_frame(kUnit));
-    const auto range = arena.try_take_range(3 * kUnit);
-    for (std::size_t i = 1; i < range->size(); i += kUnit) (*range)[i] = std::byte{7};
-    arena.give_range(*range);
+    leave_marked_range(arena, 3 * kUnit);
     const auto shorter = arena.try_take_range(2 * kUnit);
     ASSERT_TRUE(shorter);
     EXPECT_EQ((*shorter)[1], std::byte{7});
@@ -296,9 +300,7 @@ TEST(Arena, RangeThatCannotBeTakenApartIsGivenBack) {
 // And ranges of one size become ranges of another by way of frames. Method: a marked idle range, a shorter one wanted.
 TEST(Arena, IdleRangesBecomeOtherRanges) {
     LockedArena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
-    const auto range = arena.try_take_range(3 * kUnit);
-    for (std::size_t i = 1; i < range->size(); i += kUnit) (*range)[i] = std::byte{7};
-    arena.give_range(*range);
+    leave_marked_range(arena, 3 * kUnit);
     const auto shorter = arena.try_take_range(2 * kUnit);
     ASSERT_TRUE(shorter);
     EXPECT_EQ((*shorter)[1], std::byte{7});

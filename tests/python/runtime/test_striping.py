@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 def make_module() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    return nn.Sequential(*[nn.Linear(512, 512) for _ in range(16)])  # files grow by 1 MiB, less than a tenth
 
 
 def train(module: nn.Module, steps: int) -> dict[str, torch.Tensor]:
@@ -39,19 +39,19 @@ def nameless_files(directory: Path) -> list[int]:
 
 
 def test_pages_spread_over_the_directories(scratch: Path) -> None:
-    """The same bits come out, and no directory held more than another by more than files of this size grow at once."""
+    """The same bits come out, and no directory held a tenth more than another."""
     places = [scratch / name for name in ("first", "second", "third")]
     for place in places:
         place.mkdir()
     expected = train(make_module(), 3)
     module = make_module()
-    config = Config(ram=16 * MIB, ssd=places, page_elements=1 << 16)
+    config = Config(ram=24 * MIB, ssd=places, page_elements=1 << 16)
     torch_offload.wrap(module, config=config)
     assert_bitwise_equal(train(module, 3), expected)
     sizes = [nameless_files(place) for place in places]
     assert [len(found) for found in sizes] == [1, 1, 1]
     held = [found[0] for found in sizes]
-    assert max(held) - min(held) <= MIB, held
+    assert max(held) <= 1.1 * min(held), held
     assert sum(held) >= torch_offload.report().ssd_bytes
     assert_was_paged()
     torch_offload.unwrap(module)
