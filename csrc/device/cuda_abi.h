@@ -133,6 +133,7 @@ struct CuAccessDescription {
     X(cuStreamCreateWithPriority, (CuStream * stream, unsigned flags, int priority))                                   \
     X(cuStreamDestroy_v2, (CuStream stream))                                                                           \
     X(cuStreamSynchronize, (CuStream stream))                                                                          \
+    X(cuStreamWaitEvent, (CuStream stream, CuEvent event, unsigned flags))                                             \
     X(cuThreadExchangeStreamCaptureMode, (CuCaptureMode * mode))                                                       \
     X(cuStreamIsCapturing, (CuStream stream, int* status))                                                             \
     X(cuEventCreate, (CuEvent * event, unsigned flags))                                                                \

@@ -34,6 +34,14 @@ std::shared_ptr<const Event> CudaDevice::fence_use() noexcept {
     return events_->wait_for(stream) ? nullptr : events_->record_later(stream);
 }
 
+void CudaDevice::order_after(const Event& fence) const {
+    if (options_.current_stream) {
+        events_->order(options_.current_stream(), fence);
+    } else {
+        fence.wait();
+    }
+}
+
 void CudaDevice::check_use() const {
     if (!options_.current_stream) return;
     const CudaContext::Scope scope(context_);

@@ -36,6 +36,9 @@ public:
 
     std::unique_ptr<Stream> make_stream(LinkDirection direction) override;
     std::shared_ptr<const Event> fence_use() noexcept override;
+    /// The stream waits, not the caller. Costs nothing where the fence is of the same stream.
+    void order_after(const Event& fence) const override;
+    bool has_own_cores() const noexcept override { return true; }
     /// Refuses while the stream is captured into a graph, or may not be used because another is.
     void check_use() const override;
     /// A GPU cannot tell.

@@ -9,7 +9,8 @@ namespace torch_offload {
 /// On a lost device everything has passed: nothing runs any more, and wait() says so.
 class CudaEvent final : public Event {
 public:
-    CudaEvent(std::shared_ptr<CudaEventPool> pool, CuEvent event) : pool_(std::move(pool)), event_(event) {}
+    CudaEvent(std::shared_ptr<CudaEventPool> pool, CuEvent event, CuStream stream)
+        : pool_(std::move(pool)), event_(event), stream_(stream) {}
     ~CudaEvent() override { pool_->give_back(event_); }
     CudaEvent(const CudaEvent&) = delete;
     CudaEvent& operator=(const CudaEvent&) = delete;
@@ -34,9 +35,18 @@ public:
         OFFLOAD_CUDA(context, cuEventSynchronize, event_);
     }
 
+    /// A stream is in order with itself.
+    void hold_back(CuStream stream) const {
+        if (stream == stream_) return;
+        const CudaContext& context = pool_->context_;
+        const CudaContext::Scope scope(context);
+        OFFLOAD_CUDA(context, cuStreamWaitEvent, stream, event_, 0);
+    }
+
 private:
     std::shared_ptr<CudaEventPool> pool_;
     CuEvent event_;
+    CuStream stream_;  // in which it was recorded
 };
 
 /// An event that is recorded in a captured stream would be the graph's: asking about it breaks the capture, and it
@@ -95,7 +105,7 @@ std::shared_ptr<const Event> CudaEventPool::record(CuStream stream) {
     const auto event = take();
     try {
         OFFLOAD_CUDA(context_, cuEventRecord, event, stream);
-        return std::make_shared<CudaEvent>(shared_from_this(), event);
+        return std::make_shared<CudaEvent>(shared_from_this(), event, stream);
     } catch (...) {
         give_back(event);
         throw;
@@ -104,6 +114,14 @@ std::shared_ptr<const Event> CudaEventPool::record(CuStream stream) {
 
 std::shared_ptr<const Event> CudaEventPool::record_later(CuStream stream) {
     return std::make_shared<LateCudaEvent>(shared_from_this(), stream);
+}
+
+void CudaEventPool::order(CuStream stream, const Event& event) const {
+    if (const auto* const recorded = dynamic_cast<const CudaEvent*>(&event)) {
+        recorded->hold_back(stream);
+    } else {
+        event.wait();  // of a stream that is captured, perhaps
+    }
 }
 
 bool CudaEventPool::wait_for(CuStream stream) noexcept {

@@ -25,6 +25,8 @@ public:
     /// A point at or behind that, recorded by who asks for it or waits, once record() succeeds; it has not passed
     /// before. Pre: the stream stays.
     std::shared_ptr<const Event> record_later(CuStream stream);
+    /// What `stream` is given from now on waits for the event, one of these. Throws: as Event::wait().
+    void order(CuStream stream, const Event& event) const;
     /// Waits for all that is queued. False: it may still run.
     bool wait_for(CuStream stream) noexcept;
 

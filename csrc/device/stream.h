@@ -43,6 +43,11 @@ public:
     /// The point behind all that the calling thread has given the device to do: what uses memory that a guard of the
     /// thread's held. nullptr: it is done already, who uses memory has done so when he says so.
     virtual std::shared_ptr<const Event> fence_use() noexcept { return nullptr; }
+    /// What the calling thread gives the device from now on runs after what `fence`, made by fence_use(), is behind.
+    /// Throws: as Event::wait().
+    virtual void order_after(const Event& fence) const { fence.wait(); }
+    /// Whether kernels run on the device itself, beside the processor's cores.
+    virtual bool has_own_cores() const noexcept { return false; }
     /// Says that the calling thread is about to give the device something to do.
     /// Throws: InvalidArgument if the device would only note it down and do it later, as often as it is told to: the
     /// memory will not be there then. TierIoError if the device is lost.

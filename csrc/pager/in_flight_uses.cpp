@@ -12,6 +12,22 @@ namespace torch_offload {
 void InFlightUses::add(InFlightUse&& use) {
     const std::lock_guard lock(mutex_);
     uses_.push_back(std::move(use));
+    const InFlightUse& added = uses_.back();
+    if (added.is_update) {
+        try {
+            for (const HeldPages& held : added.pages) {
+                for (std::size_t i = held.first; i < held.first + held.count; ++i) {
+                    updates_[&held.segment->page(i)] = added.event;
+                }
+            }
+        } catch (...) {
+            use = std::move(uses_.back());
+            uses_.pop_back();
+            forget_updates(use);
+            throw;
+        }
+        update_count_.fetch_add(1, std::memory_order_release);
+    }
     count_.fetch_add(1, std::memory_order_release);
 }
 
@@ -28,19 +44,33 @@ std::optional<InFlightUse> InFlightUses::take_passed() {
     if (!event || !event->has_passed()) return std::nullopt;
     const std::lock_guard lock(mutex_);
     if (uses_.empty() || uses_.front().event != event) return std::nullopt;  // somebody else took it
-    std::optional<InFlightUse> use = std::move(uses_.front());
-    uses_.pop_front();
-    count_.fetch_sub(1, std::memory_order_release);
-    return use;
+    return take_front();
 }
 
 std::optional<InFlightUse> InFlightUses::take_oldest() {
     const std::lock_guard lock(mutex_);
-    if (uses_.empty()) return std::nullopt;
+    return uses_.empty() ? std::nullopt : take_front();
+}
+
+/// The lock is held.
+std::optional<InFlightUse> InFlightUses::take_front() {
     std::optional<InFlightUse> use = std::move(uses_.front());
     uses_.pop_front();
+    forget_updates(*use);
+    if (use->is_update) update_count_.fetch_sub(1, std::memory_order_release);
     count_.fetch_sub(1, std::memory_order_release);
     return use;
+}
+
+/// Those that no later one of the same page has taken the place of. The lock is held.
+void InFlightUses::forget_updates(const InFlightUse& use) noexcept {
+    if (!use.is_update) return;
+    for (const HeldPages& held : use.pages) {
+        for (std::size_t i = held.first; i < held.first + held.count; ++i) {
+            const auto last = updates_.find(&held.segment->page(i));
+            if (last != updates_.end() && last->second == use.event) updates_.erase(last);
+        }
+    }
 }
 
 std::shared_ptr<const Event> InFlightUses::oldest() const {
@@ -49,12 +79,17 @@ std::shared_ptr<const Event> InFlightUses::oldest() const {
     return uses_.empty() ? nullptr : uses_.front().event;
 }
 
-std::shared_ptr<const Event> InFlightUses::last_in_slot(const Page& page) const {
-    if (count_.load(std::memory_order_acquire) == 0) return nullptr;
+std::shared_ptr<const Event> InFlightUses::last_update(const Page& page) const {
+    if (update_count_.load(std::memory_order_acquire) == 0) return nullptr;
     const std::lock_guard lock(mutex_);
-    const auto uses_page = [&](const InFlightUse& use) { return std::ranges::count(use.in_slot, &page) != 0; };
-    const auto last = std::find_if(uses_.rbegin(), uses_.rend(), uses_page);
-    return last == uses_.rend() ? nullptr : last->event;
+    const auto last = updates_.find(&page);
+    return last == updates_.end() ? nullptr : last->second;
+}
+
+void InFlightUses::order_after_updates(const Device& device, const Segment& segment, PageRange pages) const {
+    for (std::size_t i = pages.first; i < pages.first + pages.count; ++i) {
+        if (const auto update = last_update(segment.page(i))) device.order_after(*update);
+    }
 }
 
 // --- The pager's side ---------------------------------------------------------------------------------------------

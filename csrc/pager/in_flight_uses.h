@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "device/stream.h"
@@ -29,8 +30,8 @@ struct HeldPages {
 struct InFlightUse {
     std::shared_ptr<const Event> event;
     std::vector<HeldPages> pages;
-    std::vector<const Page*> in_slot;  // those of them that are used in their frame's slot
     std::span<std::byte> range;
+    bool is_update = false;  // of the pages, by deferred work
 };
 
 /// The uses whose kernels may still run, oldest first: a kernel outlives the guard of its arguments. They end in order;
@@ -46,14 +47,22 @@ public:
     std::optional<InFlightUse> take_oldest();
     /// The event of the oldest; nullptr: there is none.
     std::shared_ptr<const Event> oldest() const;
-    /// The event of the last use of the page in its slot; nullptr: there is none.
-    std::shared_ptr<const Event> last_in_slot(const Page& page) const;
+    /// The event of the page's last update; nullptr: there is none. Costs next to nothing where there are no updates.
+    std::shared_ptr<const Event> last_update(const Page& page) const;
+    /// What the calling thread gives the device from now on finds what updates leave in the pages. Throws: as
+    /// Event::wait().
+    void order_after_updates(const Device& device, const Segment& segment, PageRange pages) const;
     std::size_t count() const noexcept { return count_.load(std::memory_order_acquire); }
 
 private:
-    mutable std::mutex mutex_;  // guards the next; a leaf
+    std::optional<InFlightUse> take_front();
+    void forget_updates(const InFlightUse& use) noexcept;
+
+    mutable std::mutex mutex_;  // guards the next two; a leaf
     std::deque<InFlightUse> uses_;
+    std::unordered_map<const Page*, std::shared_ptr<const Event>> updates_;  // the last of each page
     std::atomic<std::size_t> count_{0};  // so that who asks for nothing takes no lock
+    std::atomic<std::size_t> update_count_{0};
 };
 
 }  // namespace torch_offload

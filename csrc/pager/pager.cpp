@@ -401,7 +401,7 @@ std::span<std::byte> Pager::allocate_range(std::size_t size_bytes) {
     return impl_->acquire_range(impl_->whole_granules(size_bytes));
 }
 
-void Pager::free_range(std::span<std::byte> range) noexcept { impl_->end_use({impl_->fence_use(), {}, {}, range}); }
+void Pager::free_range(std::span<std::byte> range) noexcept { impl_->end_use({impl_->fence_use(), {}, range}); }
 
 void Pager::reserve_small(std::size_t size_bytes) { impl_->acquire_small(size_bytes); }
 

@@ -228,6 +228,7 @@ void Pager::Impl::map_pages(Segment& segment, PageRange pages, Access access, Ov
         if (next_step(goal, page.load(), Patience::wait, false) == PageStep::finish) continue;  // the usual case
         advance(page, goal, Patience::wait, &own);
     }
+    if (options.device) uses.order_after_updates(*options.device, segment, pages);
 }
 
 PinGuard Pager::pin(std::span<const PinRequest> requests) {
@@ -330,6 +331,7 @@ UpdateLatch Pager::Impl::latch_here(std::span<const std::shared_ptr<Segment>> la
         const Reached reached = advance(segment->page(index), PageGoal::update, patience);
         if (reached == Reached::nothing) return {};
         PageAccess::add_here(latch, segment, segment->page(index), reached == Reached::place);
+        if (options.device) uses.order_after_updates(*options.device, *segment, {index, 1});
     }
     PageAccess::confirm(latch, std::move(transient));
     for (const std::shared_ptr<Segment>& segment : latched) log_use(*segment, index, 1, UseKind::write);

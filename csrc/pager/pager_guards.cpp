@@ -52,7 +52,7 @@ PinGuard::~PinGuard() {
     if (held_.empty()) return;
     Pager::Impl& pager = *held_.front().segment->pager().impl_;
     if (std::shared_ptr<const Event> event = pager.fence_use()) {
-        pager.end_use({std::move(event), std::move(held_), {}, {}});
+        pager.end_use({std::move(event), std::move(held_), {}});
     } else {
         drop_pins(held_);
         pager.announce_progress();
@@ -142,14 +142,13 @@ UpdateLatch::~UpdateLatch() {
 }
 
 bool PageAccess::keep_for_device(const UpdateLatch& latch, Pager::Impl& pager) noexcept {
-    InFlightUse use{pager.fence_use(), {}, {}, {}};
+    InFlightUse use{pager.fence_use(), {}, {}, true};
     if (!use.event) return false;
     try {
         for (std::size_t k = 0; k < latch.pages_.size(); ++k) {
             if (latch.locations_[k] == UpdateLatch::Location::below) continue;
             const std::shared_ptr<Segment>& segment = latch.segments_[k];
             use.pages.push_back({segment, segment->index_of(*latch.pages_[k]), 1});
-            if (latch.locations_[k] == UpdateLatch::Location::slot) use.in_slot.push_back(latch.pages_[k]);
         }
         pager.uses.add(std::move(use));
         return true;

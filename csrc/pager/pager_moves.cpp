@@ -87,7 +87,7 @@ bool Pager::Impl::load_into(Page& page, PageGoal goal, FrameHold& frame) {
 void Pager::Impl::map_page(Page& page, PageWord before, bool is_write) {
     const bool is_writable = is_write || before.has(PageWord::kDirty);
     try {
-        if (const auto update = uses.last_in_slot(page)) update->wait();
+        if (const auto update = memory.keeps_place() ? nullptr : uses.last_update(page)) update->wait();
         check_idle(page.frame.slot);
         memory.move(page.frame.slot, mapped_range(page).data(),
                     is_writable ? Protection::read_write : Protection::read);

@@ -42,7 +42,7 @@ void ServiceThread::push_update(std::weak_ptr<Segment> segment, std::size_t inde
         updates_[static_cast<std::size_t>(time)].emplace_back(std::move(segment), index);
     }
     update_count_.fetch_add(1, std::memory_order_acq_rel);
-    if (time == UpdateTime::at_once || pager_.program_waiters.load(std::memory_order_acquire) > 0) sem_post(&work_);
+    if (time == UpdateTime::at_once || may_update()) sem_post(&work_);
 }
 
 void ServiceThread::wake() noexcept {
@@ -50,7 +50,14 @@ void ServiceThread::wake() noexcept {
 }
 
 /// Updates that nobody asked for run only while the program waits: otherwise they would fight its kernels for the
-/// cores, and the thread that pins the page applies them with all cores at no more cost.
+/// cores, and the thread that pins the page applies them with all cores at no more cost. On a device of its own they
+/// are only queued here, and the sooner that is done the sooner their memory is free.
+bool ServiceThread::may_update() const noexcept {
+    const Device* const device =
+        pager_.is_of_device() && !pager_.options.updates_below ? pager_.options.device : nullptr;
+    return (device && device->has_own_cores()) || pager_.program_waiters.load(std::memory_order_acquire) > 0;
+}
+
 void ServiceThread::run() {
     StallClock::ignore_this_thread();
     while (true) {
@@ -59,8 +66,8 @@ void ServiceThread::run() {
         do {
             serve_faults();
             if (stopping_.load(std::memory_order_acquire)) return;
-        } while (run_one_update(UpdateTime::at_once) || (pager_.program_waiters.load(std::memory_order_acquire) > 0 &&
-                                                         run_one_update(UpdateTime::while_program_waits)));
+        } while (run_one_update(UpdateTime::at_once) ||
+                 (may_update() && run_one_update(UpdateTime::while_program_waits)));
     }
 }
 

@@ -36,6 +36,7 @@ public:
 
 private:
     void run();
+    bool may_update() const noexcept;
     void serve_faults();
     bool run_one_update(UpdateTime time);
 

@@ -321,6 +321,39 @@ TEST(CudaStream, CopyThatCannotBeMarkedIsMarkedLater) {
     EXPECT_FALSE(link.gpu.context.is_lost());
 }
 
+// Kernels of another stream run after a mark without anybody waiting, those of the same stream anyway. Method: a kernel
+// that is held, one that was ordered after it, in a faster stream.
+TEST(CudaDevice, OrderAfterAMarkHoldsUpTheStream) {
+    FakeGpu gpu({.longest_delay = microseconds(2000), .seed = 2});
+    std::atomic<bool> has_run{false};
+    std::atomic<bool> was_in_order{false};
+    gpu.driver.hold();
+    gpu.driver.launch({}, [&] { has_run = true; });
+    const auto mark = gpu.device.fence_use();
+    gpu.device.order_after(*mark);
+    EXPECT_EQ(gpu.driver.call_count("cuStreamWaitEvent"), 0u);
+    gpu.compute_stream = gpu.driver.blocking_stream();
+    gpu.device.order_after(*mark);
+    gpu.driver.launch_in(gpu.compute_stream, {}, [&] { was_in_order = has_run.load(); });
+    EXPECT_FALSE(mark->has_passed());
+    gpu.driver.let_go();
+    gpu.device.fence_use()->wait();
+    EXPECT_TRUE(was_in_order);
+}
+
+// A mark that is made later is waited for by the caller. Method: one that cannot be made at first.
+TEST(CudaDevice, OrderAfterALateMarkWaits) {
+    FakeGpu gpu({.longest_delay = microseconds(2000), .seed = 3});
+    std::atomic<bool> has_run{false};
+    gpu.driver.launch({}, [&] { has_run = true; });
+    gpu.driver.fail("cuEventRecord", CuResult::not_permitted);
+    gpu.driver.fail("cuStreamSynchronize", CuResult::not_permitted);
+    const auto mark = gpu.device.fence_use();
+    ASSERT_NE(mark, nullptr);
+    gpu.device.order_after(*mark);
+    EXPECT_TRUE(has_run);
+}
+
 TEST(CudaDevice, HasItsName) {
     const FakeGpu gpu;
     EXPECT_EQ(gpu.device.name(), "cuda:0 Fake");

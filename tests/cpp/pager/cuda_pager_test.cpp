@@ -141,6 +141,89 @@ TEST(CudaPager, NewPagesAreZeros) {
     EXPECT_TRUE(std::ranges::all_of(segment->range(), [](std::byte byte) { return byte == std::byte{0}; }));
 }
 
+/// A page in its frame, and a kernel that has yet to write `value` there.
+std::shared_ptr<Segment> segment_under_update(GpuTiers& tiers, std::uint32_t value) {
+    auto segment = filled_segment(tiers.top, 1, 7);
+    tiers.top.evict(segment);
+    tiers.top.prefetch(segment);
+    EXPECT_TRUE(comes_true([&] { return segment->page(0).load().state() == PageState::loaded; }));
+    tiers.gpu.driver.hold();
+    const UpdateLatch latch = tiers.top.latch_for_update({&segment, 1}, 0, true);
+    auto* words = reinterpret_cast<std::uint32_t*>(latch.bytes(0).data());
+    tiers.gpu.driver.launch({latch.bytes(0)}, [words, value] {
+        for (std::size_t i = 0; i < kPageElements; ++i) words[i] = word_of(value, i);
+    });
+    return segment;
+}
+
+// Nobody waits for an update's kernel to use what it leaves: kernels are in order, those of other streams as well.
+// Method: a page that is pinned while its update is held, by kernels of the update's stream or of another.
+TEST(CudaPager, UpdatedPagesAreUsedInOrderWithoutAWait) {
+    for (const bool is_other_stream : {false, true}) {
+        for (const bool is_mapped_before : {false, true}) {
+            GpuTiers tiers({.longest_delay = microseconds(1000), .seed = 4});
+            const auto segment = segment_under_update(tiers, 8);
+            if (is_mapped_before) static_cast<void>(pin(tiers.top, segment, Access::read));
+            const CuStream other = tiers.gpu.driver.blocking_stream();
+            if (is_other_stream) tiers.gpu.compute_stream = other;
+            std::atomic<bool> was_updated{false};
+            {
+                const PinGuard guard = pin(tiers.top, segment, Access::read);
+                tiers.gpu.driver.launch_in(tiers.gpu.compute_stream, {segment->range()},
+                                           [&] { was_updated = holds(*segment, 8); });
+            }
+            tiers.gpu.driver.let_go();
+            tiers.gpu.device.fence_use()->wait();
+            EXPECT_TRUE(was_updated) << is_other_stream << is_mapped_before;
+            EXPECT_EQ(tiers.gpu.driver.call_count("cuStreamWaitEvent") > 0, is_other_stream);
+        }
+    }
+}
+
+// Updates follow each other as they were given, whatever their streams. Method: the second adds to what the first,
+// which is held, leaves.
+TEST(CudaPager, UpdatesOfDifferentStreamsAreInOrder) {
+    GpuTiers tiers({.longest_delay = microseconds(1000), .seed = 5});
+    const auto segment = segment_under_update(tiers, 8);
+    tiers.gpu.compute_stream = tiers.gpu.driver.blocking_stream();
+    std::atomic<bool> was_updated{false};
+    {
+        const UpdateLatch latch = tiers.top.latch_for_update({&segment, 1}, 0, true);
+        auto* words = reinterpret_cast<std::uint32_t*>(latch.bytes(0).data());
+        tiers.gpu.driver.launch_in(tiers.gpu.compute_stream, {latch.bytes(0)},
+                                   [&, words] { was_updated = words[1] == word_of(8, 1); });
+    }
+    tiers.gpu.driver.let_go();
+    tiers.gpu.device.fence_use()->wait();
+    EXPECT_TRUE(was_updated);
+}
+
+// A GPU's updates are queued as soon as their pages are there: they take no core from the program. Method: deferred
+// work on pages that come back, and a program that waits for nothing.
+TEST(CudaPager, UpdatesDoNotWaitForTheProgramToWait) {
+    GpuTiers tiers;
+    std::atomic<int> resolved{0};
+    const auto segment = filled_segment(tiers.top, 2, 7);
+    segment->trace_id = tiers.top.new_trace_id();
+    tiers.top.set_pending_work(
+        [&](Segment& of, std::size_t index, bool may_wait) {
+            const std::shared_ptr<Segment> latched = of.shared_from_this();
+            UpdateLatch latch = tiers.top.latch_for_update({&latched, 1}, index, may_wait);
+            if (latch) latch.finish();
+            resolved += latch ? 1 : 0;
+            return static_cast<bool>(latch);
+        },
+        [](Segment& of) { return std::vector<std::shared_ptr<Segment>>{of.shared_from_this()}; });
+    for (int step = 0; step < 2; ++step) {
+        tiers.top.touch(segment);
+        tiers.top.end_step();
+    }
+    for (std::size_t i = 0; i < segment->page_count(); ++i) ASSERT_TRUE(tiers.top.set_pending(*segment, i));
+    tiers.top.end_step();  // has the store look ahead: the segment is used next
+    EXPECT_TRUE(comes_true([&] { return resolved == 2; }));
+    tiers.top.clear_pending_work();
+}
+
 // Nothing is left on the device when the segments end. Method: what the driver has created once the pager is gone is
 // looked at by the fake; here, that ended segments can be replaced for ever.
 TEST(CudaPager, EndedSegmentsLeaveRoom) {

@@ -77,6 +77,7 @@ public:
     /// One of another library's: it and the default stream (nullptr) wait for each other.
     CuStream blocking_stream();
     void launch(const std::vector<std::span<std::byte>>& memory, std::function<void()> kernel);
+    void launch_in(CuStream stream, const std::vector<std::span<std::byte>>& memory, std::function<void()> kernel);
 
     std::size_t call_count(const std::string& symbol) const;
     std::size_t created_bytes() const;       // of physical memory, now

@@ -141,8 +141,13 @@ CuStream FakeCuda::blocking_stream() {
 }
 
 void FakeCuda::launch(const std::vector<std::span<std::byte>>& memory, std::function<void()> kernel) {
+    launch_in(compute_stream(), memory, std::move(kernel));
+}
+
+void FakeCuda::launch_in(CuStream stream, const std::vector<std::span<std::byte>>& memory,
+                         std::function<void()> kernel) {
     const std::vector<std::span<const std::byte>> used(memory.begin(), memory.end());
-    EXPECT_EQ(enqueue(compute_stream(), used,
+    EXPECT_EQ(enqueue(stream, used,
                       [this, used, kernel = std::move(kernel)] {
                           for (const auto& part : used) EXPECT_TRUE(is_mapped(part)) << "a kernel's memory is gone";
                           kernel();
@@ -346,6 +351,27 @@ CuResult FakeCuda::wait_for(CuStream stream) {
 }
 
 CuResult FakeCuda::cuStreamSynchronize(CuStream stream) { return wait_for(stream); }
+
+/// What the stream is given later begins once the event has passed as it was recorded last.
+CuResult FakeCuda::cuStreamWaitEvent(CuStream stream, CuEvent event, unsigned flags) {
+    if (context_depth_ == 0) return CuResult::invalid_context;
+    EXPECT_EQ(flags, 0u);
+    std::uint64_t number = 0;
+    {
+        const std::lock_guard lock(mutex_);
+        const auto found = events_.find(event);
+        if (found == events_.end()) return CuResult::invalid_handle;
+        if (found->second.captured_in) return refuse_captured(found->second);
+        number = found->second.recorded;
+    }
+    return enqueue(stream, {}, [this, event, number] {
+        Lock lock(mutex_);
+        changed_.wait(lock, [&] {
+            const auto found = events_.find(event);
+            return lost_by_ != CuResult::success || found == events_.end() || found->second.passed >= number;
+        });
+    });
+}
 
 CuResult FakeCuda::cuEventCreate(CuEvent* event, unsigned flags) {
     EXPECT_TRUE(flags & kCuEventDisableTiming);
