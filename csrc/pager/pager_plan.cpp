@@ -12,6 +12,8 @@ namespace torch_offload {
 namespace {
 
 constexpr std::size_t kMaxSpareBytes = 16 * kMiB;
+// More where a store moves more within what it takes threads to find that out.
+constexpr std::int64_t kSpareNs = 5'000'000;
 constexpr std::size_t kMaxSpareBytesOfForward = 4 * kMiB;
 constexpr std::size_t kMaxSpareBytesWhileLoading = 64 * kMiB;
 constexpr std::size_t kMaxAhead = 256;        // segments
@@ -208,7 +210,9 @@ std::size_t Pager::Impl::spare_bytes() {
     const std::lock_guard lock(mutex);
     const UsePredictor::Held uses = predictor->hold();
     if (!uses->has_prediction()) return std::min(options.budget_bytes / 8, kMaxSpareBytesWhileLoading);
-    return std::min(options.budget_bytes / 32, uses->is_training() ? kMaxSpareBytes : kMaxSpareBytesOfForward);
+    if (!uses->is_training()) return std::min(options.budget_bytes / 32, kMaxSpareBytesOfForward);
+    const auto moved_bytes = static_cast<std::size_t>(store->status().read_rate * static_cast<double>(kSpareNs) / 1e9);
+    return std::min(options.budget_bytes / 32, std::max(kMaxSpareBytes, moved_bytes));
 }
 
 /// Reads on their way hold memory that no page uses: as many as keep a disk busy, fewer where memory is small.

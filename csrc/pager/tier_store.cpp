@@ -15,7 +15,7 @@ namespace torch_offload {
 namespace {
 
 constexpr std::size_t kCopiesUnderWay = 4;  // per direction: one that is copied, one that waits, their neighbours
-constexpr std::size_t kCapacity = 16;
+constexpr std::size_t kCapacity = 64;       // half of it for reads ahead of use: a link is faster than threads wake up
 
 // What the lanes pin at once, and as much to come and go.
 constexpr std::size_t kMinPagesBelow = 2 * kLinkDirectionCount * kCopiesUnderWay;
