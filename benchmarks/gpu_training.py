@@ -48,7 +48,7 @@ class Plan:
     device_bytes: int = 24 << 30
     unpaged_bytes: int = 11 << 30
     ram_bytes: int = 64 << 30
-    page_elements: int = 2 << 20
+    page_elements: int | None = None  # what the engine chooses
     min_paged_bytes: int = 1 << 20
     rounds: int = 5
     measured_steps: int = 2
@@ -59,7 +59,7 @@ class Plan:
             gpu_reserved=self.unpaged_bytes,
             ram=self.ram_bytes,
             ssd=ssd,
-            page_elements=self.page_elements,
+            **({} if self.page_elements is None else {"page_elements": self.page_elements}),
             min_paged_bytes=self.min_paged_bytes,
             optimizer_device="gpu",
             activations="ram",

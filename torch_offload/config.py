@@ -202,7 +202,7 @@ class Config(BaseModel):
     is 1 MiB, since each tensor takes whole frames of 2 MiB there, and so do its gradient and states."""
     page_elements: int = Field(default=DEFAULT_PAGE_ELEMENTS, gt=0, multiple_of=SECTOR_BYTES, strict=True)
     """Elements per page, the unit of transfer, a multiple of 4,096. The default moves 4 MiB of fp32 or 2 MiB of bf16
-    at a time. On a GPU it is 2,097,152."""
+    at a time. On a GPU it is 2,097,152 to 16,777,216, as much as leaves 192 pages to the GPU and 64 to the host."""
     queue_depth: int = Field(default=DEFAULT_QUEUE_DEPTH, ge=1, le=4096, strict=True)
     """Transfers in flight on the SSD."""
     io_engine: IoEngine = "auto"

@@ -38,7 +38,10 @@ def check_gpu(config: Config) -> Config:
         raise ConfigError("emulation.link_rate needs an emulated GPU: gpu='1GiB', emulation={'gpu': True, ...}")
     if not config.uses_cuda:
         return config
-    defaults = {"page_elements": gpu.PAGE_ELEMENTS, "min_paged_bytes": gpu.MIN_PAGED_BYTES}
+    defaults = {
+        "page_elements": gpu.page_elements(config.compute_bytes, _ram_bytes(config)),
+        "min_paged_bytes": gpu.MIN_PAGED_BYTES,
+    }
     return config.replace(**{name: value for name, value in defaults.items() if name not in config.model_fields_set})
 
 
@@ -51,7 +54,7 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
     """
     config = check_gpu(config)
     paged = list(paged)
-    ram = resources.default_ram_bytes() if config.ram is None else config.ram
+    ram = _ram_bytes(config)
     _warn_of_small_memory(ram)
     needed_bytes = max(0, sum(tensor.untyped_storage().nbytes() for tensor in paged) - ram)
     directories = config.ssd or (_default_directory(config, needed_bytes=needed_bytes),)
@@ -68,6 +71,10 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
         for warning in resources.scratch_warnings(directory):
             logger.warning("ssd: %s", warning)
     return config.replace(ram=ram, ssd=directories, optimizer_device=optimizer_device(config, paged))
+
+
+def _ram_bytes(config: Config) -> int:
+    return resources.default_ram_bytes() if config.ram is None else config.ram
 
 
 def _warn_of_small_memory(ram: int) -> None:

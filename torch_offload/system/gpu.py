@@ -7,12 +7,32 @@ import torch
 from torch_offload.config import format_size
 from torch_offload.errors import ConfigError
 
-PAGE_ELEMENTS = 2 << 20
-"""Elements per page, unless set: a GPU's memory is mapped in 2 MiB, and tensors of bytes have to fill that."""
+MIN_PAGE_ELEMENTS = 2 << 20
+"""A GPU's memory is mapped in 2 MiB, and tensors of bytes have to fill that."""
 
+MAX_PAGE_ELEMENTS = 16 << 20
+"""From here on larger pages save little time, and fewer tensors are many of them."""
+
+MIN_PAGES = 192
+"""Of the widest elements that the pages' share of the GPU's memory holds, unless the size of a page is set."""
+
+MIN_PAGES_OF_HOST = 64
+"""The same of the memory below it."""
+
+WIDEST_ELEMENT_BYTES = 4
 
 MIN_PAGED_BYTES = 1 << 20
 """Smallest tensor that is paged, unless set: each takes whole frames of 2 MiB, and so do its gradient and states."""
+
+
+def page_elements(gpu_bytes: int, ram_bytes: int) -> int:
+    """Return the elements per page, unless set, where pages have so many bytes of a GPU and of the host.
+
+    The driver takes as long to map a page of any size, so pages are as large as memory still holds enough of.
+    """
+    most = min(gpu_bytes // MIN_PAGES, ram_bytes // MIN_PAGES_OF_HOST) // WIDEST_ELEMENT_BYTES
+    whole = 1 << max(0, most.bit_length() - 1)
+    return min(max(whole, MIN_PAGE_ELEMENTS), MAX_PAGE_ELEMENTS)
 
 
 def is_available() -> bool:

@@ -66,7 +66,7 @@ class PagingEngine:
     def __init__(self, scratch: str, device: str) -> None:
         import torch_offload
         from torch_offload import _C
-        from torch_offload.system.gpu import PAGE_ELEMENTS
+        from torch_offload.system.gpu import MIN_PAGE_ELEMENTS
 
         self.refusals = (torch_offload.OffloadError,)
         is_gpu = device == "cuda"
@@ -75,7 +75,7 @@ class PagingEngine:
             directories=[scratch],
             io_engine="auto",
             queue_depth=8,
-            page_elements=PAGE_ELEMENTS if is_gpu else 4096,
+            page_elements=MIN_PAGE_ELEMENTS if is_gpu else 4096,
             min_paged_bytes=0,
             device_bytes=GPU_BYTES if is_gpu else 0,
             device_kind="cuda" if is_gpu else "emulated",
