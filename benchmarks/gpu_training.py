@@ -203,6 +203,7 @@ def start(kind: str, plan: Plan, ssd: str, *, is_smoke: bool) -> WorkerProcess:
     words = [sys.executable, __file__, "--worker", kind, "--ssd", ssd, *(["--smoke"] if is_smoke else [])]
     words += ["--layers", str(plan.shape.layers), "--batch", str(plan.batch)]
     words += ["--gpu-gib", str(plan.device_bytes / (1 << 30))]
+    words += [] if plan.page_elements is None else ["--page-elements", str(plan.page_elements)]
     return WorkerProcess(kind, words, log_directory=ssd)
 
 
@@ -268,6 +269,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
         device_bytes = int(options.gpu_gib * (1 << 30))
         share = plan.unpaged_bytes / plan.device_bytes
         plan = replace(plan, device_bytes=device_bytes, unpaged_bytes=int(share * device_bytes))
+    if options.page_elements:
+        plan = replace(plan, page_elements=options.page_elements)
     return replace(plan, rounds=options.rounds or plan.rounds)
 
 
@@ -281,6 +284,7 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, help="rows of a step")
     parser.add_argument("--gpu-gib", type=float, help="what torch and pages may take together; 11/24 of it is torch's")
+    parser.add_argument("--page-elements", type=int, help="of a page; default: what the engine chooses")
     parser.add_argument("--rounds", type=int, help="that count; five for a result that is kept")
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
