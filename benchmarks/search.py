@@ -13,7 +13,7 @@ median step over the fastest one's. One whose first step, in which the moments a
 fastest so far is not trained further, unless it is a baseline.
 
 With --kept, each problem is solved once: its answer lies in that folder, and a later run of the same commit on the same
-machine takes it from there.
+machine takes it from there, whichever problems (--only) either was asked for.
 
 Baselines are the same script as it is usually written (1 row x 8), what `auto_find_batch_size` ends at (the most rows
 that do not run out of memory), and checkpointing everywhere (8 x 1 and 1 x 8). Bytes are counted by the engine. A last
@@ -267,7 +267,8 @@ def kept(plan: Plan, problem: Problem, ssd: str, probe: torch_offload.Probe, fol
     measured_code = code()
     if measured_code["modified_files"]:
         sys.exit(f"--kept needs a commit; modified: {', '.join(measured_code['modified_files'])}")
-    key = [measured_code["commit"], measured_code["torch"], machine(ssd), asdict(plan), asdict(problem)]
+    of_every = asdict(replace(plan, only=()))
+    key = [measured_code["commit"], measured_code["torch"], machine(ssd), of_every, asdict(problem)]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     path = folder / f"{digest[:24]}.json"
     if not path.exists():

@@ -61,7 +61,8 @@ def test_memory_that_runs_out_is_an_answer_and_nothing_else_is(monkeypatch):
 
 
 def test_a_problem_is_solved_once_for_a_commit(monkeypatch, tmp_path):
-    """Method: solve twice, another problem, another commit, with a modified file, and without a folder."""
+    """Method: solve twice, among fewer problems, another problem, another commit, with a modified file, and without a
+    folder."""
     solved = []
     code = {"commit": "a", "torch": "b", "modified_files": [], "date": "today"}
 
@@ -78,6 +79,8 @@ def test_a_problem_is_solved_once_for_a_commit(monkeypatch, tmp_path):
     first, second = plan.problems[:2]
     folder = tmp_path / "kept"
     assert ask(first, folder) == ask(first, folder) == {"chosen": [1, 8], "number": 1, "date": "today"}
+    plan = search.Plan(only=("200",))
+    assert ask(first, folder)["number"] == 1
     assert ask(second, folder)["number"] == 2
     code["commit"] = "c"
     assert ask(first, folder)["number"] == 3
