@@ -163,10 +163,10 @@ struct Pager::Impl final : StoreClient {
         std::int64_t due_ns = 0;    // computing time until then
         std::int64_t slack_ns = 0;  // how long reading it may be put off
     };
-    /// What lies ahead, and how much more other memory it will take shortly than there is now.
     struct Outlook {
-        std::vector<Ahead> segments;
-        std::size_t growth_bytes = 0;
+        std::vector<Ahead> segments{};
+        std::size_t growth_bytes = 0;  // of other memory, shortly
+        std::int64_t margin_ns = 0;    // so long before they have to reads begin
     };
     Outlook upcoming_segments();
     void find_slack(std::vector<Ahead>& ahead);

@@ -31,8 +31,11 @@ constexpr UsePosition kOutstanding = 0;
 constexpr UsePosition kUnrequested = kNever - 1;
 constexpr std::int64_t kKickEveryNs = 1'000'000;
 
-// A read begins so long before it has to: what the disk may stall, and what a computation may be faster than before.
-constexpr std::int64_t kMarginNs = 100'000'000;
+// A read begins so long before it has to: what the disk may stall, and what a computation may be faster than before. In
+// a short pass that is a share of it: what comes earlier takes the place of pages that are read once more for it.
+constexpr std::int64_t kMaxMarginNs = 100'000'000;
+constexpr std::int64_t kMinMarginNs = 5'000'000;
+constexpr std::int64_t kMarginShare = 8;
 
 // Room for other memory is made so long before it is taken, besides what its bytes take to leave: what some writes
 // need.
@@ -143,7 +146,7 @@ std::vector<std::shared_ptr<Segment>> Pager::Impl::updated_above(const Segment& 
 
 /// What the recording says comes next, as much as a share of the budget holds.
 Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
-    Outlook outlook;
+    Outlook outlook{.margin_ns = kMaxMarginNs};
     std::unordered_set<TraceId> seen;
     const std::size_t window_bytes = options.budget_bytes / 3;
     std::size_t planned_bytes = 0;
@@ -173,6 +176,9 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
         outlook.segments.push_back({std::move(segment), uses->position_of(distance), due_ns, 0});
     }
     outlook.growth_bytes = expected_other_bytes - other_bytes;
+    if (uses->pass_ns() > 0) {
+        outlook.margin_ns = std::clamp(uses->pass_ns() / kMarginShare, kMinMarginNs, kMaxMarginNs);
+    }
     return outlook;
 }
 
@@ -246,8 +252,9 @@ void Pager::Impl::read_what_is_due() {
     read_requested();
     Outlook outlook = upcoming_segments();
     find_slack(outlook.segments);
-    const auto relaxed = std::find_if(outlook.segments.begin(), outlook.segments.end(),
-                                      [](const Ahead& next) { return next.slack_ns >= kMarginNs; });
+    const auto relaxed =
+        std::find_if(outlook.segments.begin(), outlook.segments.end(),
+                     [margin_ns = outlook.margin_ns](const Ahead& next) { return next.slack_ns >= margin_ns; });
     const UsePosition keep_before = relaxed == outlook.segments.begin() ? 0 : std::prev(relaxed)->use + 1;
     keep_free(spare_bytes() + outlook.growth_bytes, std::max(keep_before, kOutstanding + 1));
     for (auto next = outlook.segments.begin(); next != relaxed; ++next) {

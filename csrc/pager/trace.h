@@ -67,6 +67,8 @@ public:
 
     bool has_prediction() const noexcept { return !predicted().empty(); }
     bool is_training() const noexcept { return programs_[running_].id == kTraining; }
+    /// Computing time of the pass that is predicted; 0 if it has never run.
+    std::int64_t pass_ns() const noexcept { return predicted().pass_ns(); }
     std::size_t length() const noexcept { return predicted().length(); }
     std::size_t cursor() const noexcept { return cursor_; }
 

@@ -69,20 +69,22 @@ TEST(PagerPlan, DiskIsFedInBatches) {
     EXPECT_NE(both.find("rrrrwwww"), std::string::npos) << order;
 }
 
-/// Steps of thirty segments used 20 ms after each other and one used at the end, by a clock that stands still while the
+/// Steps of some segments used 20 ms after each other and one used at the end, by a clock that stands still while the
 /// pager looks ahead. `watch` is told how many there were.
-class PagerDeadlines : public testing::Test {
+class PagerDeadlines : public testing::TestWithParam<int> {
 protected:
-    static constexpr int kUses = 30;
     static constexpr milliseconds kPause{20};
-    static constexpr milliseconds kMargin{100};  // so long before its use a read begins
 
     PagerDeadlines() {
-        for (std::uint32_t seed = 0; seed < kUses; ++seed) early_.push_back(with_role(pager_, seed));
+        for (int seed = 0; seed < uses(); ++seed) early_.push_back(with_role(pager_, static_cast<std::uint32_t>(seed)));
     }
 
+    static int uses() { return GetParam(); }
+    /// So long before its use a read begins.
+    static milliseconds margin() { return std::min(milliseconds(100), uses() * kPause / 8); }
+
     void step(const std::function<void(int)>& watch = [](int) {}) {
-        for (int use = 0; use < kUses; ++use) {
+        for (int use = 0; use < uses(); ++use) {
             pager_.touch(early_.at(use));
             ASSERT_NO_FATAL_FAILURE(await_look_ahead());
             watch(use);
@@ -105,9 +107,9 @@ protected:
 
     FakeClock clock_;
     GatedEngine* disk_ = new GatedEngine;  // the pager's
-    Pager pager_{options_with(64), std::unique_ptr<IoEngine>(disk_)};
+    Pager pager_{options_with(128), std::unique_ptr<IoEngine>(disk_)};
     std::vector<std::shared_ptr<Segment>> early_;
-    std::shared_ptr<Segment> late_ = with_role(pager_, kUses);
+    std::shared_ptr<Segment> late_ = with_role(pager_, static_cast<std::uint32_t>(uses()));
 };
 
 // A moment that the passes use by itself goes by that use, and not by that of its parameter, which deferred work on it
@@ -135,9 +137,11 @@ TEST(PagerPlan, MomentUsedByItselfGoesByThatUse) {
     EXPECT_FALSE(pager.is_resident(*moment));
 }
 
-// What is used late in a step is read shortly before, not at once: its memory serves others meanwhile. Method: a use
-// 600 ms after the step's begin; the read begins at the first use that is no more than the margin before it.
-TEST_F(PagerDeadlines, ReadsComeShortlyBeforeTheirUse) {
+// What is used late in a step is read shortly before, not at once: its memory serves others meanwhile; in a short step
+// still later. Method: a use 1,200, 600 or 240 ms after the step's begin; the read begins at the first use that is no
+// more than the margin before it.
+INSTANTIATE_TEST_SUITE_P(Steps, PagerDeadlines, testing::Values(60, 30, 12));
+TEST_P(PagerDeadlines, ReadsComeShortlyBeforeTheirUse) {
     ASSERT_NO_FATAL_FAILURE(step());
     ASSERT_NO_FATAL_FAILURE(step());
     ASSERT_EQ(pager_.evict(late_), 0u);
@@ -145,7 +149,7 @@ TEST_F(PagerDeadlines, ReadsComeShortlyBeforeTheirUse) {
     ASSERT_NO_FATAL_FAILURE(step([&](int use) {
         if (read_at < 0 && pager_.statistics().prefetches > 0) read_at = use;
     }));
-    EXPECT_EQ(read_at, kUses - kMargin / kPause);
+    EXPECT_EQ(read_at, uses() - margin() / kPause);
     EXPECT_EQ(pager_.statistics().prefetches, 1u);
 }
 
