@@ -125,12 +125,14 @@ def _address(original: Callable[..., Any], storage: torch.UntypedStorage) -> int
     return int(original(storage)) if paged is None else _C.address_of(paged[1])
 
 
-def _pinned_copy(original: Callable[..., Any], target: torch.UntypedStorage, source: Any, *args: Any) -> Any:
+def _pinned_copy(
+    original: Callable[..., Any], target: torch.UntypedStorage, source: Any, *args: Any, **options: Any
+) -> Any:
     """On a GPU nothing fetches what is not there. The host's memory faults by itself."""
     if target.device.type == "cpu" and source.device.type == "cpu":
-        return original(target, source, *args)
+        return original(target, source, *args, **options)
     with pinned_storage(target, read_only=False), pinned_storage(source):
-        return original(target, source, *args)
+        return original(target, source, *args, **options)
 
 
 def _pinned_write_file(
