@@ -2,6 +2,7 @@
 
     make gpu-bench
     python benchmarks/gpu_training.py --json --ssd /mnt/nvme > benchmarks/results/gpu_training.json
+    python benchmarks/gpu_training.py --profile      (where the time of one paged step goes, as JSON)
     python benchmarks/gpu_training.py --smoke        (a tiny model: shows that it runs)
 
 A random-init Llama of 6.7 B parameters in bf16, checkpointed, torch_offload.AdamW with masters and moments of 8 bit,
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from harness.gpu_timeline import busy_seconds, longest, spans_of, thread_seconds, timeline
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, spread
 from harness.worker_process import WorkerProcess
@@ -35,6 +37,7 @@ from torch_offload import Config
 STATE_BYTES = 2 + 2 + 2 + 1 + 1  # of a parameter: weight, gradient, rest of the master, two moments
 TO_DEVICE, TO_HOST, SSD, COMPUTE = "to device", "to host", "ssd", "compute"
 KINDS = ("in_gpu", "paged")
+WARMUP_STEPS = 3
 LINK_BYTES = 1 << 30
 
 
@@ -129,12 +132,40 @@ class Training:
         self.ids = torch.randint(0, self.shape.vocabulary, (plan.batch, plan.sequence)).cuda()
         say("it is where it trains")
 
-    def step(self) -> None:
+    def step(self) -> dict[str, float]:
+        """Queue a step; return the seconds after which each part of it was queued."""
         begin = time.perf_counter()
-        self.model(self.ids).backward()
+        queued = {}
+        loss = self.model(self.ids)
+        queued["forward"] = time.perf_counter() - begin
+        loss.backward()
+        queued["backward"] = time.perf_counter() - begin
         self.optimizer.step()
+        queued["update"] = time.perf_counter() - begin
         self.optimizer.zero_grad()
         say(f"a step was queued in {time.perf_counter() - begin:.2f} s")
+        return queued
+
+    def profiled(self) -> dict[str, Any]:
+        """Take a step under torch's profiler, after some that count for nothing."""
+        for _ in range(WARMUP_STEPS):
+            self.step()
+        torch.cuda.synchronize()
+        before = thread_seconds()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            queued = self.step()
+            torch.cuda.synchronize()
+        threads = {name: seconds - before.get(name, 0.0) for name, seconds in thread_seconds().items()}
+        spans = spans_of(profile)
+        begin, end = min(span.begin for span in spans), max(span.end for span in spans)
+        return {
+            "queued_after_seconds": queued,
+            "seconds": end - begin,
+            "computing_seconds": busy_seconds([span for span in spans if span.kind == COMPUTE], begin, end),
+            "thread_seconds": {name: seconds for name, seconds in sorted(threads.items()) if seconds > 0},
+            "longest": longest(spans),
+            "timeline": timeline(spans),
+        }
 
     def turn(self) -> dict[str, float]:
         """Take the steps of a turn; seconds and bytes are of one that counts."""
@@ -286,6 +317,7 @@ def main() -> None:
     parser.add_argument("--gpu-gib", type=float, help="what torch and pages may take together; 11/24 of it is torch's")
     parser.add_argument("--page-elements", type=int, help="of a page; default: what the engine chooses")
     parser.add_argument("--rounds", type=int, help="that count; five for a result that is kept")
+    parser.add_argument("--profile", action="store_true", help="one paged step under torch's profiler instead, as JSON")
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -293,6 +325,10 @@ def main() -> None:
     plan = plan_of(options)
     if options.worker:
         Training(plan, is_paged=options.worker == "paged", ssd=options.ssd).serve()
+        return
+    if options.profile:
+        with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
+            print(json.dumps(Training(plan, is_paged=True, ssd=scratch).profiled(), indent=1))
         return
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
         result = measure(plan, scratch, is_smoke=options.smoke)
