@@ -145,6 +145,7 @@ BENCHMARKS = (
     ),
     Benchmark("generate", "Generating with a model of twice the memory", IO, GENERATE),
     Benchmark("plan_accuracy", "A plan beside what the run takes", IO, PLANNED),
+    Benchmark("search", "The setup that a search chooses, beside all others", f"--reduced --kept FOLDER {IO}"),
     Benchmark("embedding", "Rows of a table of sixteen times the memory", IO),
     Benchmark("builds", "The step before and after failures lose nothing", f"--before TREE {IO}", BUILDS),
     Benchmark("builds_846725f", "The step before and after waits end", f"--before TREE {IO}", WAITS, driver="builds"),
