@@ -25,7 +25,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from harness.gpu_timeline import busy_seconds, longest, spans_of, thread_seconds, timeline
+from harness.gpu_timeline import (
+    COMPUTE,
+    TO_DEVICE,
+    TO_HOST,
+    busy_seconds,
+    extent_of,
+    longest,
+    spans_of,
+    thread_seconds,
+    timeline,
+)
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, spread
 from harness.worker_process import WorkerProcess
@@ -35,7 +45,7 @@ import torch_offload
 from torch_offload import Config
 
 STATE_BYTES = 2 + 2 + 2 + 1 + 1  # of a parameter: weight, gradient, rest of the master, two moments
-TO_DEVICE, TO_HOST, SSD, COMPUTE = "to device", "to host", "ssd", "compute"
+SSD = "ssd"
 KINDS = ("in_gpu", "paged")
 WARMUP_STEPS = 3
 LINK_BYTES = 1 << 30
@@ -157,7 +167,7 @@ class Training:
             torch.cuda.synchronize()
         threads = {name: seconds - before.get(name, 0.0) for name, seconds in thread_seconds().items()}
         spans = spans_of(profile)
-        begin, end = min(span.begin for span in spans), max(span.end for span in spans)
+        begin, end = extent_of(spans)
         return {
             "queued_after_seconds": queued,
             "seconds": end - begin,

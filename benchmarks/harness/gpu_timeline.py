@@ -49,9 +49,14 @@ def busy_seconds(spans: Iterable[Span], begin: float, end: float) -> float:
     return busy
 
 
+def extent_of(spans: list[Span]) -> tuple[float, float]:
+    """Return when the first of them began and the last one ended."""
+    return min(span.begin for span in spans), max(span.end for span in spans)
+
+
 def timeline(spans: list[Span], slice_seconds: float = SLICE_SECONDS) -> list[dict[str, float]]:
     """Return the busy share of each kind, slice by slice from the first span to the last."""
-    begin, end = min(span.begin for span in spans), max(span.end for span in spans)
+    begin, end = extent_of(spans)
     of_kind = {kind: [span for span in spans if span.kind == kind] for kind in KINDS}
     count = math.ceil((end - begin) / slice_seconds)
     edges = [(begin + i * slice_seconds, begin + (i + 1) * slice_seconds) for i in range(count)]

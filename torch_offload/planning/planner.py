@@ -36,9 +36,9 @@ from torch_offload.planning.step_time import (
 )
 from torch_offload.planning.tier_traffic import Budgets, TierTraffic, traffic_of
 from torch_offload.runtime import preflight
+from torch_offload.system import gpu
 
 MIN_PAGES_BELOW_DEVICE = 16  # that the links of a device hold at once
-WIDEST_ELEMENT_BYTES = 4
 MAX_REPLAYED_TOKENS = 8  # of a generation; those after them move what the last of these moves
 
 
@@ -322,7 +322,7 @@ def _needed_bytes(inputs: PlanInputs, traffic: TierTraffic) -> dict[str, int]:
         least = preflight.least_bytes(config, size_bytes=largest.size_bytes, element_bytes=largest.element_bytes)
         needed[inputs.budgets.compute_tier] = max(needed[inputs.budgets.compute_tier], least)
     if inputs.budgets.device is not None:
-        least = MIN_PAGES_BELOW_DEVICE * config.page_elements * WIDEST_ELEMENT_BYTES
+        least = MIN_PAGES_BELOW_DEVICE * config.page_elements * gpu.WIDEST_ELEMENT_BYTES
         needed["ram"] = max(needed["ram"], least)
     return needed | {"ssd": traffic.peak_bytes["ssd"]}
 

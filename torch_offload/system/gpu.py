@@ -11,7 +11,7 @@ MIN_PAGE_ELEMENTS = 2 << 20
 """A GPU's memory is mapped in 2 MiB, and tensors of bytes have to fill that."""
 
 MAX_PAGE_ELEMENTS = 16 << 20
-"""From here on larger pages save little time, and fewer tensors are many of them."""
+"""Larger pages would save next to no time, and fewer tensors would consist of several."""
 
 MIN_PAGES = 192
 """Of the widest elements that the pages' share of the GPU's memory holds, unless the size of a page is set."""
