@@ -252,10 +252,14 @@ void Pager::Impl::read_what_is_due() {
     read_requested();
     Outlook outlook = upcoming_segments();
     find_slack(outlook.segments);
-    const auto relaxed =
-        std::find_if(outlook.segments.begin(), outlook.segments.end(),
-                     [margin_ns = outlook.margin_ns](const Ahead& next) { return next.slack_ns >= margin_ns; });
-    const UsePosition keep_before = relaxed == outlook.segments.begin() ? 0 : std::prev(relaxed)->use + 1;
+    const auto first_with = [&](std::int64_t slack_ns) {
+        return std::find_if(outlook.segments.begin(), outlook.segments.end(),
+                            [slack_ns](const Ahead& next) { return next.slack_ns >= slack_ns; });
+    };
+    const auto relaxed = first_with(outlook.margin_ns);
+    // Memory is kept free for what comes late: not at the cost of what is used soon, which would be written and read.
+    const auto unprotected = first_with(kMaxMarginNs);
+    const UsePosition keep_before = unprotected == outlook.segments.begin() ? 0 : std::prev(unprotected)->use + 1;
     keep_free(spare_bytes() + outlook.growth_bytes, std::max(keep_before, kOutstanding + 1));
     for (auto next = outlook.segments.begin(); next != relaxed; ++next) {
         if (!read_ahead(next->segment, next->use, UpdateTime::while_program_waits)) return;
