@@ -206,7 +206,7 @@ void SsdStore::serve() {
 SsdStore::ArrivedBytes SsdStore::take_finished(std::span<IoRequest* const> finished) noexcept {
     ArrivedBytes bytes;
     for (IoRequest* request : finished) {
-        (request->direction == IoDirection::read ? bytes.read : bytes.written) += request->buffer.size();
+        (request->direction == IoDirection::read ? bytes.read : bytes.written) += request->size_bytes();
         arrived_.splice(arrived_.end(), submitted_, static_cast<Transfer*>(request->context)->self);
     }
     return bytes;
@@ -438,7 +438,7 @@ bool SsdStore::prepare(Transfer& transfer) noexcept {
         request.offset_bytes = extent.offset_bytes;
         request.buffer = page.frame.slot;
     }
-    if (request.buffer.data() == page.frame.slot.data()) {
+    if (request.tail.empty()) {
         request.fixed_index = page.frame.fixed_index;
         request.fixed_address = page.frame.slot.data();
     }
@@ -528,15 +528,12 @@ void SsdStore::settle_read(Transfers& one) noexcept {
     if (error != 0) {
         if (try_again_later(one)) return;
         end(transfer, {TransferStatus::not_now, read_error(transfer, error)});
-    } else if (transfer.home_read && transfer.home_read->go_on()) {
-        submit_again(one);
     } else if (is_as_stored(transfer)) {
         if (transfer.is_second_read) healed_mismatches_.increment();
         end(transfer, {TransferStatus::ok, nullptr, transfer.begin_ns});
     } else if (!transfer.is_second_read) {
         OFFLOAD_LOG(warning, "checksum mismatch at offset ", transfer.request.offset_bytes, ", reading again");
         transfer.is_second_read = true;
-        if (transfer.home_read) transfer.home_read->restart();
         submit_again(one);
     } else {
         const std::exception_ptr why = corruption_error(transfer);

@@ -28,16 +28,9 @@ HomeRead::HomeRead(const HomePlace& place, std::size_t page_bytes, std::span<std
 
 void HomeRead::fill(IoRequest& request) const noexcept {
     request.file_descriptor = file_descriptor_;
-    request.offset_bytes = begin_bytes_ + (is_at_tail_ ? slot_.size() : 0);
-    request.buffer = is_at_tail_
-                         ? std::span<std::byte>(tail_->bytes)
-                         : slot_.first(std::min(slot_.size(), round_up(lead_bytes_ + page_bytes_, kSectorBytes)));
-}
-
-bool HomeRead::go_on() noexcept {
-    if (!tail_ || is_at_tail_) return false;
-    is_at_tail_ = true;
-    return true;
+    request.offset_bytes = begin_bytes_;
+    request.buffer = slot_.first(std::min(slot_.size(), round_up(lead_bytes_ + page_bytes_, kSectorBytes)));
+    if (tail_) request.tail = tail_->bytes;
 }
 
 void HomeRead::put_in_place() noexcept {

@@ -50,13 +50,9 @@ public:
     /// for the page.
     HomeRead(const HomePlace& place, std::size_t page_bytes, std::span<std::byte> slot);
 
-    /// Where the part comes from that is to be read now, and where it goes to.
+    /// Where the bytes come from and where they go to.
     void fill(IoRequest& request) const noexcept;
-    /// That part has come. False if it was the last one.
-    bool go_on() noexcept;
-    /// From the first part on.
-    void restart() noexcept { is_at_tail_ = false; }
-    /// All parts have come: the page's bytes go to the beginning of the slot, zeros behind them.
+    /// They have come: the page's bytes go to the beginning of the slot, zeros behind them.
     void put_in_place() noexcept;
 
 private:
@@ -70,7 +66,6 @@ private:
     std::size_t page_bytes_;
     std::span<std::byte> slot_;
     std::unique_ptr<Sector> tail_;  // nullptr: the slot has room for all
-    bool is_at_tail_ = false;
 };
 
 }  // namespace torch_offload

@@ -95,12 +95,22 @@ Next settle(IoRequest& request, std::int64_t result) noexcept {
     if (result == 0) return finish_with(EIO);
     if (result > 0) {
         const auto moved_bytes = static_cast<std::size_t>(result);
-        if (moved_bytes > request.buffer.size() - request.done_bytes) return finish_with(EIO);
+        if (moved_bytes > request.size_bytes() - request.done_bytes) return finish_with(EIO);
         request.done_bytes += moved_bytes / kSectorBytes * kSectorBytes;  // direct I/O restarts on a sector
     }
-    if (request.done_bytes == request.buffer.size()) return finish_with(0);
+    if (request.done_bytes == request.size_bytes()) return finish_with(0);
     if (++request.rounds < kMaxRounds) return Next::resubmit;
     return finish_with(interrupted ? static_cast<int>(-result) : EIO);
+}
+
+std::span<const iovec> pieces_left(IoRequest& request) noexcept {
+    const std::size_t of_buffer = std::min(request.done_bytes, request.buffer.size());
+    std::size_t count = 0;
+    for (const std::span<std::byte> memory :
+         {request.buffer.subspan(of_buffer), request.tail.subspan(request.done_bytes - of_buffer)}) {
+        if (!memory.empty()) request.pieces[count++] = {memory.data(), memory.size()};
+    }
+    return std::span(request.pieces).first(count);
 }
 
 bool may_pass(int error) noexcept {
@@ -111,12 +121,17 @@ bool may_pass(int error) noexcept {
 }
 
 void check_request(const IoRequest& request) {
-    const auto address = reinterpret_cast<std::uintptr_t>(request.buffer.data());
-    OFFLOAD_CHECK(!request.buffer.empty() && request.buffer.size() % kSectorBytes == 0 && address % kSectorBytes == 0 &&
-                      request.offset_bytes % kSectorBytes == 0,
-                  InvalidArgument, "a transfer's address, size and offset must be multiples of ", kSectorBytes,
-                  " bytes, got ", static_cast<const void*>(request.buffer.data()), ", ", request.buffer.size(), ", ",
-                  request.offset_bytes);
+    OFFLOAD_CHECK(!request.buffer.empty() && request.offset_bytes % kSectorBytes == 0, InvalidArgument,
+                  "a transfer needs memory and an offset that is a multiple of ", kSectorBytes, " bytes, got ",
+                  request.buffer.size(), " bytes at ", request.offset_bytes);
+    for (const std::span<std::byte> memory : {request.buffer, request.tail}) {
+        const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
+        OFFLOAD_CHECK(memory.size() % kSectorBytes == 0 && address % kSectorBytes == 0, InvalidArgument,
+                      "a transfer's address and size must be multiples of ", kSectorBytes, " bytes, got ",
+                      static_cast<const void*>(memory.data()), ", ", memory.size());
+    }
+    OFFLOAD_CHECK(request.tail.empty() || request.fixed_index == kUnregistered, InvalidArgument,
+                  "a transfer of registered memory has no tail, got one of ", request.tail.size(), " bytes");
 }
 
 void start_over(IoRequest& request) noexcept {

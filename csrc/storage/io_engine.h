@@ -1,6 +1,9 @@
 // Asynchronous block I/O: plain requests that go in and come back. Layer storage: includes base only.
 #pragma once
 
+#include <sys/uio.h>
+
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -17,7 +20,7 @@ using BufferIndex = std::int32_t;
 inline constexpr BufferIndex kUnregistered = -1;
 
 /// One transfer between a file and memory. The caller keeps it in place from submit() until reap() gives it back.
-/// Units:  `buffer` and `offset_bytes` are multiples of kSectorBytes, `buffer` is aligned to it.
+/// Units:  `buffer`, `tail` and `offset_bytes` are multiples of kSectorBytes, `buffer` and `tail` are aligned to it.
 /// With `fixed_index` set, `fixed_address` is the address under which `buffer`'s memory was registered: the
 /// memory may have been moved to another virtual address since, the registration follows the memory.
 struct IoRequest {
@@ -25,6 +28,7 @@ struct IoRequest {
     int file_descriptor = -1;
     std::uint64_t offset_bytes = 0;
     std::span<std::byte> buffer;
+    std::span<std::byte> tail{};  // for the bytes of the file that follow; empty if `fixed_index` is set
     BufferIndex fixed_index = kUnregistered;
     std::byte* fixed_address = nullptr;
     void* context = nullptr;  // the submitter's own; engines leave it alone
@@ -34,7 +38,13 @@ struct IoRequest {
     std::uint32_t rounds = 0;   // resubmissions after short or interrupted transfers
     std::uint32_t retries = 0;  // repetitions after EIO
     int error = 0;              // positive errno once finished, 0 on success
+    std::array<iovec, 2> pieces{};
+
+    std::size_t size_bytes() const noexcept { return buffer.size() + tail.size(); }
 };
+
+/// The memory of what is left of `request`, at most two pieces. Lies in `request.pieces`.
+std::span<const iovec> pieces_left(IoRequest& request) noexcept;
 
 /// What an engine does with a request after the kernel answered.
 enum class Next { finished, resubmit };

@@ -15,13 +15,13 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 /// One system call for what is left of `request`; bytes moved or a negative errno.
-std::int64_t transfer_once(const IoRequest& request) noexcept {
-    const std::span<std::byte> rest = request.buffer.subspan(request.done_bytes);
-    const iovec piece{rest.data(), rest.size()};
+std::int64_t transfer_once(IoRequest& request) noexcept {
+    const std::span<const iovec> pieces = pieces_left(request);
+    const auto count = static_cast<int>(pieces.size());
     const auto offset = static_cast<off_t>(request.offset_bytes + request.done_bytes);
     const ssize_t result = request.direction == IoDirection::read
-                               ? ::preadv(request.file_descriptor, &piece, 1, offset)
-                               : ::pwritev(request.file_descriptor, &piece, 1, offset);
+                               ? ::preadv(request.file_descriptor, pieces.data(), count, offset)
+                               : ::pwritev(request.file_descriptor, pieces.data(), count, offset);
     return result < 0 ? -static_cast<std::int64_t>(errno) : result;
 }
 

@@ -17,7 +17,7 @@ std::size_t ThrottledEngine::submit(std::span<IoRequest* const> requests) {
     const std::size_t taken = engine_->submit(requests.first(std::min(requests.size(), free_slots)));
     const Clock::time_point now = Clock::now();
     for (IoRequest* request : requests.first(taken)) {
-        const std::chrono::duration<double> takes(static_cast<double>(request->buffer.size()) / bytes_per_second_);
+        const std::chrono::duration<double> takes(static_cast<double>(request->size_bytes()) / bytes_per_second_);
         free_at_ = std::max(free_at_, now) + std::chrono::duration_cast<Clock::duration>(takes);
         ends_[request] = free_at_;
     }

@@ -262,18 +262,20 @@ void UringEngine::arm_wake() {
 /// Queues what is left of `request`.
 void UringEngine::queue(IoRequest& request) {
     ::io_uring_sqe* entry = next_entry();
-    const bool is_fixed = request.fixed_index != kUnregistered;
-    std::byte* const address = (is_fixed ? request.fixed_address : request.buffer.data()) + request.done_bytes;
-    const auto size_bytes =
-        static_cast<unsigned>(std::min(request.buffer.size() - request.done_bytes, kMaxTransferBytes));
+    const bool is_read = request.direction == IoDirection::read;
     const std::uint64_t offset_bytes = request.offset_bytes + request.done_bytes;
     const int file = request.file_descriptor;
-    if (request.direction == IoDirection::read) {
-        is_fixed ? ::io_uring_prep_read_fixed(entry, file, address, size_bytes, offset_bytes, request.fixed_index)
-                 : ::io_uring_prep_read(entry, file, address, size_bytes, offset_bytes);
+    if (request.fixed_index != kUnregistered) {
+        std::byte* const address = request.fixed_address + request.done_bytes;
+        const std::size_t left_bytes = request.buffer.size() - request.done_bytes;
+        const auto size_bytes = static_cast<unsigned>(std::min(left_bytes, kMaxTransferBytes));
+        is_read ? ::io_uring_prep_read_fixed(entry, file, address, size_bytes, offset_bytes, request.fixed_index)
+                : ::io_uring_prep_write_fixed(entry, file, address, size_bytes, offset_bytes, request.fixed_index);
     } else {
-        is_fixed ? ::io_uring_prep_write_fixed(entry, file, address, size_bytes, offset_bytes, request.fixed_index)
-                 : ::io_uring_prep_write(entry, file, address, size_bytes, offset_bytes);
+        const std::span<const iovec> pieces = pieces_left(request);
+        const auto count = static_cast<unsigned>(pieces.size());
+        is_read ? ::io_uring_prep_readv(entry, file, pieces.data(), count, offset_bytes)
+                : ::io_uring_prep_writev(entry, file, pieces.data(), count, offset_bytes);
     }
     ::io_uring_sqe_set_data(entry, &request);
 }

@@ -89,6 +89,32 @@ TYPED_TEST_P(IoEngineContract, BytesComeBack) {
     }
 }
 
+// A tail takes the bytes that follow, in both directions. Method: the same bytes through one buffer, and in two pieces
+// of every proportion.
+TYPED_TEST_P(IoEngineContract, ATailTakesWhatFollows) {
+    constexpr std::size_t kSectors = 5;
+    AlignedBuffer written(kSectors * kSectorBytes);
+    written.fill(kSectors);
+    for (std::size_t sectors = 1; sectors < kSectors; ++sectors) {
+        const std::size_t size_bytes = sectors * kSectorBytes;
+        AlignedBuffer front(size_bytes), back(written.bytes().size() - size_bytes), whole(written.bytes().size());
+        IoRequest write = this->request(IoDirection::write, kSectorBytes, written.bytes().first(size_bytes));
+        write.tail = written.bytes().subspan(size_bytes);
+        transfer(*this->engine, write);
+        EXPECT_EQ(write.error, 0);
+        EXPECT_EQ(write.done_bytes, written.bytes().size());
+        IoRequest read = this->request(IoDirection::read, kSectorBytes, whole.bytes());
+        transfer(*this->engine, read);
+        EXPECT_TRUE(whole == written) << sectors;
+        IoRequest in_pieces = this->request(IoDirection::read, kSectorBytes, front.bytes());
+        in_pieces.tail = back.bytes();
+        transfer(*this->engine, in_pieces);
+        EXPECT_EQ(in_pieces.error, 0);
+        EXPECT_TRUE(std::ranges::equal(front.bytes(), written.bytes().first(size_bytes))) << sectors;
+        EXPECT_TRUE(std::ranges::equal(back.bytes(), written.bytes().subspan(size_bytes))) << sectors;
+    }
+}
+
 // A full engine takes the front of a batch and leaves the rest to the caller. Method: three times its capacity.
 TYPED_TEST_P(IoEngineContract, TakesNoMoreThanItsCapacity) {
     const std::size_t capacity = this->engine->capacity();
@@ -262,10 +288,15 @@ TYPED_TEST_P(IoEngineContract, FailureStaysWithItsRequest) {
 TYPED_TEST_P(IoEngineContract, OddUnitsAreRefused) {
     AlignedBuffer memory(2 * kSectorBytes);
     IoRequest good = this->request(IoDirection::write, 0, memory.bytes());
-    for (IoRequest bad :
-         {this->request(IoDirection::write, 512, memory.bytes()),
-          this->request(IoDirection::write, 0, memory.bytes().subspan(8, kSectorBytes)),
-          this->request(IoDirection::write, 0, memory.bytes().first(100)), this->request(IoDirection::write, 0, {})}) {
+    IoRequest odd_tail = this->request(IoDirection::write, 0, memory.bytes().first(kSectorBytes));
+    odd_tail.tail = memory.bytes().subspan(kSectorBytes, 100);
+    IoRequest fixed_with_tail = this->request(IoDirection::write, 0, memory.bytes().first(kSectorBytes));
+    fixed_with_tail.tail = memory.bytes().subspan(kSectorBytes);
+    fixed_with_tail.fixed_index = 0;
+    for (IoRequest bad : {this->request(IoDirection::write, 512, memory.bytes()),
+                          this->request(IoDirection::write, 0, memory.bytes().subspan(8, kSectorBytes)),
+                          this->request(IoDirection::write, 0, memory.bytes().first(100)),
+                          this->request(IoDirection::write, 0, {}), odd_tail, fixed_with_tail}) {
         std::vector<IoRequest*> pointers{&good, &bad};
         EXPECT_THROW(this->engine->submit(pointers), InvalidArgument);
     }
@@ -341,9 +372,9 @@ TYPED_TEST_P(IoEngineContract, DestroyedWithTransfersInFlight) {
     check_untouched();
 }
 
-REGISTER_TYPED_TEST_SUITE_P(IoEngineContract, BytesComeBack, TakesNoMoreThanItsCapacity, EachRequestComesBackOnce,
-                            TransfersInFlightStayApart, IdleReapWaitsItsTimeout, WakeBeforeReapIsKept,
-                            WakeFromAnotherThread, WakeFromASignalHandler, WakeAmongTransfers,
+REGISTER_TYPED_TEST_SUITE_P(IoEngineContract, BytesComeBack, ATailTakesWhatFollows, TakesNoMoreThanItsCapacity,
+                            EachRequestComesBackOnce, TransfersInFlightStayApart, IdleReapWaitsItsTimeout,
+                            WakeBeforeReapIsKept, WakeFromAnotherThread, WakeFromASignalHandler, WakeAmongTransfers,
                             ReadingPastTheEndIsAnError, FailureStaysWithItsRequest, OddUnitsAreRefused,
                             RegisteredBuffers, UsedByAnotherThreadThanItsMaker, DestroyedWithTransfersInFlight);
 

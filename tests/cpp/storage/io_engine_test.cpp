@@ -38,6 +38,26 @@ TEST_F(Settle, ShortTransferRestartsOnASector) {
     EXPECT_EQ(request.rounds, 1u);
 }
 
+// A transfer with a tail is whole when that is, and goes on within it. Method: short before, at and behind the border.
+TEST_F(Settle, ATailIsPartOfTheTransfer) {
+    request.buffer = memory.bytes().first(2 * kSectorBytes);
+    request.tail = memory.bytes().subspan(2 * kSectorBytes);
+    const std::byte* expected = memory.bytes().data();
+    for (const std::size_t pieces : {2u, 2u, 1u, 1u}) {
+        const std::span<const iovec> left = pieces_left(request);
+        ASSERT_EQ(left.size(), pieces);
+        EXPECT_EQ(left.front().iov_base, expected);
+        std::size_t left_bytes = 0;
+        for (const iovec& piece : left) left_bytes += piece.iov_len;
+        EXPECT_EQ(left_bytes, request.size_bytes() - request.done_bytes);
+        expected += kSectorBytes;
+        const bool is_last = left_bytes == kSectorBytes;
+        EXPECT_EQ(settle(request, kSectorBytes), is_last ? Next::finished : Next::resubmit);
+    }
+    EXPECT_EQ(request.error, 0);
+    EXPECT_TRUE(pieces_left(request).empty());
+}
+
 // Interruptions and shortness end after kMaxRounds, in what the last one was. Method: nothing but EINTR, EAGAIN and
 // single bytes.
 TEST_F(Settle, RoundsAreBounded) {

@@ -113,10 +113,14 @@ private:
         std::vector<std::byte>& place = places_[request.offset_bytes];
         if (request.direction == IoDirection::write) {
             place.assign(request.buffer.begin(), request.buffer.end());
+            place.insert(place.end(), request.tail.begin(), request.tail.end());
         } else {
-            std::memcpy(request.buffer.data(), place.data(), std::min(place.size(), request.buffer.size()));
+            const std::size_t in_buffer = std::min(place.size(), request.buffer.size());
+            std::memcpy(request.buffer.data(), place.data(), in_buffer);
+            const std::size_t in_tail = std::min(place.size() - in_buffer, request.tail.size());
+            if (in_tail > 0) std::memcpy(request.tail.data(), place.data() + in_buffer, in_tail);
         }
-        request.done_bytes = request.buffer.size();
+        request.done_bytes = request.size_bytes();
     }
 
     mutable std::mutex mutex_;

@@ -9,6 +9,13 @@
 #include "base/units.h"
 
 namespace torch_offload::test {
+namespace {
+
+std::byte& byte_of(const IoRequest& request, std::size_t index) {
+    return index < request.buffer.size() ? request.buffer[index] : request.tail[index - request.buffer.size()];
+}
+
+}  // namespace
 
 std::size_t SimEngine::submit(std::span<IoRequest* const> requests) {
     for (const IoRequest* request : requests) check_request(*request);
@@ -39,18 +46,21 @@ std::optional<SimFault> SimEngine::draw(const IoRequest& request) {
 }
 
 /// Copies the first `size_bytes` of what is left of `request`; returns how many the file has.
-std::int64_t SimEngine::move_bytes(const IoRequest& request, std::size_t size_bytes) {
+std::int64_t SimEngine::move_bytes(IoRequest& request, std::size_t size_bytes) {
     std::vector<std::byte>& file = (*files_)[request.file_descriptor];
     const std::uint64_t offset_bytes = request.offset_bytes + request.done_bytes;
-    std::byte* memory = request.buffer.data() + request.done_bytes;
-    if (request.direction == IoDirection::write) {
-        make_as_long_as(request.file_descriptor, offset_bytes + size_bytes);
-        if (size_bytes > 0) std::memcpy(file.data() + offset_bytes, memory, size_bytes);
-        return static_cast<std::int64_t>(size_bytes);
+    const bool is_write = request.direction == IoDirection::write;
+    if (is_write) make_as_long_as(request.file_descriptor, offset_bytes + size_bytes);
+    const std::size_t there_bytes = file.size() - std::min<std::size_t>(offset_bytes, file.size());
+    const std::size_t most_bytes = std::min(size_bytes, there_bytes);
+    std::size_t moved_bytes = 0;
+    for (const iovec& piece : pieces_left(request)) {
+        const std::size_t count = std::min(piece.iov_len, most_bytes - moved_bytes);
+        if (count == 0) break;
+        std::byte* const in_file = file.data() + offset_bytes + moved_bytes;
+        is_write ? std::memcpy(in_file, piece.iov_base, count) : std::memcpy(piece.iov_base, in_file, count);
+        moved_bytes += count;
     }
-    if (offset_bytes >= file.size()) return 0;
-    const std::size_t moved_bytes = std::min<std::size_t>(size_bytes, file.size() - offset_bytes);
-    std::memcpy(memory, file.data() + offset_bytes, moved_bytes);
     return static_cast<std::int64_t>(moved_bytes);
 }
 
@@ -59,10 +69,10 @@ void SimEngine::make_as_long_as(int file_descriptor, std::size_t size_bytes) {
     file.resize(std::max(file.size(), size_bytes));
 }
 
-std::int64_t SimEngine::attempt(const IoRequest& request, std::optional<SimFault> fault) {
+std::int64_t SimEngine::attempt(IoRequest& request, std::optional<SimFault> fault) {
     if (request.file_descriptor < 0) return -EBADF;
     if (const int refusal = refusals_[static_cast<std::size_t>(request.direction)]) return -refusal;
-    const std::size_t left_bytes = request.buffer.size() - request.done_bytes;
+    const std::size_t left_bytes = request.size_bytes() - request.done_bytes;
     const std::uint64_t first_byte = request.offset_bytes + request.done_bytes;
     if (fault == SimFault::io_error_forever) {
         bad_sectors_.insert({request.file_descriptor, first_byte + below(left_bytes / kSectorBytes) * kSectorBytes});
@@ -95,7 +105,7 @@ std::int64_t SimEngine::attempt(const IoRequest& request, std::optional<SimFault
             return static_cast<std::int64_t>(left_bytes);
         case SimFault::silent_bit_flip: {
             const std::int64_t moved_bytes = move_bytes(request, left_bytes);
-            request.buffer[request.done_bytes + below(left_bytes)] ^= std::byte{1} << below(8);
+            byte_of(request, request.done_bytes + below(left_bytes)) ^= std::byte{1} << below(8);
             return moved_bytes;
         }
         case SimFault::late:

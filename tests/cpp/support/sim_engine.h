@@ -91,9 +91,9 @@ private:
     };
 
     std::optional<SimFault> draw(const IoRequest& request);
-    std::int64_t attempt(const IoRequest& request, std::optional<SimFault> fault);
+    std::int64_t attempt(IoRequest& request, std::optional<SimFault> fault);
     void make_as_long_as(int file_descriptor, std::size_t size_bytes);
-    std::int64_t move_bytes(const IoRequest& request, std::size_t size_bytes);
+    std::int64_t move_bytes(IoRequest& request, std::size_t size_bytes);
     std::size_t step(std::span<IoRequest*> finished);
     std::uint64_t below(std::uint64_t limit) { return random_() % limit; }
 
