@@ -98,10 +98,9 @@ class Autopage:
     def _open(self) -> Session:
         config = self._launch.config
         sharing = environment.process_count()
-        if sharing > 1:
-            total_bytes = preflight.resolve(config).ram or 0
-            config = config.replace(ram=total_bytes // sharing)
-            logger.info("%d processes share %s", sharing, format_size(total_bytes))
+        if sharing > 1 and config.ram is not None:
+            logger.info("%d processes share %s", sharing, format_size(config.ram))
+            config = config.replace(ram=config.ram // sharing)
         self._budget_note = self._budget_note or note_budget_use(self._launch.name, sharing=sharing)
         running = PROCESS.session
         if running is None or PROCESS.joinable(running.config) is None:

@@ -11,7 +11,7 @@ from torch_offload.config import Config, OptimizerDevice, format_size
 from torch_offload.errors import ConfigError, OutOfTierMemory
 from torch_offload.runtime.eligibility import why_not_pageable
 from torch_offload.runtime.tensor_parts import all_parts_of
-from torch_offload.system import gpu, resources
+from torch_offload.system import environment, gpu, resources
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,13 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
 
 
 def _ram_bytes(config: Config) -> int:
-    return resources.default_ram_bytes() if config.ram is None else config.ram
+    """Return the budget that was given, or this process's part of the usual one."""
+    if config.ram is not None:
+        return config.ram
+    total_bytes, sharing = resources.default_ram_bytes(), environment.process_count()
+    if sharing > 1:
+        logger.info("ram: %d processes share %s", sharing, format_size(total_bytes))
+    return total_bytes // sharing
 
 
 def _warn_of_small_memory(ram: int) -> None:

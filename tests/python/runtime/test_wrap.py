@@ -27,6 +27,7 @@ import torch_offload
 from torch_offload import _C, OffloadError, OutOfTierMemory, TierIOError
 from torch_offload.runtime import session
 from torch_offload.runtime.process import PROCESS
+from torch_offload.system import resources
 
 # --- what wrap and unwrap do ------------------------------------------------------------------------------------------
 
@@ -228,6 +229,15 @@ def test_prefetch_reads_ahead_and_evict_sends_away(config):
     for verb in (torch_offload.evict, torch_offload.prefetch):
         with pytest.raises(TypeError, match=r"torch\.nn\.Module or a torch\.Tensor"):
             verb("module")
+
+
+@pytest.mark.parametrize(("given", "processes", "expected"), [(None, "4", 32), (None, "1", 128), ("48MiB", "4", 48)])
+def test_processes_that_train_together_share_the_usual_budget(given, processes, expected, scratch, monkeypatch):
+    """As torchrun says it: without ``ram`` each takes its part, with it each has what was given."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    monkeypatch.setattr(resources, "default_ram_bytes", lambda: 128 * MIB)
+    torch_offload.wrap(make_module(), ram=given, ssd=scratch)
+    assert torch_offload.report().budget_bytes == expected * MIB
 
 
 def test_ordinary_tensors_pass_through_every_verb():
