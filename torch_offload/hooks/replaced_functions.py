@@ -177,6 +177,15 @@ PARAMETER_DEEPCOPY = ReplacedFunction(
     until=Until.ENGINE_CLOSES,
     alternative="A hook of torch on copying a parameter.",
 )
+DATA_PARALLEL_START = ReplacedFunction(
+    owner="torch.nn.parallel.distributed",
+    name="_sync_module_states",
+    parameters=("module", "process_group", "broadcast_bucket_size", "src"),
+    reason="`DistributedDataParallel` begins with a broadcast in pieces of 250 MB, each pinned and copied: they are of "
+    "1 MB, or one tensor.",
+    until=Until.ENGINE_CLOSES,
+    alternative="The size of the pieces among the arguments of `DistributedDataParallel`.",
+)
 SWAP_TENSORS = ReplacedFunction(
     owner="torch.utils",
     name="swap_tensors",
@@ -341,6 +350,7 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     REBUILD_TENSOR,
     MODULE_APPLY,
     PARAMETER_DEEPCOPY,
+    DATA_PARALLEL_START,
     SWAP_TENSORS,
     FORBID_SAVED_TENSOR_HOOKS,
     ALLOW_SAVED_TENSOR_HOOKS,

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import collectives
-from support.collectives import BUDGET_BYTES, ELEMENTS, MANY, RANKS, Outcome, run_ranks
+from support.bits import digest
+from support.collectives import BUDGET_BYTES, ELEMENTS, MANY, RANKS, Outcome, in_each_rank, join_group, run_ranks
 from support.isolation import in_child
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_offload
 from torch_offload import Config
@@ -67,6 +69,48 @@ def test_more_at_once_than_the_budget_holds(scratch):
     for outcome in outcomes:
         assert outcome.statistics["evictions"] > 0
         assert outcome.statistics["memory"]["peak_bytes"] <= BUDGET_BYTES
+
+
+LAYERS, WIDTH = 24, 256
+MODEL_BYTES = LAYERS * WIDTH * WIDTH * 4
+"""Of the gradients, too, which DistributedDataParallel keeps in memory."""
+DATA_PARALLEL_BUDGET_BYTES = MODEL_BYTES * 7 // 4
+"""Less than the model beside a copy of it, and 44 % of a rank's state."""
+
+
+def train_data_parallel(rank: int, folder: str) -> tuple[list[list[str]], dict[str, int]]:
+    """Train in memory and paged. Ranks begin with weights of their own: all have the first one's then."""
+    join_group(rank, folder)
+    trained = []
+    for is_paged in (False, True):
+        torch.manual_seed(rank)
+        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        if is_paged:
+            config = Config(ram=DATA_PARALLEL_BUDGET_BYTES, ssd=folder, min_paged_bytes=0, page_elements=1 << 14)
+            torch_offload.wrap(module, config=config)
+        parallel = DistributedDataParallel(module)
+        optimizer = torch.optim.AdamW(parallel.parameters(), fused=True)
+        for step in range(3):
+            parallel(torch.full((4, WIDTH), 0.5 + step + rank)).square().mean().backward()
+            nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        trained.append([digest(parameter) for parameter in module.parameters()])
+    report = torch_offload.report()
+    figures = {"faults": report.faults, "read_bytes": report.ssd_read_bytes, "peak_bytes": report.host_peak_bytes}
+    dist.destroy_process_group()
+    return trained, figures
+
+
+def test_data_parallel_training_in_less_than_twice_the_model(scratch):
+    """DistributedDataParallel is made without the model beside a copy of it in memory, and trains with equal bits."""
+    outcomes = in_each_rank(train_data_parallel, str(scratch))
+    (weights, _), _ = outcomes[0]
+    for trained, figures in outcomes:
+        assert trained == [weights, weights]
+        assert figures["faults"] == 0
+        assert figures["read_bytes"] > MODEL_BYTES
+        assert figures["peak_bytes"] <= DATA_PARALLEL_BUDGET_BYTES
 
 
 def train_sharded(folder: str, is_sharded_first: bool) -> list[str]:

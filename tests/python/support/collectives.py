@@ -148,11 +148,16 @@ class Outcome:
     statistics: dict[str, Any]
 
 
-def run(rank: int, program: Program, folder: str) -> Outcome:
-    """Run `program` in memory and paged."""
+def join_group(rank: int, folder: str) -> None:
+    """Make this process a rank, with one thread."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=RANKS, timeout=PATIENCE)
+
+
+def run(rank: int, program: Program, folder: str) -> Outcome:
+    """Run `program` in memory and paged."""
+    join_group(rank, folder)
     plain = [digest(tensor) for tensor in program(Rank(rank, None))]
     engine = _C.Engine(
         budget_bytes=BUDGET_BYTES,
@@ -173,7 +178,12 @@ def run(rank: int, program: Program, folder: str) -> Outcome:
     return Outcome(plain, paged, process.stayed, stayed_afterwards, engine.statistics())
 
 
+def in_each_rank(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call ``function(rank, *arguments)`` in a process for each rank."""
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(lambda rank: in_child(function, rank, *arguments), range(RANKS)))
+
+
 def run_ranks(program: Program, folder: Path) -> list[Outcome]:
     """Run `program` in a process for each rank."""
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(lambda rank: in_child(run, rank, program, str(folder)), range(RANKS)))
+    return in_each_rank(run, program, str(folder))
