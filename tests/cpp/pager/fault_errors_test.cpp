@@ -26,6 +26,7 @@ struct RefusedReads {
         options.fault_notice = notice;
         pager.emplace(options, std::unique_ptr<IoEngine>(engine));
         segment = filled_segment(*pager, 1, 1);
+        other = filled_segment(*pager, 1, 2);
     }
 
     /// Ends on wrong bytes.
@@ -36,9 +37,17 @@ struct RefusedReads {
         engine->refuse(IoDirection::read, 0);
     }
 
+    /// Returns once the service thread is done with earlier accesses, not only those that made them: it answers one
+    /// after the other.
+    void read_another() {
+        EXPECT_EQ(pager->evict(other), 0u);
+        EXPECT_NE(static_cast<unsigned>(other->range()[0]), 0xFFu);
+    }
+
     SimEngine* engine;  // the pager's
     std::optional<Pager> pager;
     std::shared_ptr<Segment> segment;
+    std::shared_ptr<Segment> other;
 };
 
 // The thread whose access it was finds the notice given, and the error raised to the first who asks and nobody else.
@@ -55,6 +64,7 @@ TEST(FaultErrors, NoticeIsGivenBeforeTheAccessEnds) {
     f->read_in_vain();
     EXPECT_EQ(notices, 1);
     EXPECT_EQ(faults, 1u);
+    f->read_another();  // an error that is raised before its bytes are marked as wrong is told of twice
     EXPECT_THROW(f->pager->raise_fault_error(), TierIoError);
     EXPECT_NO_THROW(f->pager->raise_fault_error());
     const PinGuard guard = pin(*f->pager, f->segment, Access::read);
