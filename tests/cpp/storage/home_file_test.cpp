@@ -49,6 +49,10 @@ TEST(HomeRead, BringsThePageFromAnyOffset) {
         for (const std::size_t page_bytes : {1u, 4088u, 4096u, 12'289u, 16'000u, 16'384u}) {
             std::ranges::fill(slot.bytes(), std::byte{0xAB});
             HomeRead read(place_at(offset), page_bytes, slot.bytes());
+            const bool fits = offset % kSectorBytes + page_bytes <= slot.bytes().size();
+            IoRequest request;
+            read.fill(request);
+            EXPECT_EQ(request.tail.size(), fits ? 0u : kSectorBytes) << offset << " " << page_bytes;
             ASSERT_TRUE(answer(read, content)) << offset << " " << page_bytes;
             read.put_in_place();
             EXPECT_EQ(std::memcmp(slot.bytes().data(), content.data() + offset, page_bytes), 0)
