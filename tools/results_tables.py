@@ -117,11 +117,14 @@ RESIDENT = (
 )
 GENERATE = (
     "A program that only runs forward read all of the weights in each pass before its passes were predicted. llama.cpp "
-    "computes other tokens by other kernels, and keeps more of its file in memory, since its process is smaller. This "
-    "processor has no matrix units for bf16: eight tokens of sixteen rows take 7.5 s in memory where the record before "
-    "had 1.9 s, so two cores compute all the time and what paging takes of them is missing in the share of the limit. "
-    "Of 2,048 tokens, the loss takes memory after the last use of a page, which the least bytes do not know of; pages "
-    "leave for it and come back while there is time to read, and the step is bound by computing."
+    "computes other tokens by other kernels, and keeps more of its file in memory, since its process is smaller. "
+    "Sixteen rows keep both cores busy in memory already (8.9 s of processor time in 4.5 s), and what paging takes of "
+    "them is missing in the share of the limit. In a profile of a paged process, 12.8 s a step, the thread that serves "
+    "the disk has a tenth (it moves what begins off a sector, checks sums and calls the system), and a fifth passes in "
+    "OpenMP, whose threads wait for each other at the end of each loop. On a machine that computes at 0.6 of the speed "
+    "the shares were 0.86 and 0.72. "
+    "Of 2,048 tokens, the loss takes memory after the last use of a page, which the least bytes do not know of: beside "
+    "it, no order of pages reads less than 0.93 of what was read; the step is bound by computing."
 )
 PLANNED = (
     "Training is planned too fast, and evaluation in bf16 too slow by half and more, for a reason not found. The speed "
