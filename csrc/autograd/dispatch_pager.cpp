@@ -1,9 +1,14 @@
-// The boxed fallback on the key that managed tensors carry: pages in what an operator touches, runs it, lets go.
-// The dispatcher calls it for every operator that meets such a tensor, above autograd.
+// The boxed fallback on the keys that managed tensors carry: pages in what an operator touches, runs it, lets go.
+// The dispatcher calls it for every operator that meets such a tensor: above autograd, or, where a tensor subclass
+// written in Python calls the operator on its parts, below.
+#include "autograd/dispatch_pager.h"
+
 #include <torch/library.h>
 
+#include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "autograd/derived_tensors.h"
 #include "autograd/error_bridge.h"
@@ -52,7 +57,7 @@ void call_set_data(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
     const at::Tensor self = arguments[0].toTensor();
     manage_in_place_of(self, arguments[1].toTensor());
     op.redispatchBoxed(keys_below(keys), stack);
-    if (block_of(self)) add_paged_key(self);
+    if (block_of(self)) add_paged_keys(self);
 }
 
 /// `p.data = x` from Python and `Module._apply` reach the dispatcher with this question only, just before the copy.
@@ -171,5 +176,33 @@ void page_in_and_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, t
 
 TORCH_LIBRARY_IMPL(_, DeferredInit, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&page_in_and_call>()); }
 
+TORCH_LIBRARY_IMPL(_, CustomRNGKeyId, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&page_in_and_call>()); }
+
+/// Whether torch takes a composite kernel for the key's. One that autograd sees through is left alone, since it only
+/// calls operators that arrive here, unless the operator has a kernel for a device, which is to run there instead.
+bool hides_fallback(const c10::OperatorHandle& op) {
+    const auto has = [&](c10::DispatchKey key) { return op.hasKernelForDispatchKey(key); };
+    if (!op.hasSchema() || has(kNestedKey)) return false;
+    return has(c10::DispatchKey::CompositeExplicitAutograd) ||
+           has(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+           (has(c10::DispatchKey::CompositeImplicitAutograd) &&
+            (has(c10::DispatchKey::CPU) || has(c10::DispatchKey::CUDA)));
+}
+
 }  // namespace
+
+void cover_composite_operators() {
+    static std::mutex mutex;
+    static auto* const registrations = new std::vector<c10::RegistrationHandleRAII>;  // for as long as the process
+    const std::lock_guard lock(mutex);
+    c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+        const std::optional<c10::OperatorHandle> op = dispatcher.findOp(name);
+        if (!op || !hides_fallback(*op)) continue;
+        registrations->push_back(
+            dispatcher.registerImpl(name, kNestedKey, c10::KernelFunction::makeFromBoxedFunction<&page_in_and_call>(),
+                                    std::nullopt, nullptr, "torch_offload's fallback"));
+    }
+}
+
 }  // namespace torch_offload

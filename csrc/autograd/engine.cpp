@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "autograd/dispatch_pager.h"
 #include "autograd/forked_child.h"
 #include "base/check.h"
 #include "pager/ssd_store.h"
@@ -15,6 +16,7 @@ std::shared_ptr<Engine> Engine::make(const EngineOptions& options) {
     OFFLOAD_CHECK(!in_forked_child(), OffloadError,
                   "an engine cannot be made in a forked child of a process that has one; start the child with the "
                   "spawn method");
+    cover_composite_operators();
     return std::shared_ptr<Engine>(new Engine(options));
 }
 
@@ -136,7 +138,7 @@ void Engine::raise_fault_error() {
 
 bool Engine::try_manage(const at::Tensor& tensor, SegmentRole role) {
     if (block_of(tensor)) {
-        add_paged_key(tensor);
+        add_paged_keys(tensor);
         return true;
     }
     if (!is_manageable(*this, tensor) || tensor.nbytes() < options_.min_paged_bytes) return false;

@@ -24,7 +24,7 @@ void keep_norm(Engine& engine, const at::Tensor& gradient, Block& block) {
     OpenStorages open;
     open.open(gradient);
     // Past the fallback, which would take this for the script asking for norms.
-    const c10::impl::ExcludeDispatchKeyGuard below_fallback(kPagedKey);
+    const c10::impl::ExcludeDispatchKeyGuard below_fallback(kPagedKeys);
     const c10::NoGradGuard no_grad;
     auto norm = std::make_shared<GradientNorm>();
     norm->value = at::_foreach_norm({gradient}, 2).front();
@@ -61,7 +61,7 @@ void gradient_complete(const at::Tensor& parameter) {
                {SegmentKind::gradient, "gradient of " + owner.label,
                 engine->derived_role(owner.trace_id, Engine::Derived::gradient), owner.trace_id});
     }
-    add_paged_key(gradient);
+    add_paged_keys(gradient);
     Block& block = *block_of(gradient);
     engine->pager().touch(block.segment);
     if (covers_storage(gradient)) keep_norm(*engine, gradient, block);

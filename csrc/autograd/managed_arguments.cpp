@@ -29,7 +29,7 @@ std::uint64_t functionality_of(c10::DispatchKeySet keys) {
 const std::uint64_t kPlainFunctionality = functionality_of(
     c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::BackendSelect, c10::DispatchKey::ADInplaceOrView,
                          c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradOther, c10::DispatchKey::AutocastCPU,
-                         c10::DispatchKey::AutocastCUDA, kPagedKey}));
+                         c10::DispatchKey::AutocastCUDA, kPagedKey, kNestedKey}));
 /// The devices of managed tensors. A number on the host may come with tensors on a GPU.
 const std::uint64_t kPlainBackends = c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::CUDA}).raw_repr() &
                                      static_cast<std::uint64_t>(c10::full_backend_mask);
@@ -58,7 +58,7 @@ bool is_plain_call(c10::DispatchKeySet keys) noexcept {
 void call_kernel(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::DispatchKeySet keys,
                  torch::jit::Stack* stack) {
     std::optional<c10::impl::ExcludeDispatchKeyGuard> below_fallback;
-    if (traits.uses_arguments_only && is_plain_call(keys)) below_fallback.emplace(kPagedKey);
+    if (traits.uses_arguments_only && is_plain_call(keys)) below_fallback.emplace(kPagedKeys);
     op.redispatchBoxed(keys_below(keys), stack);
 }
 

@@ -16,9 +16,10 @@
 
 namespace torch_offload {
 
-/// The keys left for the kernels below the fallback.
+/// The keys left for the kernels below the fallback, of either key.
 inline c10::DispatchKeySet keys_below(c10::DispatchKeySet keys) {
-    return keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
+    constexpr c10::DispatchKeySet below = c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
+    return keys & below.remove(kNestedKey);
 }
 
 /// True if nothing but autograd, autocast and the kernel of the CPU or a GPU will see the call: no mode, transform or

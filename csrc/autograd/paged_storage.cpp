@@ -217,13 +217,15 @@ const std::shared_ptr<Segment>& segment_of(const at::Tensor& tensor) noexcept {
     return block ? block->segment : kNoSegment;
 }
 
-bool has_paged_key(const at::Tensor& tensor) noexcept { return tensor.defined() && key_set_of(tensor).has(kPagedKey); }
+bool has_paged_keys(const at::Tensor& tensor) noexcept {
+    return tensor.defined() && key_set_of(tensor).has_all(kPagedKeys);
+}
 
-void add_paged_key(const at::Tensor& tensor) { key_set_of(tensor) = key_set_of(tensor).add(kPagedKey); }
+void add_paged_keys(const at::Tensor& tensor) { key_set_of(tensor) = key_set_of(tensor) | kPagedKeys; }
 
 void set_address_refused(c10::StorageImpl& storage, bool is_refused) { set_flags(storage, is_refused); }
 
-void remove_paged_key(const at::Tensor& tensor) { key_set_of(tensor) = key_set_of(tensor).remove(kPagedKey); }
+void remove_paged_keys(const at::Tensor& tensor) { key_set_of(tensor) = key_set_of(tensor) - kPagedKeys; }
 
 namespace {
 
@@ -270,7 +272,7 @@ std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at:
             copy_storage(engine, storage, element_bytes, std::move(role));
         }
     }
-    add_paged_key(tensor);
+    add_paged_keys(tensor);
     return segment_of(tensor);
 }
 
@@ -278,7 +280,7 @@ at::Tensor bytes_over(c10::Storage storage) {
     const auto count = static_cast<std::int64_t>(storage.nbytes());
     const at::Tensor bytes = make_tensor(std::move(storage), c10::scalarTypeToTypeMeta(c10::kByte));
     bytes.unsafeGetTensorImpl()->set_sizes_contiguous({count});
-    add_paged_key(bytes);
+    add_paged_keys(bytes);
     return bytes;
 }
 
@@ -291,7 +293,7 @@ c10::Storage copy_into_pages(const std::shared_ptr<Engine>& engine, const at::Te
 at::Tensor look_alike(const at::Tensor& tensor, c10::Storage storage) {
     at::Tensor alike = shaped_like(tensor, std::move(storage));
     alike.unsafeGetTensorImpl()->set_version_counter(tensor.unsafeGetTensorImpl()->version_counter());
-    add_paged_key(alike);
+    add_paged_keys(alike);
     return alike;
 }
 
@@ -313,7 +315,7 @@ at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Ten
     } else {
         impl.set_sizes_and_strides(like.sizes(), at::infer_dense_strides(like.sizes(), like.strides()));
     }
-    add_paged_key(zeros);
+    add_paged_keys(zeros);
     return zeros;
 }
 
@@ -333,13 +335,13 @@ void bring_to_device(const std::shared_ptr<Engine>& engine, const at::Tensor& te
                     engine->counters.copied_bytes.add(storage.nbytes());
                     return make_storage(data_ptr_over(engine, std::move(segment)), storage.nbytes());
                 }));
-    if (block_of(tensor)) add_paged_key(tensor);
+    if (block_of(tensor)) add_paged_keys(tensor);
 }
 
 void unmanage(const at::Tensor& tensor) {
     const Block* block = block_of(tensor);
     if (!block) {
-        remove_paged_key(tensor);
+        remove_paged_keys(tensor);
         return;
     }
     const std::shared_ptr<Engine> engine = block->engine;
@@ -350,7 +352,7 @@ void unmanage(const at::Tensor& tensor) {
         copy_out(*engine, segment, static_cast<std::byte*>(ordinary.get()), storage.nbytes());
         return ordinary;
     };
-    remove_paged_key(tensor);
+    remove_paged_keys(tensor);
     try {
         if (engine->torch_device().is_cpu()) {
             storage.unsafeGetStorageImpl()->set_data_ptr_noswap(bytes_on_host());
@@ -359,7 +361,7 @@ void unmanage(const at::Tensor& tensor) {
                         moved(*engine, storage, [&] { return make_storage(bytes_on_host(), storage.nbytes()); }));
         }
     } catch (...) {
-        add_paged_key(tensor);
+        add_paged_keys(tensor);
         throw;
     }
 }

@@ -17,8 +17,13 @@ class Engine;
 class StorageUses;
 struct GradientNorm;
 
-/// The dispatch key that a managed tensor carries. Views and `.data` inherit it, results do not.
+/// The dispatch keys that a managed tensor carries. Views and `.data` inherit them, results do not.
+/// The upper one lies above autograd and above whatever is written in Python: modes, and tensor subclasses. Those call
+/// operators on other tensors, such as the local part of a DTensor, with all keys above Python excluded: such calls
+/// meet the lower key.
 inline constexpr c10::DispatchKey kPagedKey = c10::DispatchKey::DeferredInit;
+inline constexpr c10::DispatchKey kNestedKey = c10::DispatchKey::CustomRNGKeyId;
+inline constexpr c10::DispatchKeySet kPagedKeys({kPagedKey, kNestedKey});
 
 /// Context of a managed storage's DataPtr.
 /// Members are destroyed from the last to the first, so the engine outlives the segment.
@@ -46,9 +51,9 @@ Block* block_of(const c10::StorageImpl& storage) noexcept;
 /// The segment behind a tensor's storage, or an empty pointer.
 const std::shared_ptr<Segment>& segment_of(const at::Tensor& tensor) noexcept;
 
-bool has_paged_key(const at::Tensor& tensor) noexcept;
-void add_paged_key(const at::Tensor& tensor);
-void remove_paged_key(const at::Tensor& tensor);
+bool has_paged_keys(const at::Tensor& tensor) noexcept;
+void add_paged_keys(const at::Tensor& tensor);
+void remove_paged_keys(const at::Tensor& tensor);
 
 /// Whether torch refuses to say where the bytes of the storage are: to its own kernels, to tensors that look at the
 /// storage without the key, to `data_ptr()`. It raises an error that names this library.

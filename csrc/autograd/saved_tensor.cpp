@@ -51,8 +51,8 @@ SavedTensor save_for_backward(const std::shared_ptr<Engine>& engine, const at::T
         engine->keep_for_a_while(segment_of(tensor));
     }
     // Who uses it from here on pins it, the operator that is being recorded aside.
-    add_paged_key(tensor);
-    add_paged_key(saved.tensor);
+    add_paged_keys(tensor);
+    add_paged_keys(saved.tensor);
     return saved;
 }
 

@@ -374,7 +374,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #endif
     m.def("set_log_level", &collect_log, py::arg("level"));
     m.def(
-        "is_managed", [](const at::Tensor& tensor) { return has_paged_key(tensor) && block_of(tensor) != nullptr; },
+        "is_managed", [](const at::Tensor& tensor) { return has_paged_keys(tensor) && block_of(tensor) != nullptr; },
         py::arg("tensor"));
     bind_pin(m);
     bind_activities(m);

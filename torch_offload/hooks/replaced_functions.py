@@ -214,7 +214,7 @@ HIGHER_ORDER_KEYS = ReplacedFunction(
     owner="torch._ops",
     name="_compute_keyset",
     parameters=("args", "kwargs", "non_fallthrough_keys"),
-    reason="Higher-order operators find no kernel for the key of paged tensors; the operators in them do.",
+    reason="Higher-order operators find no kernel for the keys of paged tensors; the operators in them do.",
     until=Until.ENGINE_CLOSES,
     alternative="Backend fallbacks for higher-order operators.",
 )

@@ -62,8 +62,8 @@ REMEDIES: Mapping[Activations, str] = MappingProxyType(
 )
 """Remedies beside a larger budget, by the setting for activations."""
 
-PAGED_KEY = "DeferredInit"
-"""The dispatch key of paged tensors, as torch names it."""
+PAGED_KEYS = ("DeferredInit", "CustomRNGKeyId")
+"""The dispatch keys of paged tensors, as torch names them."""
 
 _UNWRAP_FIRST = "call torch_offload.unwrap(module) before"
 
@@ -471,4 +471,4 @@ def _started_engine(**options: Any) -> _C.Engine:
 
 
 def _keys_of_higher_order(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return original(*args, **options).remove(PAGED_KEY)
+    return functools.reduce(lambda keys, key: keys.remove(key), PAGED_KEYS, original(*args, **options))
