@@ -135,8 +135,11 @@ class Engine:
         """
     def unmanage(self, tensor: torch.Tensor) -> None:
         """Make the tensor ordinary memory of the host again; applies what is pending on it first."""
-    def gradient_complete(self, parameter: torch.Tensor) -> None:
-        """Adopt ``parameter.grad`` as pages, cache its norm, let it leave. For the post-accumulate hook."""
+    def gradient_complete(self, parameter: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Adopt ``gradient`` (default: ``parameter.grad``) as pages, cache its norm, let it leave.
+
+        For the post-accumulate hook.
+        """
     def hold_for_update(self, parameter: torch.Tensor, states: list[torch.Tensor]) -> Pin:
         """Keep ``parameter.grad`` in memory while its optimizer's update runs, which uses ``states``."""
     def gradient_applied(self, parameter: torch.Tensor, states: list[torch.Tensor]) -> None:
@@ -144,6 +147,8 @@ class Engine:
 
         Raises OffloadError at any other use from then on, until all of it is overwritten.
         """
+    def keep_out(self, tensor: torch.Tensor) -> None:
+        """Leave the tensor's storage ordinary memory when something of it is saved for the backward pass."""
     def save_for_backward(self, tensor: torch.Tensor) -> SavedTensor:
         """Take a tensor that a graph is about to keep, as pages where it lies in the engine's memory."""
     def end_saving(self) -> None:

@@ -6,8 +6,9 @@ library at the top and nothing of this package.
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 OLDEST_TORCH = (2, 11)
 NEWEST_TORCH = (2, 15)
@@ -113,3 +114,33 @@ def settle_vector_math() -> None:
         element = torch.full((1,), 0.5, dtype=dtype)
         for name in VECTOR_FUNCTIONS:
             getattr(torch, name)(element)
+
+
+# --- Names of torch.distributed that are its own ----------------------------------------------------------------------
+def local_part(tensor: Any) -> Any:
+    """Return the tensor of this rank inside a DTensor: the very one, where `to_local` may make a view."""
+    return tensor._local_tensor
+
+
+def set_local_part(tensor: Any, local: Any) -> None:
+    """Give a DTensor other memory with the same numbers."""
+    tensor._local_tensor = local
+
+
+def sharded_parameters(module: Any) -> list[Any]:
+    """Return what `fully_shard` keeps of each parameter of the group, or groups, of a module."""
+    state = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def owners_of_sharded(parameter: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the modules that hold a sharded parameter, and its name in each."""
+    info = parameter._module_info
+    yield info.module, info.param_name
+    yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+
+def padded_shard(parameter: Any) -> Any:
+    """Return what all ranks have equally much of: the memory of a shard, flat."""
+    return parameter._sharded_param_data

@@ -15,6 +15,7 @@
 #include "autograd/collective_holds.h"
 #include "autograd/compute_device.h"
 #include "autograd/deferred_ops.h"
+#include "autograd/kept_out_storages.h"
 #include "autograd/mapped_copy.h"
 #include "autograd/paged_storage.h"
 #include "autograd/saved_copies.h"
@@ -132,6 +133,8 @@ public:
     // --- Activations ----------------------------------------------------------------------------------------------
     /// Where what is saved is copied into pages.
     SavedCopies& saved_copies() noexcept { return saved_copies_; }
+    /// What is saved of these stays where it is.
+    KeptOutStorages& kept_out() noexcept { return kept_out_; }
     /// Pins a segment that an operator is about to use without a pin of its own, until others have come after it.
     void keep_for_a_while(const std::shared_ptr<Segment>& segment);
     /// Ends that for all of them. Returns whether there were any.
@@ -185,6 +188,7 @@ private:
     std::mutex leases_mutex_;
     std::vector<Lease> leases_;
     SavedCopies saved_copies_;
+    KeptOutStorages kept_out_;
     std::mutex kept_mutex_;
     std::deque<Kept> kept_;
     std::size_t kept_bytes_ = 0;

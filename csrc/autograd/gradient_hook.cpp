@@ -48,11 +48,9 @@ bool becomes_pages(const Engine& engine, const at::Tensor& gradient) {
 
 }  // namespace
 
-void gradient_complete(const at::Tensor& parameter) {
+void gradient_complete(const at::Tensor& parameter, const at::Tensor& gradient) {
     const Block* parameter_block = block_of(parameter);
-    if (!parameter_block) return;
-    const at::Tensor& gradient = parameter.grad();
-    if (!gradient.defined()) return;
+    if (!parameter_block || !gradient.defined()) return;
     const std::shared_ptr<Engine> engine = parameter_block->engine;
     if (!block_of(gradient)) {
         if (!becomes_pages(*engine, gradient)) return;

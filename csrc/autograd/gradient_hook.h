@@ -23,10 +23,10 @@ struct GradientNorm {
     int thread_count = 0;  // the kernel's sum is cut by threads, so other counts give other bits
 };
 
-/// Makes `parameter.grad` pages of the parameter's engine, without a copy where it lies in a temporary, and keeps its
-/// norm. Does nothing for gradients that stay ordinary: sparse ones, small ones, those of unmanaged parameters.
-/// Threads: the one that runs the backward pass of this parameter.
-void gradient_complete(const at::Tensor& parameter);
+/// Makes the gradient of a parameter pages of the parameter's engine, without a copy where it lies in a temporary, and
+/// keeps its norm. Does nothing for gradients that stay ordinary: sparse ones, small ones, those of unmanaged
+/// parameters, an undefined one. Threads: the one that runs the backward pass of this parameter.
+void gradient_complete(const at::Tensor& parameter, const at::Tensor& gradient);
 
 /// A fresh copy of the kept norm of `gradient`, if it still is what `_foreach_norm` would compute here and now.
 std::optional<at::Tensor> kept_norm(const at::Tensor& gradient);

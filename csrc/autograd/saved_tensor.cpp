@@ -15,6 +15,7 @@ bool becomes_pages(Engine& engine, const at::Tensor& tensor) {
     if (!tensor.is_floating_point() || !is_manageable(engine, tensor) || tensor.nbytes() < engine.min_paged_bytes()) {
         return false;
     }
+    if (engine.kept_out().contains(*tensor.storage().unsafeGetStorageImpl())) return false;
     return engine.torch_device().is_cpu() ? is_adoptable_activation(engine, tensor) : is_allocated(tensor);
 }
 

@@ -267,8 +267,10 @@ void bind_gradients(EngineClass& engine) {
     engine
         .def(
             "gradient_complete",
-            [](Engine&, const at::Tensor& parameter) { waiting([&] { gradient_complete(parameter); }); },
-            py::arg("parameter"))
+            [](Engine&, const at::Tensor& parameter, const std::optional<at::Tensor>& gradient) {
+                waiting([&] { gradient_complete(parameter, gradient ? *gradient : parameter.grad()); });
+            },
+            py::arg("parameter"), py::arg("gradient") = std::nullopt)
         .def(
             "hold_for_update",
             [](Engine&, const at::Tensor& parameter, const std::vector<at::Tensor>& states) {
@@ -291,6 +293,9 @@ void bind_engine(py::module_& module) {
         .def("manage", &manage_tensor, py::arg("tensor"), py::kw_only(), py::arg("kind"), py::arg("label"),
              py::arg("anchor") = py::none(), py::arg("of_module") = false)
         .def("unmanage", &unmanage_tensor, py::arg("tensor"))
+        .def(
+            "keep_out", [](Engine& self, const at::Tensor& tensor) { self.kept_out().add(tensor.storage()); },
+            py::arg("tensor"))
         .def(
             "save_for_backward",
             [](const std::shared_ptr<Engine>& self, const at::Tensor& tensor) {

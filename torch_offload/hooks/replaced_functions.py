@@ -17,6 +17,7 @@ class Until(Enum):
     """When the original function is put back."""
 
     ENGINE_CLOSES = "the engine closes"
+    ENGINE_OF_SHARDS_CLOSES = "the engine closes that pages what `fully_shard` divided"
     CALL_RETURNS = "the call that needed it returns"
     NO_CODED_MODEL = "no model with coded experts is alive"
     NO_REPORT_CALLBACK = "no `ReportCallback` is alive"
@@ -218,6 +219,14 @@ HIGHER_ORDER_KEYS = ReplacedFunction(
     until=Until.ENGINE_CLOSES,
     alternative="Backend fallbacks for higher-order operators.",
 )
+GATHERED_PARAMETERS = ReplacedFunction(
+    owner="torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+    name="init_all_gather_outputs",
+    parameters=("self", "all_gather_input_numels"),
+    reason="Torch frees what it gathered from other ranks and takes it again: no graph may make pages of it.",
+    until=Until.ENGINE_OF_SHARDS_CLOSES,
+    alternative="A hook of torch on the memory that `fully_shard` gathers into.",
+)
 OPTIMIZER_LOADED_STATE = ReplacedFunction(
     owner="torch.optim:Optimizer",
     name="_process_value_according_to_param_policy",
@@ -355,6 +364,7 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     FORBID_SAVED_TENSOR_HOOKS,
     ALLOW_SAVED_TENSOR_HOOKS,
     HIGHER_ORDER_KEYS,
+    GATHERED_PARAMETERS,
     OPTIMIZER_LOADED_STATE,
     OPTIMIZER_LOAD,
     SAFETENSORS_POINTERS,

@@ -15,6 +15,7 @@ from torch_offload.reporting.report import Report
 from torch_offload.runtime import preflight
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.settings import check_arguments, requested
+from torch_offload.runtime.sharded_parameters import paged_part
 from torch_offload.system import resources
 
 logger = logging.getLogger(__name__)
@@ -155,8 +156,9 @@ def pinned(*targets: nn.Module | torch.Tensor, read_only: bool = False) -> Itera
 
 def is_resident(tensor: torch.Tensor) -> bool:
     """Whether all bytes of a tensor are in memory. Always true for one that is not paged. Fetches nothing."""
-    engine = _C.engine_of(tensor)
-    return engine is None or engine.is_resident(tensor)
+    part = paged_part(tensor)
+    engine = _C.engine_of(part)
+    return engine is None or engine.is_resident(part)
 
 
 def flush() -> None:
@@ -184,7 +186,7 @@ def report() -> Report:
 
 def _targets(target: nn.Module | torch.Tensor) -> list[torch.Tensor]:
     if isinstance(target, torch.Tensor):
-        return [target]
+        return [paged_part(target)]
     if not isinstance(target, nn.Module):
         raise TypeError(f"expected a torch.nn.Module or a torch.Tensor, got {type(target).__name__}")
     session = PROCESS.session

@@ -1,9 +1,6 @@
 """Eligibility of tensors for paging."""
 
-import sys
-
 import torch
-from torch import nn
 
 from torch_offload import _C
 from torch_offload.runtime.tensor_parts import is_ordinary
@@ -30,12 +27,3 @@ def why_not_pageable(tensor: torch.Tensor, compute_device: str = "cpu") -> str |
     if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
         return "is in memory shared with other processes"
     return None
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` has taken the parameters of a module, those of its submodules included.
-
-    It frees what the module held, and in each forward puts in parameters that are gathered for that one.
-    """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)

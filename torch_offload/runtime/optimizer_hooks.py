@@ -24,6 +24,7 @@ from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 from torch_offload.runtime.backward_updates import BackwardUpdates
 from torch_offload.runtime.eligibility import why_not_pageable
+from torch_offload.runtime.sharded_parameters import paged_part
 from torch_offload.runtime.unpickling import UnpickledTensors
 
 STEPS_BETWEEN_SEARCHES = 64
@@ -108,7 +109,7 @@ class OptimizerHooks:
     def states_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         """Return what all optimizers keep for a parameter."""
         states = [optimizer.state.get(parameter, {}) for optimizer in list(self._known)]
-        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return [paged_part(value) for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     def _before(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         known = self._known.setdefault(optimizer, Known())
@@ -159,17 +160,19 @@ class OptimizerHooks:
 
     def _is_ours(self, parameter: torch.Tensor) -> bool:
         """Say whether a step of it ends the pass: adapters may be too small to be paged, what they adapt is not."""
-        return _C.is_managed(parameter) or self._label_of(parameter) is not None
+        return _C.is_managed(paged_part(parameter)) or self._label_of(parameter) is not None
 
     def _adopt_gradients(self, optimizer: Optimizer) -> bool:
         """Page the gradients that no hook saw being completed; returns whether there were any."""
         found_any = False
         for parameter in _parameters(optimizer):
-            gradient = parameter.grad
-            if gradient is None or _C.is_managed(gradient) or why_not_pageable(gradient, self._engine.torch_device):
+            if parameter.grad is None:
                 continue
-            if _C.is_managed(parameter):
-                self._engine.gradient_complete(parameter)
+            gradient, owner = paged_part(parameter.grad), paged_part(parameter)
+            if _C.is_managed(gradient) or why_not_pageable(gradient, self._engine.torch_device):
+                continue
+            if _C.is_managed(owner):
+                self._engine.gradient_complete(owner, gradient)
                 found_any |= _C.is_managed(gradient)
         return found_any
 
@@ -177,18 +180,19 @@ class OptimizerHooks:
         """Page the states that neither a step nor a checkpoint brought; returns whether there were any."""
         found_any = False
         for parameter in _parameters(optimizer):
-            if _C.is_managed(parameter):
+            if _C.is_managed(paged_part(parameter)):
                 for name, value in optimizer.state.get(parameter, {}).items():
                     found_any |= self._adopt_state(parameter, name, value)
         return found_any
 
     def _adopt_state(self, parameter: torch.Tensor, name: str, value: Any) -> bool:
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or _C.is_managed(value):
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return False
-        if why_not_pageable(value, self._engine.torch_device) is not None:
+        part = paged_part(value)
+        if _C.is_managed(part) or why_not_pageable(part, self._engine.torch_device) is not None:
             return False
         label = f"{self._label_of(parameter) or 'parameter'}.{name}"
-        return self._engine.manage(value, kind="state", label=label, anchor=parameter)
+        return self._engine.manage(part, kind="state", label=label, anchor=paged_part(parameter))
 
     def _after_loading(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **options: Any) -> Any:
         result = original(optimizer, *args, **options)
@@ -205,7 +209,7 @@ class OptimizerHooks:
     ) -> Any:
         """Page a state that a checkpoint brings. One that became pages when it was read is copied: it was nobody's."""
         state = original(parameter, value, *args, **options)
-        if not isinstance(state, torch.Tensor) or not _C.is_managed(parameter):
+        if not isinstance(state, torch.Tensor) or not _C.is_managed(paged_part(parameter)):
             return state
         name = str(args[2] if len(args) > 2 else options.get("key", "state"))
         if state not in self._unpickled:

@@ -35,6 +35,7 @@ from torch_offload.runtime.optimizer_hooks import OptimizerHooks
 from torch_offload.runtime.passes import Passes
 from torch_offload.runtime.pending_modules import PendingModules
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
+from torch_offload.runtime.sharded_parameters import ShardedParameters, paged_part
 from torch_offload.runtime.tensor_parts import all_parts_of, parts_beside
 from torch_offload.runtime.tracked_module import WrappedModule
 from torch_offload.runtime.unpickling import UnpickledTensors
@@ -116,6 +117,7 @@ class Session:
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, WrappedModule] = weakref.WeakKeyDictionary()
         self._owners: weakref.WeakKeyDictionary[nn.Module, tuple[WrappedModule, str]] = weakref.WeakKeyDictionary()
         self._patches = Patches()
+        self._sharded = ShardedParameters(self.engine, self._patches, updates_in_backward=config.update == "backward")
         self._hooks: list[RemovableHandle | Listening] = []
         self._saves_experts = False
         self._unpickled = UnpickledTensors(self.engine, budget_bytes=config.compute_bytes)
@@ -210,6 +212,7 @@ class Session:
             on_forward=self._begin_forward,
             activations=self._activations,
             updates=self.updates,
+            sharded=self._sharded,
         )
         self._steps.unsettle()
         self._prepare_saving()
@@ -258,9 +261,10 @@ class Session:
             for label, tensor in wrapped.tensors():
                 if not self._is_ours(tensor) or tensor.untyped_storage().data_ptr() in shared:
                     continue
-                if tensor.grad is not None and _C.is_applied(tensor.grad):
-                    tensor.grad = None
-                for part in (*self._steps.states_of(tensor), tensor.grad, tensor):
+                parameter = wrapped.parameter_of(tensor)
+                if parameter.grad is not None and _C.is_applied(parameter.grad):
+                    parameter.grad = None
+                for part in (*self._steps.states_of(parameter), parameter.grad, tensor):
                     try:
                         self._release(part)
                     except (OffloadError, RuntimeError) as error:
@@ -270,6 +274,7 @@ class Session:
             self.engine.finish_loading()
         if failures:
             raise failures[0]
+        wrapped.release_shards()
         self._forget(module)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -281,7 +286,7 @@ class Session:
         """Return what is paged for a module or a part of one: parameters, buffers, gradients, optimizer states."""
         found = _tensors_in(module)
         for parameter in list(module.parameters()):
-            found += [] if parameter.grad is None else [parameter.grad]
+            found += [] if parameter.grad is None else [paged_part(parameter.grad)]
             found += self._steps.states_of(parameter)
         return [tensor for tensor in found if _C.is_managed(tensor) and not _C.is_applied(tensor)]
 
@@ -345,8 +350,8 @@ class Session:
             del self._owners[part]
 
     def _release(self, tensor: torch.Tensor | None) -> None:
-        if tensor is not None and self._is_ours(tensor):
-            self.engine.unmanage(tensor)
+        if tensor is not None and self._is_ours(part := paged_part(tensor)):
+            self.engine.unmanage(part)
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether it is paged, or too small to be and on the device that the module was brought to."""
@@ -442,7 +447,7 @@ class Session:
             wrapped.refresh()
 
     def _label_of(self, parameter: torch.Tensor) -> str | None:
-        labels = (wrapped.label_of(parameter) for wrapped in list(self._wrapped.values()))
+        labels = (wrapped.label_of(paged_part(parameter)) for wrapped in list(self._wrapped.values()))
         return next((label for label in labels if label is not None), None)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_offload.runtime.sharded_parameters import paged_part
+
 Parts = list[tuple[str, torch.Tensor]]
 """What to add to the name of a parameter, such as ``.absmax``, and the tensor that has bytes of its own."""
 
@@ -35,10 +37,12 @@ def parts_of(tensor: torch.Tensor) -> Parts:
 
     For a ``Params4bit`` or ``Int8Params`` of bitsandbytes also its statistics of blocks or rows; tables that all layers
     share and numbers stay with their owners. For a subclass of torchao what its ``__tensor_flatten__`` names, and what
-    that is made of. A subclass that is not known is returned as it is.
+    that is made of. For a DTensor this rank's part. A subclass that is not known is returned as it is.
     """
     if type(tensor) in PLAIN:
         return [("", tensor)]
+    if (part := paged_part(tensor)) is not tensor:
+        return parts_of(part)
     if _is_of_bitsandbytes(tensor):
         state = getattr(tensor, "quant_state", None)
         return [("", tensor), *_tensors_in(tensor, ("CB", "SCB")), *_statistics_of(state)]

@@ -14,7 +14,8 @@ from torch_offload import _C
 from torch_offload.activations.paging import PagedActivations
 from torch_offload.hooks.module_hooks import ModuleHook
 from torch_offload.runtime.backward_updates import BackwardUpdates
-from torch_offload.runtime.eligibility import is_sharded, why_not_pageable
+from torch_offload.runtime.eligibility import why_not_pageable
+from torch_offload.runtime.sharded_parameters import ShardedParameters, Shards, own_gradient, paged_part
 from torch_offload.runtime.tensor_parts import all_parts_of, parts_beside, parts_of
 
 FIRST_SEARCHES = 8
@@ -37,6 +38,7 @@ class Tracked:
     kind: str
     tensor: weakref.ref[torch.Tensor]
     is_managed: bool
+    parameter: weakref.ref[torch.Tensor]  # the same, or the DTensor that it is a part of
     gradient_hook: RemovableHandle | None = None
 
 
@@ -55,6 +57,7 @@ class WrappedModule:
         on_forward: OnForward,
         activations: PagedActivations | None,
         updates: BackwardUpdates | None,
+        sharded: ShardedParameters,
     ) -> None:
         """Take note of the module. Nothing is paged before :meth:`scan`.
 
@@ -66,6 +69,7 @@ class WrappedModule:
             on_forward: Called before each forward of the module: this, and the arguments of the call.
             activations: Pages what the module's forward saves; None: it stays in memory.
             updates: Told of each gradient that is complete; None: gradients wait for the step.
+            sharded: Knows what `fully_shard` did.
         """
         self._module = weakref.ref(module)
         self._engine = engine
@@ -73,8 +77,10 @@ class WrappedModule:
         self._on_forward = on_forward
         self._updates = updates
         self._tracked: dict[int, Tracked] = {}
-        self._parameters: list[_Folder] = []
-        self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._parts: list[weakref.ref[nn.Module]] = []
+        self._sharded = sharded
+        self._shards: Shards = {}
+        self._has_named_shards = False
         self._is_stale = True
         self._refreshes = 0
         # Some callers (PEFT) run `forward` of the module itself, which calls no hook; its first child is called.
@@ -119,64 +125,89 @@ class WrappedModule:
         module = self._module()
         if module is None:
             return
-        self._tracked = {key: known for key, known in self._tracked.items() if known.tensor() is not None}
-        self._parameters = []
+        self._drop_dead()
+        self._parts = []
         refusals: Refusals = []
-        sharded = self._sharded_parts(module, refusals)
+        self._shards = self._sharded.in_module(module)
+        why_shards_stay = self._sharded.why_not_paged()
+        if self._shards and why_shards_stay is not None and not self._has_named_shards:
+            refusals.append((f"{sum(map(len, self._shards.values()))} parameters", why_shards_stay))
+            self._has_named_shards = True
         for path, submodule in module.named_modules():
             self._on_submodule(self, submodule, path)
-            parameters: _Folder = {} if submodule in sharded else submodule._parameters
-            self._parameters.append(parameters)
-            for kind, folder in (("parameter", parameters), ("other", submodule._buffers)):
+            self._parts.append(weakref.ref(submodule))
+            for kind, folder in (("parameter", self._parameters_of(submodule)), ("other", submodule._buffers)):
                 for name, tensor in folder.items():
                     if tensor is not None and not _is_on_loan(tensor):
                         self._adopt_parts(f"{path}.{name}" if path else name, tensor, kind, refusals)
             for suffix, part in parts_beside(submodule):
                 self._adopt(f"{path}{suffix}".removeprefix("."), part, "parameter", refusals)
+        if why_shards_stay is None:
+            self._sharded.page_padded(self._shards)
         self._is_stale = False
         warn_unmanaged(refusals)
 
-    def _sharded_parts(self, module: nn.Module, refusals: Refusals) -> set[nn.Module]:
-        """Return the submodules whose parameters are not theirs, and name the outermost when they are first seen."""
-        sharded: set[nn.Module] = set()
-        for path, submodule in module.named_modules():
-            if submodule not in sharded and is_sharded(submodule):
-                sharded.update(submodule.modules())
-                if submodule not in self._sharded:
-                    refusals.append((f"the parameters of {path or 'the module'}", "are sharded by fully_shard"))
-        self._sharded = weakref.WeakSet(sharded)
-        return sharded
+    def _drop_dead(self) -> None:
+        """Forget tensors that are gone. A DTensor that has another local part by now gets another hook."""
+        for key, known in list(self._tracked.items()):
+            if known.tensor() is None:
+                del self._tracked[key]
+                if known.gradient_hook is not None:
+                    known.gradient_hook.remove()
+
+    def _parameters_of(self, module: nn.Module) -> _Folder:
+        """Return what a module itself holds; where shards are, these if they are paged, not what is gathered now."""
+        shards = self._shards.get(module)
+        if not shards:
+            return module._parameters
+        known = {name: reference() for name, reference in shards.items()}
+        is_paged = self._sharded.why_not_paged() is None
+        return {
+            **module._parameters,
+            **{name: held.sharded_param if is_paged and held is not None else None for name, held in known.items()},
+        }
 
     def adopt_parameter(self, label: str, parameter: torch.Tensor) -> None:
         """Page a parameter that is about to be registered. One that cannot be paged waits for the next scan."""
         for suffix, part in parts_of(parameter):
             if why_not_pageable(part, self._engine.torch_device) is None:
-                self._adopt(f"{label}{suffix}", part, "parameter", [])
+                self._adopt(f"{label}{suffix}", part, "parameter", [], parameter)
 
     def _adopt_parts(self, label: str, tensor: torch.Tensor, kind: str, refusals: Refusals) -> None:
         for suffix, part in parts_of(tensor):
-            self._adopt(f"{label}{suffix}", part, kind, refusals)
+            self._adopt(f"{label}{suffix}", part, kind, refusals, tensor)
 
-    def _adopt(self, label: str, tensor: torch.Tensor, kind: str, refusals: Refusals) -> None:
+    def _adopt(
+        self, label: str, tensor: torch.Tensor, kind: str, refusals: Refusals, whole: torch.Tensor | None = None
+    ) -> None:
+        """Page a tensor: a parameter or buffer of a module, or part of one, `whole`."""
+        parameter = whole if whole is not None and paged_part(whole) is tensor else tensor
         known = self._tracked.get(id(tensor))
         if known is None or known.tensor() is not tensor:
             reason = why_not_pageable(tensor, self._engine.torch_device)
             if reason is not None:
                 refusals.append((label, reason))
-            known = Tracked(label, kind, weakref.ref(tensor), is_managed=False)
+            known = Tracked(label, kind, weakref.ref(tensor), is_managed=False, parameter=weakref.ref(parameter))
         if not known.is_managed or not _C.is_managed(tensor):
             can_be = why_not_pageable(tensor, self._engine.torch_device) is None
             known.is_managed = can_be and self._engine.manage(tensor, kind=kind, label=label, of_module=True)
         self._tracked[id(tensor)] = known
-        may_train = kind == "parameter" and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
-        if may_train and known.is_managed and known.gradient_hook is None:
-            known.gradient_hook = _hook_gradient(tensor, _gradient_hook(self._engine, self._updates))
+        may_train = kind == "parameter" and (parameter.requires_grad or isinstance(parameter, nn.Parameter))
+        is_hooked = known.is_managed or parameter is not tensor  # a small gradient can keep those of a whole module
+        if may_train and is_hooked and known.gradient_hook is None:
+            known.gradient_hook = _hook_gradient(parameter, self._gradient_hook_of(parameter))
+
+    def _gradient_hook_of(self, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        if paged_part(parameter) is not parameter:
+            return _shard_gradient_hook(self._engine)
+        return _gradient_hook(self._engine, self._updates)
 
     def _has_changed(self) -> bool:
         return any(
             self._is_news(part)
-            for folder in self._parameters
-            for tensor in folder.values()
+            for module in (part() for part in self._parts)
+            if module is not None
+            for tensor in self._parameters_of(module).values()
             if tensor is not None and not _is_on_loan(tensor)
             for _, part in parts_of(tensor)
         )
@@ -215,6 +246,12 @@ class WrappedModule:
             if tensor is not None:
                 yield known.label, tensor
 
+    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what has the gradient and the states of a tracked tensor: it, or the DTensor that it is a part of."""
+        known = self._tracked.get(id(tensor))
+        parameter = None if known is None else known.parameter()
+        return tensor if parameter is None else parameter
+
     def expected_uses(self) -> Iterator[torch.Tensor]:
         """Yield the parameters in the order in which the modules are, which most forwards go by.
 
@@ -229,6 +266,10 @@ class WrappedModule:
         """Return the qualified name of a tracked tensor."""
         known = self._tracked.get(id(tensor))
         return known.label if known is not None and known.tensor() is tensor else None
+
+    def release_shards(self) -> None:
+        """Leave nothing paged of what `fully_shard` keeps beside the tracked tensors, which are ordinary again."""
+        self._sharded.release_padded(self._shards)
 
     def remove_hooks(self) -> None:
         """Take every hook off again. Safe to call twice."""
@@ -292,5 +333,14 @@ def _gradient_hook(engine: _C.Engine, updates: BackwardUpdates | None) -> Callab
             engine.gradient_complete(parameter)
             if updates is not None:
                 updates.update(parameter)
+
+    return complete
+
+
+def _shard_gradient_hook(engine: _C.Engine) -> Callable[[torch.Tensor], None]:
+    def complete(parameter: torch.Tensor) -> None:
+        gradient = own_gradient(parameter)
+        if gradient is not None and gradient.layout is torch.strided:
+            engine.gradient_complete(paged_part(parameter), gradient)
 
     return complete

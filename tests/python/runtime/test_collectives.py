@@ -114,10 +114,12 @@ def test_data_parallel_training_in_less_than_twice_the_model(scratch):
 
 
 def train_sharded(folder: str, is_sharded_first: bool) -> list[str]:
-    """Shard and wrap a module in a group of one process, train it for three steps and return what was warned of."""
+    """Shard and wrap a module whose shards stay in memory, in a group of one process, train it for three steps and
+    return what was warned of.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", f"file://{folder}/group", rank=0, world_size=1)
-    config = Config(ram="8MiB", ssd=folder, min_paged_bytes=0, page_elements=4096)
+    config = Config(ram="8MiB", ssd=folder, min_paged_bytes=0, page_elements=4096, update="backward")
     module = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64)))
     if is_sharded_first:
         fully_shard(module[1])
@@ -137,7 +139,10 @@ def train_sharded(folder: str, is_sharded_first: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("is_sharded_first", [True, False])
-def test_parameters_that_fully_shard_takes_are_named_once(scratch, is_sharded_first):
-    """They are gathered anew for each forward, and are not paged; the others are."""
+def test_shards_that_stay_in_memory_are_named_once(scratch, is_sharded_first):
+    """An update in the backward does not know of them; the other parameters are paged."""
     said = in_child(train_sharded, str(scratch), is_sharded_first)
-    assert said == ["torch_offload leaves these tensors in memory: the parameters of 1 are sharded by fully_shard"]
+    assert said == [
+        "torch_offload leaves these tensors in memory: 2 parameters are sharded by fully_shard, which "
+        'update="backward" does not know'
+    ]

@@ -148,11 +148,11 @@ class Outcome:
     statistics: dict[str, Any]
 
 
-def join_group(rank: int, folder: str) -> None:
+def join_group(rank: int, folder: str, *, ranks: int = RANKS) -> None:
     """Make this process a rank, with one thread."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=RANKS, timeout=PATIENCE)
+    dist.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=ranks, timeout=PATIENCE)
 
 
 def run(rank: int, program: Program, folder: str) -> Outcome:
@@ -178,10 +178,10 @@ def run(rank: int, program: Program, folder: str) -> Outcome:
     return Outcome(plain, paged, process.stayed, stayed_afterwards, engine.statistics())
 
 
-def in_each_rank(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def in_each_rank(function: Callable[..., Any], *arguments: Any, ranks: int = RANKS) -> list[Any]:
     """Call ``function(rank, *arguments)`` in a process for each rank."""
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(lambda rank: in_child(function, rank, *arguments), range(RANKS)))
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: in_child(function, rank, *arguments), range(ranks)))
 
 
 def run_ranks(program: Program, folder: Path) -> list[Outcome]:

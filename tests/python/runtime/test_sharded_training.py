@@ -1,0 +1,79 @@
+"""Training with `fully_shard`, each rank within 40 % of its state: every bit is that of the same run in memory.
+
+Method: two or three processes over gloo. Counters show that pages left and came back, and that no fault fetched them;
+that updates were deferred and norms taken from what was kept.
+"""
+
+import pytest
+from support.collectives import in_each_rank
+from support.sharded_training import (
+    ACTIVATION_BYTES,
+    STEPS,
+    WEIGHTS,
+    Case,
+    lives_on_after_wrapping,
+    run_ranks,
+    run_unwrapped,
+    saved_and_loaded,
+)
+
+CASES = {
+    "fused": Case(),
+    "foreach": Case(optimizer="foreach"),
+    "for each tensor": Case(optimizer="default"),
+    "sgd": Case(optimizer="sgd", clips=False),
+    "two micro steps": Case(micro_steps=2),
+    "bf16": Case(is_mixed=True),
+    "activations stay": Case(activations="keep"),
+    "uneven shards": Case(ranks=3),
+    "partly frozen": Case(is_partly_frozen=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_shards_are_paged_with_equal_bits(scratch, case):
+    for plain, paged, figures in run_ranks(case, str(scratch)):
+        assert plain == paged
+        assert figures["faults"] == 0
+        assert figures["memory"]["peak_bytes"] <= case.budget_bytes
+        assert figures["evictions"] > 0
+        assert figures["misses"] > 0
+        trained = WEIGHTS // 2 if case.is_partly_frozen else WEIGHTS
+        if case.clips:
+            assert figures["norms_from_cache"] == trained * STEPS
+
+
+def test_updates_are_deferred_and_gathered_weights_are_no_activations(scratch):
+    """Clipping and AdamW's own update, of every gradient on every rank."""
+    for _, _, figures in run_ranks(Case(), str(scratch)):
+        assert figures["recorded_elements"] == 2 * WEIGHTS * STEPS
+        assert figures["saved_bytes"] == ACTIVATION_BYTES * (STEPS + 1)
+
+
+def test_a_module_that_is_sharded_after_it_was_wrapped(scratch):
+    case = Case(wraps_first=True)
+    for plain, paged, figures in run_ranks(case, str(scratch)):
+        assert plain == paged
+        assert figures["faults"] == 0
+        assert figures["norms_from_cache"] == WEIGHTS * STEPS
+
+
+def test_training_goes_on_after_unwrapping(scratch):
+    case = Case()
+    for outcome in in_each_rank(run_unwrapped, case, str(scratch), ranks=case.ranks):
+        assert outcome.plain == outcome.paged
+        assert outcome.managed_count == 0
+        assert outcome.was_replaced
+        assert not outcome.is_replaced
+
+
+def test_a_distributed_checkpoint_of_shards(scratch):
+    case = Case()
+    for paged, plain, faults in in_each_rank(saved_and_loaded, case, str(scratch), ranks=case.ranks):
+        assert paged == plain
+        assert faults == 0
+
+
+def test_nothing_keeps_a_sharded_module(scratch):
+    case = Case()
+    assert in_each_rank(lives_on_after_wrapping, case, str(scratch), ranks=case.ranks) == [False, False]

@@ -1,0 +1,212 @@
+"""Training with `fully_shard` in several processes, in memory and paged."""
+
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as distributed_checkpoint
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+
+import torch_offload
+from support.bits import digest
+from support.collectives import in_each_rank, join_group
+from torch_offload import Config
+from torch_offload.runtime.process import PROCESS
+
+WIDTH, BLOCKS, ROWS, STEPS = 128, 16, 128, 3
+WEIGHTS = 2 * BLOCKS
+"""Tensors whose shards are large enough to be paged."""
+PARAMETERS = BLOCKS * (8 * WIDTH * WIDTH + 5 * WIDTH)
+STATE_BYTES = 4 * 4 * PARAMETERS
+"""Weights, gradients and two moments of all ranks together."""
+
+ACTIVATION_BYTES = 4 * ROWS * BLOCKS * (WIDTH + 4 * WIDTH)
+"""What the forward of one rank saves beside weights: the input of each matrix."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train."""
+
+    ranks: int = 2
+    optimizer: str = "fused"
+    clips: bool = True
+    micro_steps: int = 1
+    is_mixed: bool = False
+    wraps_first: bool = False
+    is_partly_frozen: bool = False
+    activations: str = "page"
+
+    @property
+    def budget_bytes(self) -> int:
+        """40 % of a rank's state, and activations where they stay."""
+        return int(0.4 * STATE_BYTES / self.ranks) + (ACTIVATION_BYTES if self.activations == "keep" else 0)
+
+
+class Block(nn.Module):
+    """What is gathered at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.down(torch.relu(self.up(value)))
+
+
+def new_model(case: Case) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    for block in model if case.is_partly_frozen else ():
+        block.up.requires_grad_(False)
+    return model
+
+
+def shard(model: nn.Sequential, case: Case) -> None:
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (case.ranks,))}
+    if case.is_mixed:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def new_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    kinds = {"fused": {"fused": True}, "foreach": {"foreach": True}, "default": {"foreach": False}}
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **kinds[case.optimizer])
+
+
+def train(rank: int, model: nn.Sequential, case: Case, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
+    """Return what there is to compare: of each step loss and norm, then weights, gradients and states."""
+    optimizer = optimizer or new_optimizer(model, case)
+    generator = torch.Generator().manual_seed(rank)
+    seen: list[Tensor] = []
+    for _ in range(STEPS):
+        for _ in range(case.micro_steps):
+            loss = model(torch.randn(ROWS, WIDTH, generator=generator)).float().square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+        if case.clips:
+            seen.append(local(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = model(torch.randn(ROWS, WIDTH, generator=generator)).float().square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            states = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+            seen += [local(tensor) for tensor in (parameter, parameter.grad, *states)]
+        return [digest(tensor) for tensor in seen if tensor is not None]
+
+
+def run(rank: int, case: Case, folder: str) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Train in memory and paged; the figures are of the latter."""
+    join_group(rank, folder, ranks=case.ranks)
+    model = new_model(case)
+    shard(model, case)
+    plain = train(rank, model, case)
+    model = new_model(case)
+    if not case.wraps_first:
+        shard(model, case)
+    config = Config(
+        ram=2 * STATE_BYTES if case.wraps_first else case.budget_bytes,
+        ssd=folder,
+        page_elements=1 << 13,
+        min_paged_bytes=1 << 14,
+        activations=case.activations,
+    )
+    torch_offload.wrap(model, config=config)
+    if case.wraps_first:
+        shard(model, case)
+    paged = train(rank, model, case)
+    figures = PROCESS.session.statistics()
+    dist.destroy_process_group()
+    return plain, paged, figures
+
+
+@dataclass(frozen=True)
+class Unwrapped:
+    """What was left when training in memory and training that began paged had ended."""
+
+    plain: list[str]
+    paged: list[str]
+    managed_count: int
+    was_replaced: bool
+    """Torch's function that gathers parameters, before unwrapping."""
+    is_replaced: bool
+    """The same, afterwards."""
+
+
+def run_unwrapped(rank: int, case: Case, folder: str) -> Unwrapped:
+    """Train, unwrap and train on."""
+    gathering = vars(FSDPParam)["init_all_gather_outputs"]
+    join_group(rank, folder, ranks=case.ranks)
+    results = []
+    for is_paged in (False, True):
+        model = new_model(case)
+        shard(model, case)
+        if is_paged:
+            config = Config(ram=case.budget_bytes, ssd=folder, page_elements=1 << 13, min_paged_bytes=1 << 14)
+            torch_offload.wrap(model, config=config)
+            engine = PROCESS.session.engine
+        optimizer = new_optimizer(model, case)
+        trained = train(rank, model, case, optimizer)
+        if is_paged:
+            was_replaced = vars(FSDPParam)["init_all_gather_outputs"] is not gathering
+            torch_offload.unwrap(model)
+            is_replaced = vars(FSDPParam)["init_all_gather_outputs"] is not gathering
+        results.append([*trained, *train(rank, model, case, optimizer)])
+    dist.destroy_process_group()
+    return Unwrapped(*results, engine.managed_count(), was_replaced=was_replaced, is_replaced=is_replaced)
+
+
+def saved_and_loaded(rank: int, case: Case, folder: str) -> tuple[list[str], list[str], int]:
+    """Train paged, save with torch.distributed.checkpoint, and load into a model in memory; returns the faults too."""
+    join_group(rank, folder, ranks=case.ranks)
+    model, loaded = new_model(case), new_model(case)
+    for module in (model, loaded):
+        shard(module, case)
+    config = Config(ram=case.budget_bytes, ssd=folder, page_elements=1 << 13, min_paged_bytes=1 << 14)
+    torch_offload.wrap(model, config=config)
+    train(rank, model, case)
+    checkpoint = f"{folder}/checkpoint"
+    distributed_checkpoint.save(model.state_dict(), checkpoint_id=checkpoint)
+    distributed_checkpoint.load(state := loaded.state_dict(), checkpoint_id=checkpoint)
+    loaded.load_state_dict(state)
+    faults = PROCESS.session.statistics()["faults"]
+    with torch.no_grad():
+        paged, plain = ([digest(local(weight)) for weight in module.parameters()] for module in (model, loaded))
+    dist.destroy_process_group()
+    return paged, plain, faults
+
+
+def lives_on_after_wrapping(rank: int, case: Case, folder: str) -> bool:
+    """Whether something keeps a module that was sharded, wrapped, run and let go."""
+    join_group(rank, folder, ranks=case.ranks)
+    model = new_model(case)
+    shard(model, case)
+    torch_offload.wrap(model, config=Config(ram="64MiB", ssd=folder, min_paged_bytes=1 << 14))
+    train(rank, model, case)
+    module = weakref.ref(model)
+    del model
+    gc.collect()
+    dist.destroy_process_group()
+    return module() is not None
+
+
+def run_ranks(case: Case, folder: str) -> list[tuple[list[str], list[str], dict[str, Any]]]:
+    return in_each_rank(run, case, folder, ranks=case.ranks)

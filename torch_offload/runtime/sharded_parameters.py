@@ -1,0 +1,127 @@
+"""Parameters that ``fully_shard`` divides among ranks (FSDP2): each rank pages its shards.
+
+Torch gathers whole parameters for a forward or backward of a module and frees them afterwards, and puts either the
+shards or the gathered tensors into the module. The shards are what stays, so they, their gradients and their states are
+paged; what is gathered is torch's, ordinary memory within the budget. No collective is changed.
+"""
+
+import sys
+import weakref
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_offload import _C, _compat
+from torch_offload.errors import OffloadError
+from torch_offload.hooks import replaced_functions
+from torch_offload.hooks.patches import Patches
+
+Shards = MutableMapping[nn.Module, dict[str, weakref.ref[Any]]]
+"""Of each module the parameters that are sharded, by name there, as ``fully_shard`` keeps them. Keeps none alive."""
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on this very module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+class ShardedParameters:
+    """What `fully_shard` did to the modules of a session.
+
+    Threads: the one that trains.
+    """
+
+    def __init__(self, engine: _C.Engine, patches: Patches, *, updates_in_backward: bool) -> None:
+        """Replace nothing before there are shards.
+
+        Args:
+            engine: Pages the shards.
+            patches: Takes the replacement that they need.
+            updates_in_backward: Parameters are updated as soon as their gradients are complete.
+        """
+        self._engine = engine
+        self._patches = patches
+        self._updates_in_backward = updates_in_backward
+        self._is_installed = False
+
+    def why_not_paged(self) -> str | None:
+        """Return the reason why shards stay in memory in this session, or None where they are paged."""
+        if self._engine.torch_device != "cpu":
+            return "are sharded by fully_shard, whose shards are paged on the CPU only"
+        if self._updates_in_backward:
+            return 'are sharded by fully_shard, which update="backward" does not know'
+        return None
+
+    def in_module(self, module: nn.Module) -> Shards:
+        """Return what is sharded in a module, which may be inside one that is.
+
+        Raises:
+            OffloadError: If torch keeps it in a way that is not known.
+        """
+        shards: Shards = weakref.WeakKeyDictionary()
+        for part in filter(is_sharded, module.modules()):
+            try:
+                for parameter in _compat.sharded_parameters(part):
+                    self._leave_gathered(parameter)
+                    for owner, name in _compat.owners_of_sharded(parameter):
+                        shards.setdefault(owner, {})[name] = weakref.ref(parameter)
+            except AttributeError as error:
+                raise OffloadError(
+                    f"torch {torch.__version__} keeps what fully_shard divided in a way that torch_offload does not "
+                    f"know ({error}); install torch {_compat.supported_range()}, or train without fully_shard"
+                ) from error
+        if shards and not self._is_installed:
+            self._patches.replace(replaced_functions.GATHERED_PARAMETERS, self._after_gathering)
+            self._is_installed = True
+        return shards
+
+    def page_padded(self, shards: Shards) -> None:
+        """Have what gatherings read of paged shards, the same memory with its padding, be paged like these."""
+        for parameter in _parameters_in(shards):
+            shard, padded = paged_part(parameter.sharded_param), _compat.padded_shard(parameter)
+            if _C.is_managed(shard) and not _C.is_managed(padded):
+                self._engine.manage(padded, kind="parameter", label="shard", of_module=True)
+
+    def release_padded(self, shards: Shards) -> None:
+        """Make it ordinary again, after the shards."""
+        for parameter in _parameters_in(shards):
+            self._engine.unmanage(_compat.padded_shard(parameter))
+
+    def _after_gathering(self, original: Any, parameter: Any, *args: Any, **options: Any) -> None:
+        original(parameter, *args, **options)
+        self._leave_gathered(parameter)
+
+    def _leave_gathered(self, parameter: Any) -> None:
+        """Let no graph make pages of memory that torch frees and takes again by itself."""
+        for gathered in parameter.all_gather_outputs:
+            self._engine.keep_out(gathered)
+
+
+def _parameters_in(shards: Shards) -> list[Any]:
+    found = (reference() for named in shards.values() for reference in named.values())
+    return [parameter for parameter in found if parameter is not None]
+
+
+def paged_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has the memory of one: itself; of a DTensor, this rank's part."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        return paged_part(_compat.local_part(tensor))
+    return tensor
+
+
+def own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's part of the gradient of a DTensor, in memory of its own.
+
+    A reduction puts the gradients of a whole module into one tensor, which would stay as long as the smallest of them.
+    """
+    if parameter.grad is None:
+        return None
+    gradient = paged_part(parameter.grad)
+    if gradient.layout is torch.strided and gradient.untyped_storage().nbytes() != gradient.nbytes:
+        gradient = gradient.clone()
+        _compat.set_local_part(parameter.grad, gradient)
+    return gradient
