@@ -44,16 +44,13 @@ class ShardedParameters:
         """
         self._engine = engine
         self._patches = patches
-        self._updates_in_backward = updates_in_backward
         self._is_installed = False
-
-    def why_not_paged(self) -> str | None:
-        """Return the reason why shards stay in memory in this session, or None where they are paged."""
-        if self._engine.torch_device != "cpu":
-            return "are sharded by fully_shard, whose shards are paged on the CPU only"
-        if self._updates_in_backward:
-            return 'are sharded by fully_shard, which update="backward" does not know'
-        return None
+        self.why_not_paged: str | None = None
+        """The reason why shards stay in memory in this session; None where they are paged."""
+        if engine.torch_device != "cpu":
+            self.why_not_paged = "are sharded by fully_shard, whose shards are paged on the CPU only"
+        elif updates_in_backward:
+            self.why_not_paged = 'are sharded by fully_shard, which update="backward" does not know'
 
     def in_module(self, module: nn.Module) -> Shards:
         """Return what is sharded in a module, which may be inside one that is.

@@ -129,7 +129,7 @@ class WrappedModule:
         self._parts = []
         refusals: Refusals = []
         self._shards = self._sharded.in_module(module)
-        why_shards_stay = self._sharded.why_not_paged()
+        why_shards_stay = self._sharded.why_not_paged
         if self._shards and why_shards_stay is not None and not self._has_named_shards:
             refusals.append((f"{sum(map(len, self._shards.values()))} parameters", why_shards_stay))
             self._has_named_shards = True
@@ -160,12 +160,10 @@ class WrappedModule:
         shards = self._shards.get(module)
         if not shards:
             return module._parameters
-        known = {name: reference() for name, reference in shards.items()}
-        is_paged = self._sharded.why_not_paged() is None
-        return {
-            **module._parameters,
-            **{name: held.sharded_param if is_paged and held is not None else None for name, held in known.items()},
-        }
+        held: dict[str, torch.Tensor | None] = dict.fromkeys(shards)
+        if self._sharded.why_not_paged is None:
+            held |= {name: known.sharded_param for name, shard in shards.items() if (known := shard()) is not None}
+        return {**module._parameters, **held}
 
     def adopt_parameter(self, label: str, parameter: torch.Tensor) -> None:
         """Page a parameter that is about to be registered. One that cannot be paged waits for the next scan."""

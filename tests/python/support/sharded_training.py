@@ -49,6 +49,16 @@ class Case:
         """40 % of a rank's state, and activations where they stay."""
         return int(0.4 * STATE_BYTES / self.ranks) + (ACTIVATION_BYTES if self.activations == "keep" else 0)
 
+    def config(self, folder: str) -> Config:
+        """All of a module that is wrapped first is paged before it is sharded."""
+        return Config(
+            ram=2 * STATE_BYTES if self.wraps_first else self.budget_bytes,
+            ssd=folder,
+            page_elements=1 << 13,
+            min_paged_bytes=1 << 14,
+            activations=self.activations,
+        )
+
 
 class Block(nn.Module):
     """What is gathered at once."""
@@ -122,14 +132,7 @@ def run(rank: int, case: Case, folder: str) -> tuple[list[str], list[str], dict[
     model = new_model(case)
     if not case.wraps_first:
         shard(model, case)
-    config = Config(
-        ram=2 * STATE_BYTES if case.wraps_first else case.budget_bytes,
-        ssd=folder,
-        page_elements=1 << 13,
-        min_paged_bytes=1 << 14,
-        activations=case.activations,
-    )
-    torch_offload.wrap(model, config=config)
+    torch_offload.wrap(model, config=case.config(folder))
     if case.wraps_first:
         shard(model, case)
     paged = train(rank, model, case)
@@ -160,8 +163,7 @@ def run_unwrapped(rank: int, case: Case, folder: str) -> Unwrapped:
         model = new_model(case)
         shard(model, case)
         if is_paged:
-            config = Config(ram=case.budget_bytes, ssd=folder, page_elements=1 << 13, min_paged_bytes=1 << 14)
-            torch_offload.wrap(model, config=config)
+            torch_offload.wrap(model, config=case.config(folder))
             engine = PROCESS.session.engine
         optimizer = new_optimizer(model, case)
         trained = train(rank, model, case, optimizer)
@@ -180,8 +182,7 @@ def saved_and_loaded(rank: int, case: Case, folder: str) -> tuple[list[str], lis
     model, loaded = new_model(case), new_model(case)
     for module in (model, loaded):
         shard(module, case)
-    config = Config(ram=case.budget_bytes, ssd=folder, page_elements=1 << 13, min_paged_bytes=1 << 14)
-    torch_offload.wrap(model, config=config)
+    torch_offload.wrap(model, config=case.config(folder))
     train(rank, model, case)
     checkpoint = f"{folder}/checkpoint"
     distributed_checkpoint.save(model.state_dict(), checkpoint_id=checkpoint)
