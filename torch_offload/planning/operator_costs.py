@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch_offload.system import resources
 
 logger = logging.getLogger(__name__)
 
-REPETITIONS = 4
+ROUNDS = 5
 CACHE_BYTES = 64 << 20  # more than a core's own caches
-LONG_SECONDS = 0.3  # a call that takes longer is timed once
+LONG_SECONDS = 0.3  # a call that takes longer is timed twice
 MAX_SHARE_OF_FREE_MEMORY = 0.5
 PATTERN_ELEMENTS = 1 << 20
 
@@ -45,9 +45,10 @@ class OperatorCosts:
 
         Args:
             probe: What estimates are made from.
-            limit_seconds: Time to spend on timing.
+            limit_seconds: Time to spend on timing, 0 for estimates only.
         """
         self._probe = probe
+        self._estimates_only = limit_seconds <= 0
         self._left_seconds = limit_seconds
         self._known: dict[Call, tuple[float, bool]] = {}
         self._caches = torch.frombuffer(bytearray(CACHE_BYTES), dtype=torch.uint8)  # no budget counts it
@@ -73,21 +74,36 @@ class OperatorCosts:
     def _seconds(self, total: "Counter[Call]") -> dict[Call, tuple[float, bool]]:
         """Return the seconds of one call of each, and whether they were timed."""
         estimates = {call: self.estimate(call) for call in total}
-        spent_until = time.perf_counter() + self._left_seconds
-        found = {}
-        for call in sorted(total, key=lambda call: -total[call] * estimates[call]):
-            fits = call.input_bytes + call.output_bytes <= self._largest_bytes
-            has_time = time.perf_counter() + estimates[call] < spent_until
-            timed = self._timed(call) if fits and has_time else None
-            found[call] = (estimates[call], False) if timed is None else (timed, True)
-        return found
+        in_order = sorted(total, key=lambda call: -total[call] * estimates[call])
+        timed = self._timed([call for call in in_order if call.input_bytes + call.output_bytes <= self._largest_bytes])
+        return {call: (timed[call], True) if call in timed else (estimates[call], False) for call in in_order}
 
-    def _timed(self, call: Call) -> float | None:
-        """Time a call that no plan of this process has timed yet."""
+    def _timed(self, calls: Sequence[Call]) -> dict[Call, float]:
+        """Return the seconds of those that can be timed, and of those that a plan of this process has timed before.
+
+        Each call once, in order, and then all again: what takes the processor away for a second takes one time of each
+        call, and not all times of a few. The second least of a call's times counts: the least of calls in a row was
+        0.49 s in sum where a step of LoRA took 0.61.
+        """
+        if self._estimates_only:
+            return {}
         known = PROCESS.operator_seconds
-        if call not in known:
-            known[call] = timed_seconds(call, self._caches)
-        return known[call]
+        times: dict[Call, list[float]] = {call: [] for call in calls if call not in known}
+        until = time.perf_counter() + self._left_seconds
+        for _ in range(ROUNDS):
+            for call, seconds in times.items():
+                expected = min(seconds, default=self.estimate(call))
+                is_known_long = len(seconds) > 1 and expected >= LONG_SECONDS
+                if call in known or is_known_long or time.perf_counter() + expected >= until:
+                    continue
+                is_first_short = not seconds and expected < LONG_SECONDS
+                measured = timed_seconds(call, self._caches, warm_up=is_first_short)
+                if measured is None:
+                    known[call] = None
+                else:
+                    seconds.append(measured)
+        known.update({call: sorted(seconds)[:2][-1] for call, seconds in times.items() if seconds})
+        return {call: timed for call in calls if (timed := known.get(call)) is not None}
 
 
 def _sum_of(counts: "Counter[Call]", seconds: Mapping[Call, tuple[float, bool]]) -> Cost:
@@ -97,35 +113,30 @@ def _sum_of(counts: "Counter[Call]", seconds: Mapping[Call, tuple[float, bool]])
     )
 
 
-def timed_seconds(call: Call, caches: Tensor) -> float | None:
+def timed_seconds(call: Call, caches: Tensor, *, warm_up: bool) -> float | None:
     """Return the seconds of a call on tensors of its shapes, None where it cannot be made on such tensors.
 
-    Of calls that find nothing in the caches, as in a step, where others came between. The least of calls in a row was
-    0.49 s in sum where a step of LoRA took 0.61. Of five the second least counts: other programs may disturb three.
+    Of a call that finds nothing in the caches, as in a step, where others came between.
 
     Args:
         call: To be made.
-        caches: Written before each time, so that the caches hold that.
+        caches: Written before, so that the caches hold that.
+        warm_up: Make it once before, so that its kernel has been chosen and loaded.
     """
     bound = _index_bound(call)
     arguments = [_real(value, bound) for value in call.arguments]
     keywords = {name: _real(value, bound) for name, value in call.keywords}
     try:
         with torch.no_grad():
-            seconds = [_time(call.operator, arguments, keywords, caches)]
-            repetitions = REPETITIONS if seconds[0] < LONG_SECONDS else 0
-            seconds += [_time(call.operator, arguments, keywords, caches) for _ in range(repetitions)]
-            return sorted(seconds)[:2][-1]
+            if warm_up:
+                call.operator(*arguments, **keywords)
+            caches.add_(1)
+            started = time.perf_counter()
+            call.operator(*arguments, **keywords)
+            return time.perf_counter() - started
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         logger.info("%s cannot be timed alone and is estimated: %s", call, error)
         return None
-
-
-def _time(operator: Any, arguments: list[Any], keywords: dict[str, Any], caches: Tensor) -> float:
-    caches.add_(1)
-    started = time.perf_counter()
-    operator(*arguments, **keywords)
-    return time.perf_counter() - started
 
 
 def _index_bound(call: Call) -> int:

@@ -24,12 +24,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import torch_offload
 from torch_offload import Config, ConfigError, OffloadError, UnsupportedModelError
+from torch_offload.planning import operator_costs
 from torch_offload.planning.fake_trace import What, record
 from torch_offload.planning.operator_calls import is_passing, tensor_shapes, tensors_in
 from torch_offload.planning.page_uses import StepShape, StepUses, UpdateTier
 from torch_offload.planning.planner import PlanInputs
 from torch_offload.planning.step_time import Phase, Rates, rates_of, ssd_seconds, total_by_kind
 from torch_offload.planning.tier_traffic import Budgets, traffic_of
+from torch_offload.runtime.process import PROCESS
 
 PAGE = 4096
 STEPS = 7
@@ -369,6 +371,22 @@ def test_operators_are_timed_where_there_is_time():
     model = tiny_model("llama", tied=False)
     assert plan_of(model, batch, config, timing_seconds=60).timed_share == pytest.approx(1.0)
     assert plan_of(model, batch, config).timed_share == 0
+
+
+def test_no_operator_costs_what_a_disturbed_moment_took(monkeypatch):
+    """Five times in a row that are disturbed are not all those of one call."""
+    batch, config = token_batch(), Config(ram="64MiB", min_paged_bytes=0, page_elements=PAGE)
+    model = tiny_model("llama", tied=False)
+    timings = itertools.count()
+
+    def seconds_of(call, caches, *, warm_up):
+        return 1.0 if 5 <= next(timings) < 10 else 0.001
+
+    monkeypatch.setattr(operator_costs, "timed_seconds", seconds_of)
+    monkeypatch.setattr(PROCESS, "operator_seconds", {})
+    plan_of(model, batch, config, timing_seconds=60)
+    assert len(PROCESS.operator_seconds) * 5 == next(timings)
+    assert set(PROCESS.operator_seconds.values()) == {0.001}
 
 
 @pytest.mark.parametrize(
