@@ -117,6 +117,10 @@ def settle_vector_math() -> None:
 
 
 # --- Names of torch.distributed that are its own ----------------------------------------------------------------------
+SHARDING_MODULE: Final = "torch.distributed.fsdp._fully_shard._fsdp_param"
+"""Makes the shards of `fully_shard`."""
+
+
 def local_part(tensor: Any) -> Any:
     """Return the tensor of this rank inside a DTensor: the very one, where `to_local` may make a view."""
     return tensor._local_tensor

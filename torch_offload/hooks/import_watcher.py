@@ -29,6 +29,11 @@ class ImportWatcher:
         else:
             sys.meta_path.insert(0, self)
 
+    def remove(self) -> None:
+        """Watch no more. Safe to call twice, and after the module was imported."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -47,7 +52,7 @@ class ImportWatcher:
             vars(loader).pop("exec_module", None)
             load(module)  # an import that fails is tried again, and watched again
             if self in sys.meta_path:  # another finder may have looked for the module meanwhile
-                sys.meta_path.remove(self)
+                self.remove()
                 self._action()
 
         loader.exec_module = load_and_act  # type: ignore[method-assign]

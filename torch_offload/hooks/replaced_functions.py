@@ -219,6 +219,14 @@ HIGHER_ORDER_KEYS = ReplacedFunction(
     until=Until.ENGINE_CLOSES,
     alternative="Backend fallbacks for higher-order operators.",
 )
+SHARDED_PARAMETER = ReplacedFunction(
+    owner="torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+    name="_init_sharded_param",
+    parameters=("self", "param"),
+    reason="The shard of a paged parameter is paged as soon as it is made, before the next one takes memory.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A hook of `fully_shard` on each shard that it makes.",
+)
 GATHERED_PARAMETERS = ReplacedFunction(
     owner="torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
     name="init_all_gather_outputs",
@@ -364,6 +372,7 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     FORBID_SAVED_TENSOR_HOOKS,
     ALLOW_SAVED_TENSOR_HOOKS,
     HIGHER_ORDER_KEYS,
+    SHARDED_PARAMETER,
     GATHERED_PARAMETERS,
     OPTIMIZER_LOADED_STATE,
     OPTIMIZER_LOAD,

@@ -117,7 +117,12 @@ class Session:
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, WrappedModule] = weakref.WeakKeyDictionary()
         self._owners: weakref.WeakKeyDictionary[nn.Module, tuple[WrappedModule, str]] = weakref.WeakKeyDictionary()
         self._patches = Patches()
-        self._sharded = ShardedParameters(self.engine, self._patches, updates_in_backward=config.update == "backward")
+        self._sharded = ShardedParameters(
+            self.engine,
+            self._patches,
+            updates_in_backward=config.update == "backward",
+            label_of=self._label_of,
+        )
         self._hooks: list[RemovableHandle | Listening] = []
         self._saves_experts = False
         self._unpickled = UnpickledTensors(self.engine, budget_bytes=config.compute_bytes)
@@ -146,6 +151,7 @@ class Session:
         self._patches.replace(replaced_functions.PARAMETER_DEEPCOPY, self._after_copy)
         self._patches.replace(replaced_functions.SWAP_TENSORS, self._swapped)
         data_parallel.broadcast_in_small_pieces(self._patches)
+        self._sharded.install()
         if self._activations is not None:
             self._patches.replace(replaced_functions.FORBID_SAVED_TENSOR_HOOKS, self._activations.stand_aside)
             self._patches.replace(replaced_functions.ALLOW_SAVED_TENSOR_HOOKS, self._activations.come_back)
@@ -333,6 +339,7 @@ class Session:
         self._hooks = []
         for module in list(self._wrapped):
             self._forget(module)
+        self._sharded.remove()
         self._patches.undo()
         self.engine.remove_allocator()
         self._until_closed.close()

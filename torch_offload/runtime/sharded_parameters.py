@@ -5,9 +5,10 @@ shards or the gathered tensors into the module. The shards are what stays, so th
 paged; what is gathered is torch's, ordinary memory within the budget. No collective is changed.
 """
 
+import logging
 import sys
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -16,10 +17,14 @@ from torch import nn
 from torch_offload import _C, _compat
 from torch_offload.errors import OffloadError
 from torch_offload.hooks import replaced_functions
+from torch_offload.hooks.import_watcher import ImportWatcher
 from torch_offload.hooks.patches import Patches
+
+logger = logging.getLogger(__name__)
 
 Shards = MutableMapping[nn.Module, dict[str, weakref.ref[Any]]]
 """Of each module the parameters that are sharded, by name there, as ``fully_shard`` keeps them. Keeps none alive."""
+LabelOf = Callable[[torch.Tensor], str | None]
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -34,16 +39,19 @@ class ShardedParameters:
     Threads: the one that trains.
     """
 
-    def __init__(self, engine: _C.Engine, patches: Patches, *, updates_in_backward: bool) -> None:
-        """Replace nothing before there are shards.
+    def __init__(self, engine: _C.Engine, patches: Patches, *, updates_in_backward: bool, label_of: LabelOf) -> None:
+        """Replace nothing before :meth:`install`.
 
         Args:
             engine: Pages the shards.
-            patches: Takes the replacement that they need.
+            patches: Takes the replacements that they need.
             updates_in_backward: Parameters are updated as soon as their gradients are complete.
+            label_of: Names a parameter of a wrapped module.
         """
         self._engine = engine
         self._patches = patches
+        self._label_of = label_of
+        self._watcher = ImportWatcher(_compat.SHARDING_MODULE, self._page_as_made)
         self._is_installed = False
         self.why_not_paged: str | None = None
         """The reason why shards stay in memory in this session; None where they are paged."""
@@ -51,6 +59,29 @@ class ShardedParameters:
             self.why_not_paged = "are sharded by fully_shard, whose shards are paged on the CPU only"
         elif updates_in_backward:
             self.why_not_paged = 'are sharded by fully_shard, which update="backward" does not know'
+
+    def install(self) -> None:
+        """Page the shards of paged parameters as they are made, once torch's own part has been imported."""
+        if self.why_not_paged is None:
+            self._watcher.install()
+
+    def remove(self) -> None:
+        """Wait for torch's own part no more. Safe to call twice."""
+        self._watcher.remove()
+
+    def _page_as_made(self) -> None:
+        try:
+            self._patches.replace(replaced_functions.SHARDED_PARAMETER, self._after_sharding)
+        except OffloadError as error:  # they are paged before the first forward then, or refused there
+            logger.info("shards are not paged as they are made: %s", error)
+
+    def _after_sharding(self, original: Any, parameter: Any, whole: torch.Tensor, *args: Any, **options: Any) -> None:
+        is_paged = _C.is_managed(paged_part(whole))
+        original(parameter, whole, *args, **options)
+        if is_paged:
+            label = f"shard of {self._label_of(whole) or 'a parameter'}"
+            self._engine.manage(paged_part(parameter.sharded_param), kind="parameter", label=label, of_module=True)
+            self._page_padded(parameter)
 
     def in_module(self, module: nn.Module) -> Shards:
         """Return what is sharded in a module, which may be inside one that is.
@@ -78,9 +109,12 @@ class ShardedParameters:
     def page_padded(self, shards: Shards) -> None:
         """Have what gatherings read of paged shards, the same memory with its padding, be paged like these."""
         for parameter in _parameters_in(shards):
-            shard, padded = paged_part(parameter.sharded_param), _compat.padded_shard(parameter)
-            if _C.is_managed(shard) and not _C.is_managed(padded):
-                self._engine.manage(padded, kind="parameter", label="shard", of_module=True)
+            self._page_padded(parameter)
+
+    def _page_padded(self, parameter: Any) -> None:
+        padded = _compat.padded_shard(parameter)
+        if _C.is_managed(paged_part(parameter.sharded_param)) and not _C.is_managed(padded):
+            self._engine.manage(padded, kind="parameter", label="shard", of_module=True)
 
     def release_padded(self, shards: Shards) -> None:
         """Make it ordinary again, after the shards."""

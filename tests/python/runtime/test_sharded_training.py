@@ -8,6 +8,7 @@ import pytest
 from support.collectives import in_each_rank
 from support.sharded_training import (
     ACTIVATION_BYTES,
+    SHARDS_BYTES,
     STEPS,
     WEIGHTS,
     Case,
@@ -51,10 +52,13 @@ def test_updates_are_deferred_and_gathered_weights_are_no_activations(scratch):
 
 
 def test_a_module_that_is_sharded_after_it_was_wrapped(scratch):
+    """Within the same budget: its shards are paged as they are made."""
     case = Case(wraps_first=True)
     for plain, paged, figures in run_ranks(case, str(scratch)):
         assert plain == paged
         assert figures["faults"] == 0
+        assert figures["shards_bytes"] == SHARDS_BYTES // case.ranks
+        assert figures["memory"]["peak_bytes"] <= case.budget_bytes
         assert figures["norms_from_cache"] == WEIGHTS * STEPS
 
 

@@ -17,13 +17,16 @@ from torch.distributed.tensor import DTensor
 import torch_offload
 from support.bits import digest
 from support.collectives import in_each_rank, join_group
-from torch_offload import Config
+from torch_offload import _C, Config
 from torch_offload.runtime.process import PROCESS
+from torch_offload.runtime.sharded_parameters import paged_part
 
 WIDTH, BLOCKS, ROWS, STEPS = 128, 16, 128, 3
 WEIGHTS = 2 * BLOCKS
 """Tensors whose shards are large enough to be paged."""
 PARAMETERS = BLOCKS * (8 * WIDTH * WIDTH + 5 * WIDTH)
+SHARDS_BYTES = 4 * BLOCKS * 8 * WIDTH * WIDTH
+"""Of these, on all ranks together."""
 STATE_BYTES = 4 * 4 * PARAMETERS
 """Weights, gradients and two moments of all ranks together."""
 
@@ -50,9 +53,8 @@ class Case:
         return int(0.4 * STATE_BYTES / self.ranks) + (ACTIVATION_BYTES if self.activations == "keep" else 0)
 
     def config(self, folder: str) -> Config:
-        """All of a module that is wrapped first is paged before it is sharded."""
         return Config(
-            ram=2 * STATE_BYTES if self.wraps_first else self.budget_bytes,
+            ram=self.budget_bytes,
             ssd=folder,
             page_elements=1 << 13,
             min_paged_bytes=1 << 14,
@@ -124,7 +126,7 @@ def train(rank: int, model: nn.Sequential, case: Case, optimizer: torch.optim.Op
 
 
 def run(rank: int, case: Case, folder: str) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Train in memory and paged; the figures are of the latter."""
+    """Train in memory and paged; the figures are of the latter, with what is paged before the first forward."""
     join_group(rank, folder, ranks=case.ranks)
     model = new_model(case)
     shard(model, case)
@@ -135,8 +137,9 @@ def run(rank: int, case: Case, folder: str) -> tuple[list[str], list[str], dict[
     torch_offload.wrap(model, config=case.config(folder))
     if case.wraps_first:
         shard(model, case)
+    shards_bytes = sum(local(weight).nbytes for weight in model.parameters() if _C.is_managed(paged_part(weight)))
     paged = train(rank, model, case)
-    figures = PROCESS.session.statistics()
+    figures = PROCESS.session.statistics() | {"shards_bytes": shards_bytes}
     dist.destroy_process_group()
     return plain, paged, figures
 
