@@ -78,7 +78,10 @@ def start_paged(command: Sequence[str], *, ram: str, ssd: Path, update: str = "s
 
 
 def assert_paged(ended: Ended) -> None:
-    report = ended.report
+    assert_report_paged(ended.report)
+
+
+def assert_report_paged(report: dict[str, Any]) -> None:
     assert report["evictions"] > 0
     assert report["ssd_written_bytes"] > 0
     assert report["ssd_read_bytes"] > 0

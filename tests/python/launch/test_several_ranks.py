@@ -1,0 +1,73 @@
+"""Stock Trainer scripts on two ranks, under the launcher, leave the same files as without it, to the byte.
+
+Method: torchrun over gloo, plain and paged at once. The launcher divides its budget between the ranks, and each rank
+reports that bytes moved.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.folders import save_model
+from support.script_runs import SCRIPTS, Ended, assert_report_paged, start, start_paged
+
+RANKS = 2
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_model("causal", tmp_path_factory.mktemp("model") / "causal")
+
+
+def run_both(command: list[str], folder: Path, scratch: Path, *, ram_of_rank: int) -> list[Ended]:
+    """Run with OUTPUT replaced by a folder, and return the plain and the paged run."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    plain_words, paged_words = (
+        [str(folder / name) if word == "OUTPUT" else word for word in [*TORCHRUN, *command]]
+        for name in ("plain", "paged")
+    )
+    running = [start(plain_words), start_paged(paged_words, ram=str(RANKS * ram_of_rank), ssd=scratch)]
+    ends = [each.end() for each in running]
+    for ended in ends:
+        assert ended.status == 0, ended.errors[-5000:]
+    assert len(ends[1].reports) == RANKS
+    for report in ends[1].reports:
+        assert_report_paged(report)
+        assert report["budget_bytes"] <= ram_of_rank
+        assert report["faults"] == 0
+    return ends
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    """Return losses and norms of the run's steps."""
+    state = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())
+    return [{name: entry[name] for name in ("loss", "grad_norm")} for entry in state["log_history"] if "loss" in entry]
+
+
+def assert_same_files(folder: Path, pattern: str, *, count: int) -> None:
+    names = sorted(path.relative_to(folder / "plain") for path in (folder / "plain").rglob(pattern))
+    assert len(names) == count
+    for name in names:
+        assert (folder / "paged" / name).read_bytes() == (folder / "plain" / name).read_bytes(), name
+
+
+def test_data_parallel_trainer(model, tmp_path, scratch):
+    """DDP, which keeps all gradients in its buckets: gradients and 15 % of a rank's state."""
+    weights_bytes = (model / "model.safetensors").stat().st_size
+    command = [str(SCRIPTS / "fine_tune.py"), "causal", str(model), "OUTPUT"]
+    run_both(command, tmp_path, scratch, ram_of_rank=int(weights_bytes * (1 + 0.15 * 4)))
+    assert_same_files(tmp_path, "*.safetensors", count=3)
+    assert len(logged(tmp_path / "plain")) == 4
+    assert logged(tmp_path / "paged") == logged(tmp_path / "plain")
+
+
+def test_sharded_trainer(model, tmp_path, scratch):
+    """FSDP2 by accelerate's plugin, each rank in less than 40 % of its state; its checkpoints are of shards."""
+    weights_bytes = (model / "model.safetensors").stat().st_size
+    command = [str(SCRIPTS / "fine_tune_sharded.py"), str(model), "OUTPUT", "SHARDED_STATE_DICT"]
+    run_both(command, tmp_path, scratch, ram_of_rank=int(weights_bytes * 4 / RANKS * 0.4))
+    assert_same_files(tmp_path, "*.distcp", count=2 * 2 * RANKS)
+    assert len(logged(tmp_path / "plain")) == 4
+    assert logged(tmp_path / "paged") == logged(tmp_path / "plain")
