@@ -5,15 +5,20 @@ reports that bytes moved.
 """
 
 import json
-import os
+import shutil
 from pathlib import Path
 
 import pytest
 from support.folders import save_model
-from support.script_runs import SCRIPTS, Ended, assert_report_paged, start, start_paged
+from support.script_runs import SCRIPTS, assert_report_paged, start, start_paged
 
 RANKS = 2
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
 @pytest.fixture(scope="module")
@@ -21,23 +26,27 @@ def model(tmp_path_factory) -> Path:
     return save_model("causal", tmp_path_factory.mktemp("model") / "causal")
 
 
-def run_both(command: list[str], folder: Path, scratch: Path, *, ram_of_rank: int) -> list[Ended]:
-    """Run with OUTPUT replaced by a folder, and return the plain and the paged run."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def run_both(command: list[str], folder: Path, scratch: Path, *, ram_of_rank: int) -> None:
+    """Run with OUTPUT replaced by a folder, plain and paged at once."""
     plain_words, paged_words = (
         [str(folder / name) if word == "OUTPUT" else word for word in [*TORCHRUN, *command]]
         for name in ("plain", "paged")
     )
-    running = [start(plain_words), start_paged(paged_words, ram=str(RANKS * ram_of_rank), ssd=scratch)]
-    ends = [each.end() for each in running]
-    for ended in ends:
-        assert ended.status == 0, ended.errors[-5000:]
-    assert len(ends[1].reports) == RANKS
-    for report in ends[1].reports:
+    plain = start(plain_words)
+    run_paged(paged_words, scratch, ram_of_rank=ram_of_rank)
+    ended = plain.end()
+    assert ended.status == 0, ended.errors[-5000:]
+
+
+def run_paged(command: list[str], scratch: Path, *, ram_of_rank: int) -> None:
+    """Run under the launcher; every rank pages."""
+    ended = start_paged(command, ram=str(RANKS * ram_of_rank), ssd=scratch).end()
+    assert ended.status == 0, ended.errors[-5000:]
+    assert len(ended.reports) == RANKS
+    for report in ended.reports:
         assert_report_paged(report)
         assert report["budget_bytes"] <= ram_of_rank
         assert report["faults"] == 0
-    return ends
 
 
 def logged(folder: Path) -> list[dict[str, float]]:
@@ -64,10 +73,21 @@ def test_data_parallel_trainer(model, tmp_path, scratch):
 
 
 def test_sharded_trainer(model, tmp_path, scratch):
-    """FSDP2 by accelerate's plugin, each rank in less than 40 % of its state; its checkpoints are of shards."""
-    weights_bytes = (model / "model.safetensors").stat().st_size
+    """FSDP2 by accelerate's plugin, each rank in 40 % of its state; its checkpoints are of shards, and it resumes."""
+    ram_of_rank = int((model / "model.safetensors").stat().st_size * 4 / RANKS * 0.4)
     command = [str(SCRIPTS / "fine_tune_sharded.py"), str(model), "OUTPUT", "SHARDED_STATE_DICT"]
-    run_both(command, tmp_path, scratch, ram_of_rank=int(weights_bytes * 4 / RANKS * 0.4))
+    run_both(command, tmp_path, scratch, ram_of_rank=ram_of_rank)
     assert_same_files(tmp_path, "*.distcp", count=2 * 2 * RANKS)
     assert len(logged(tmp_path / "plain")) == 4
     assert logged(tmp_path / "paged") == logged(tmp_path / "plain")
+    shutil.move(tmp_path / "paged", tmp_path / "unbroken")
+    resumed = [
+        *TORCHRUN,
+        *command[:2],
+        str(tmp_path / "paged"),
+        command[3],
+        str(tmp_path / "unbroken" / "checkpoint-2"),
+    ]
+    run_paged(resumed, scratch, ram_of_rank=ram_of_rank)
+    shutil.rmtree(tmp_path / "plain" / "checkpoint-2")
+    assert_same_files(tmp_path, "*.distcp", count=2 * RANKS)
