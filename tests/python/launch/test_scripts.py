@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.folders import save_model, save_rows
 from support.grpo_rewards import phases_of
-from support.script_runs import SCRIPTS, Ended, assert_paged, start, start_paged
+from support.script_runs import SCRIPTS, Ended, assert_paged, assert_same_files, start, start_paged
 
 pytestmark = pytest.mark.any_torch
 
@@ -46,7 +46,7 @@ def run_both(command: Sequence[str], output: Path, scratch: Path, *, ram: str, u
     for ended in ends:
         assert ended.status == 0, ended.errors[-5000:]
     assert ends[0].reports == []
-    assert_same_weights(output / "paged", output / "plain")
+    assert_same_files(output / "paged", output / "plain", "*.safetensors")
     assert_paged(ends[1])
     assert list(scratch.glob("*torch*offload*")) == []
     return ends[1]
@@ -58,14 +58,6 @@ def share_of(weights_bytes: int, copies: int) -> str:
 
 def share_of_model(folder: Path, copies: int) -> str:
     return share_of((folder / "model.safetensors").stat().st_size, copies)
-
-
-def assert_same_weights(found: Path, expected: Path) -> None:
-    names = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
-    assert names, f"nothing was saved in {expected}"
-    assert sorted(path.relative_to(found) for path in found.rglob("*.safetensors")) == names
-    for name in names:
-        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
 
 
 def trl_options(trainer: str, folders: dict[str, Path]) -> list[str]:
@@ -170,7 +162,7 @@ def test_pytorch_alone(tmp_path, scratch, script):
     ram = share_of((tmp_path / "plain" / "w.safetensors").stat().st_size, FULL_COPIES)
     ended = start_paged([command[0], command[1].replace("OUTPUT", str(tmp_path / "paged"))], ram=ram, ssd=scratch).end()
     assert ended.status == 0, ended.errors[-5000:]
-    assert_same_weights(tmp_path / "paged", tmp_path / "plain")
+    assert_same_files(tmp_path / "paged", tmp_path / "plain", "*.safetensors")
     assert_paged(ended)
 
 

@@ -86,3 +86,13 @@ def assert_report_paged(report: dict[str, Any]) -> None:
     assert report["ssd_written_bytes"] > 0
     assert report["ssd_read_bytes"] > 0
     assert report["host_peak_bytes"] <= report["budget_bytes"]
+
+
+def assert_same_files(found: Path, expected: Path, pattern: str) -> list[Path]:
+    """Compare the files of two folders byte for byte, and return their names."""
+    names = sorted(path.relative_to(expected) for path in expected.rglob(pattern))
+    assert names, f"nothing was saved in {expected}"
+    assert sorted(path.relative_to(found) for path in found.rglob(pattern)) == names
+    for name in names:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+    return names
