@@ -1,15 +1,12 @@
 #include "codec/product.h"
 
 #include <algorithm>
-#include <new>
 
 #include "base/check.h"
 
 namespace torch_offload {
 namespace {
 
-constexpr std::align_val_t kPanelAlignment{64};
-constexpr std::size_t kPanelFloats = 64;  // tokens begin on a multiple of this many
 /// Rows decoded before they are used: few, so that they stay in the first cache; even more than a kernel takes at once.
 constexpr std::size_t kRowsAtOnce = 8;
 
@@ -41,34 +38,6 @@ void multiply_rows(const CodedMatrix& matrix, const CodedTile& tile, Instruction
 }
 
 }  // namespace
-
-TokenPanel::TokenPanel(std::size_t tokens, std::size_t width)
-    : tokens_(tokens), width_(width), stride_((width + kPanelFloats - 1) / kPanelFloats * kPanelFloats) {
-    const std::size_t count = tokens_ * stride_;
-    values_.reset(static_cast<float*>(operator new[](count * sizeof(float), kPanelAlignment)));
-    std::fill_n(values_.get(), count, 0.0F);
-}
-
-void TokenPanel::Free::operator()(float* values) const noexcept { operator delete[](values, kPanelAlignment); }
-
-void TokenPanel::fill(const float* from, const float* scale, std::span<const std::uint32_t> order) noexcept {
-    for (std::size_t i = 0; i < tokens_; ++i) {
-        for (std::size_t position = 0; position < width_; ++position) {
-            const std::size_t j = order.empty() ? position : order[position];
-            const float value = from[i * width_ + j];
-            token(i)[position] = scale ? value * scale[j] : value;
-        }
-    }
-}
-
-void TokenPanel::write(float* to, const float* scale, std::span<const std::uint32_t> order) const noexcept {
-    for (std::size_t i = 0; i < tokens_; ++i) {
-        for (std::size_t position = 0; position < width_; ++position) {
-            const std::size_t j = order.empty() ? position : order[position];
-            to[i * width_ + j] = token(i)[position] * scale[j];
-        }
-    }
-}
 
 void multiply_tile(const CodedMatrix& matrix, const CodedTile& tile, const TokenPanel& x, TokenPanel& y,
                    InstructionSet set) {

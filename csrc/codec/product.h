@@ -12,42 +12,14 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <span>
 
 #include "base/instruction_set.h"
 #include "codec/coded_matrix.h"
+#include "codec/token_panel.h"
 
 namespace torch_offload {
 
 inline constexpr std::size_t kSumLanes = 16;
-
-/// Floats of several tokens, each token's aligned and filled up with zeros to whole vectors. Move-only.
-class TokenPanel {
-public:
-    /// Zeros. `width` floats per token.
-    TokenPanel(std::size_t tokens, std::size_t width);
-
-    std::size_t tokens() const noexcept { return tokens_; }
-    std::size_t width() const noexcept { return width_; }
-    std::size_t stride() const noexcept { return stride_; }  // floats from one token to the next
-    float* token(std::size_t index) noexcept { return values_.get() + index * stride_; }
-    const float* token(std::size_t index) const noexcept { return values_.get() + index * stride_; }
-    /// `from`: [tokens, width]. `scale`: [width] factors, folded in as T's columns need them, or nullptr. `order`: as
-    /// CodedMatrix::column_order has it; position i gets value order[i] of a token.
-    void fill(const float* from, const float* scale = nullptr, std::span<const std::uint32_t> order = {}) noexcept;
-    /// The other way: `to` [tokens, width] gets what the panel has, times `scale`.
-    void write(float* to, const float* scale, std::span<const std::uint32_t> order = {}) const noexcept;
-
-private:
-    struct Free {
-        void operator()(float* values) const noexcept;
-    };
-    std::size_t tokens_;
-    std::size_t width_;
-    std::size_t stride_;
-    std::unique_ptr<float[], Free> values_;
-};
 
 /// y = T x for the rows of one tile. Panels by column are in the order of CodedMatrix::column_order, here and below.
 /// `x`: tokens of columns() floats. `y`: tokens of at least rows() floats; only the tile's rows are written.
