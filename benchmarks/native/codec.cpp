@@ -271,7 +271,7 @@ public:
     }
 
 private:
-    /// Of one count of tokens: y = T x, z = T^T g.
+    /// Of one count of tokens: y = T x, z = T^T g. Tokens become planes in every product, as in the operator.
     struct Panels {
         TokenPanel x, y, g, z;
         Panels(std::size_t tokens, std::size_t rows)
@@ -303,23 +303,33 @@ private:
         return name + ", " + std::to_string(tokens) + (tokens == 1 ? " token" : " tokens");
     }
 
+    /// Of floats, beside those of 16 bits.
+    static std::string of_floats(const std::string& name, unsigned planes) {
+        return planes == kPlanesOfFloat ? name + " float32" : name;
+    }
+
     void add_products(const std::string& name, const CodedMatrix& coded, std::size_t threads, InstructionSet set,
-                      std::size_t most_tokens) {
+                      std::size_t most_tokens, unsigned planes = kPlanesOfHalf) {
         if (!is_available(set)) return;
         for (Panels& panels : panels_) {
             const std::size_t tokens = panels.x.tokens();
             if (tokens > most_tokens) continue;
-            add(of_tokens(name, tokens), threads, static_cast<double>(tokens), [&coded, threads, set, &panels] {
+            const auto run = [&coded, threads, set, planes, &panels] {
+                const TokenPlanes x(panels.x, planes, set);
                 on_threads(threads, coded.tiles().size(),
-                           [&](std::size_t i) { multiply_tile(coded, coded.tiles()[i], panels.x, panels.y, set); });
-            });
+                           [&](std::size_t i) { multiply_tile(coded, coded.tiles()[i], x, panels.y, set); });
+            };
+            add(of_tokens(of_floats(name, planes), tokens), threads, static_cast<double>(tokens), run);
         }
     }
 
-    void add_transposed() {
+    void add_transposed(unsigned planes) {
         for (Panels& panels : panels_) {
-            add(of_tokens("tun12 transposed", panels.g.tokens()), 1, static_cast<double>(panels.g.tokens()),
-                [this, &panels] { multiply_transposed(coded_tun12_, panels.g, panels.z); });
+            const std::size_t tokens = panels.g.tokens();
+            add(of_tokens(of_floats("tun12 transposed", planes), tokens), 1, static_cast<double>(tokens),
+                [this, planes, &panels] {
+                    multiply_transposed(coded_tun12_, TokenPlanes(panels.g, planes), panels.z);
+                });
         }
     }
 
@@ -354,6 +364,7 @@ private:
         }
 #endif
         add_products("tun12 avx512", coded_tun12_, threads, InstructionSet::avx512, 64);
+        add_products("tun12 avx512", coded_tun12_, threads, InstructionSet::avx512, 64, kPlanesOfFloat);
         add_products("tun12 avx2", coded_tun12_, threads, InstructionSet::avx2, 8);
         add_products("rans4 avx512", coded_rans4_, threads, InstructionSet::avx512, 8);
         add_products("rans4 avx2", coded_rans4_, threads, InstructionSet::avx2, 1);
@@ -361,7 +372,8 @@ private:
         add_products("rans4 avx512 in 4 classes", coded_sorted_rans4_, threads, InstructionSet::avx512, 8);
         add_products("tun12 portable", coded_tun12_, threads, InstructionSet::portable, 1);
         if (threads > 1) return;
-        add_transposed();
+        add_transposed(kPlanesOfHalf);
+        add_transposed(kPlanesOfFloat);
         add("tun12 encode", 1, 1, [this] { encode(matrix(), {.coder = CoderChoice::tun12}); });
         add("rans4 encode", 1, 1, [this] { encode(matrix(), {.coder = CoderChoice::rans4}); });
         add("smallest encode", 1, 1, [this] { encode(matrix(), {.coder = CoderChoice::smallest}); });

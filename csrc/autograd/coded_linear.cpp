@@ -7,7 +7,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <mutex>
+#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "autograd/coded_arguments.h"
@@ -21,9 +24,9 @@
 namespace torch_offload {
 namespace {
 
-/// Tokens multiplied by one decoding of a matrix: enough for decoding to be a small part, few enough for their panels
-/// to stay small beside the matrix.
-constexpr std::int64_t kTokensAtOnce = 256;
+/// Tokens multiplied by one decoding of a matrix: enough for decoding to be a small part, few enough for their planes
+/// and sums to stay in the second cache.
+constexpr std::int64_t kTokensAtOnce = 64;
 
 /// The process's own: experts have alike odds, and an operator has no other place for what outlives a call.
 CoderTables& shared_tables() {
@@ -44,46 +47,53 @@ struct Side {
     std::span<const std::uint32_t> order = {};
 };
 
-TokenPanel panel_of(const at::Tensor& tokens, const Side& side) {
-    TokenPanel panel(static_cast<std::size_t>(tokens.size(0)), static_cast<std::size_t>(tokens.size(1)));
-    panel.fill(tokens.const_data_ptr<float>(), side.scale.const_data_ptr<float>(), side.order);
-    return panel;
+/// As many as tokens of this type need.
+unsigned planes_of(const at::Tensor& tokens) {
+    return tokens.scalar_type() == at::kFloat ? kPlanesOfFloat : kPlanesOfHalf;
 }
 
-void multiply_in_parallel(const CodedMatrix& matrix, const TokenPanel& x, TokenPanel& y) {
+/// `tokens`: [tokens, width] floats.
+TokenPlanes integers_of(const at::Tensor& tokens, const Side& side, unsigned planes) {
+    TokenPanel panel(static_cast<std::size_t>(tokens.size(0)), static_cast<std::size_t>(tokens.size(1)));
+    panel.fill(tokens.const_data_ptr<float>(), side.scale.const_data_ptr<float>(), side.order);
+    return {panel, planes};
+}
+
+void multiply_in_parallel(const CodedMatrix& matrix, const TokenPlanes& x, TokenPanel& y) {
     const std::span<const CodedTile> tiles = matrix.tiles();
     at::parallel_for(0, static_cast<std::int64_t>(tiles.size()), 1, [&](std::int64_t first, std::int64_t last) {
         for (std::int64_t i = first; i < last; ++i) multiply_tile(matrix, tiles[static_cast<std::size_t>(i)], x, y);
     });
 }
 
-/// As many tiles at a time as there are threads; parts are added in order of the tiles.
-void multiply_transposed_in_parallel(const CodedMatrix& matrix, const TokenPanel& g, TokenPanel& z) {
+/// Each thread has sums of its own, which are added in whatever order threads end.
+void multiply_transposed_in_parallel(const CodedMatrix& matrix, const TokenPlanes& g, TokenPanel& z) {
     const std::span<const CodedTile> tiles = matrix.tiles();
-    std::vector<TokenPanel> parts;
-    const std::size_t at_once = std::min(tiles.size(), static_cast<std::size_t>(at::get_num_threads()));
-    for (std::size_t i = 0; i < at_once; ++i) parts.emplace_back(z.tokens(), z.width());
-    for (std::size_t begin = 0; begin < tiles.size(); begin += at_once) {
-        const std::size_t count = std::min(at_once, tiles.size() - begin);
-        at::parallel_for(0, static_cast<std::int64_t>(count), 1, [&](std::int64_t first, std::int64_t last) {
-            for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(last); ++i) {
-                multiply_tile_transposed(matrix, tiles[begin + i], g, parts[i]);
-            }
-        });
-        for (std::size_t i = 0; i < count; ++i) add_panel(parts[i], z);
-    }
+    std::optional<ColumnSums> sums;
+    std::mutex adding;
+    at::parallel_for(0, static_cast<std::int64_t>(tiles.size()), 1, [&](std::int64_t first, std::int64_t last) {
+        ColumnSums part(g.tokens(), g.planes(), matrix.columns());
+        for (std::int64_t i = first; i < last; ++i) {
+            multiply_tile_transposed(matrix, tiles[static_cast<std::size_t>(i)], g, part);
+        }
+        const std::lock_guard lock(adding);
+        if (sums) return sums->add(part);
+        sums = std::move(part);
+    });
+    sums->write(g, z);  // there is a tile
 }
 
-/// Multiplies tokens of `from` by what `multiply` does to a panel.
+/// Multiplies tokens of `from`, [tokens, width] floats, by what `multiply` does to their planes.
 template <typename Multiply>
-at::Tensor multiplied(const at::Tensor& from, const Side& before, const Side& after, Multiply multiply) {
+at::Tensor multiplied(const at::Tensor& from, unsigned planes, const Side& before, const Side& after,
+                      Multiply multiply) {
     const std::int64_t width = after.scale.numel();
     at::Tensor result = at::empty({from.size(0), width}, from.options());
     for (std::int64_t first = 0; first < from.size(0); first += kTokensAtOnce) {
         const std::int64_t count = std::min(kTokensAtOnce, from.size(0) - first);
-        const TokenPanel panel = panel_of(from.narrow(0, first, count), before);
-        TokenPanel product(panel.tokens(), static_cast<std::size_t>(width));
-        multiply(panel, product);
+        const TokenPlanes tokens = integers_of(from.narrow(0, first, count), before, planes);
+        TokenPanel product(tokens.tokens(), static_cast<std::size_t>(width));
+        multiply(tokens, product);
         product.write(result.mutable_data_ptr<float>() + first * width, after.scale.const_data_ptr<float>(),
                       after.order);
     }
@@ -115,8 +125,8 @@ at::Tensor coded_linear(const at::Tensor& x, const at::Tensor& page, std::int64_
         const CodedScales scales(matrix.rows(), matrix.columns(), row_scale, column_scale);
         const at::Tensor from = coded_tokens("x", x, matrix.columns());
         const std::vector<std::uint32_t> order = matrix.column_order();
-        const auto product = [&](const TokenPanel& in, TokenPanel& out) { multiply_in_parallel(matrix, in, out); };
-        return tokens_like(x, multiplied(from, {scales.columns, order}, {scales.rows}, product));
+        const auto product = [&](const TokenPlanes& in, TokenPanel& out) { multiply_in_parallel(matrix, in, out); };
+        return tokens_like(x, multiplied(from, planes_of(x), {scales.columns, order}, {scales.rows}, product));
     });
 }
 
@@ -127,10 +137,10 @@ at::Tensor coded_linear_transposed(const at::Tensor& g, const at::Tensor& page, 
         const CodedScales scales(matrix.rows(), matrix.columns(), row_scale, column_scale);
         const at::Tensor from = coded_tokens("g", g, matrix.rows());
         const std::vector<std::uint32_t> order = matrix.column_order();
-        const auto product = [&](const TokenPanel& in, TokenPanel& out) {
+        const auto product = [&](const TokenPlanes& in, TokenPanel& out) {
             multiply_transposed_in_parallel(matrix, in, out);
         };
-        return tokens_like(g, multiplied(from, {scales.rows}, {scales.columns, order}, product));
+        return tokens_like(g, multiplied(from, planes_of(g), {scales.rows}, {scales.columns, order}, product));
     });
 }
 

@@ -2,8 +2,8 @@
 //
 // A page holds coded extents one behind the other (codec/FORMAT.md); `matrix` counts them from 0. The weight is
 // W = diag(row_scale) T diag(column_scale) and is never in memory: a few rows of T at a time are decoded into the cache
-// and used at once. Sums have one order for any number of tokens and threads (codec/product.h), so a token's result
-// does not depend on those it came with; but for tensor cores, which see only eight tokens and more (below).
+// and used at once. Sums are exact (codec/product.h): a token's result does not depend on those it came with, nor on
+// the number of threads; but for tensor cores, which see only eight tokens and more (below).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,8 @@
 
 namespace torch_offload {
 
-/// y = x W^T, with sums in float32 and the dtype of x. Gradients flow to x alone (coded_linear.py).
+/// y = x W^T in the dtype of x, with integers of kPlanesOfFloat bytes where x is float32, else of kPlanesOfHalf.
+/// Gradients flow to x alone (coded_linear.py).
 inline constexpr const char* kCodedLinearSchema =
     "coded_linear(Tensor x, Tensor page, int matrix, Tensor row_scale, Tensor column_scale) -> Tensor";
 /// z = g W, its backward.
@@ -37,6 +38,7 @@ inline constexpr const char* kCountZerosSchema = "count_zeros(Tensor page, int m
 /// dimension. `row_scale`: any of these types, [rows]. `column_scale`: [columns].
 /// Throws: c10::Error for a type or a shape that does not fit; CorruptPage, as Python's PageCorruptError, unless the
 ///         extent is, to the byte, what was written.
+/// A token that is not finite has results that are all not-a-number.
 /// Threads: any. They share torch's pool, tile by tile.
 at::Tensor coded_linear(const at::Tensor& x, const at::Tensor& page, std::int64_t matrix, const at::Tensor& row_scale,
                         const at::Tensor& column_scale);

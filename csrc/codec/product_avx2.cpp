@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "codec/intrinsics.h"
-#include "codec/product.h"
+#include "codec/product_kernels.h"
 
 #if defined(__x86_64__)
 
@@ -14,54 +14,73 @@
 #pragma GCC target("avx2")
 #endif
 
-#include "codec/product_loops.h"
+#include "codec/product_forward.h"
+#include "codec/product_transposed.h"
 
 namespace torch_offload {
 namespace {
 
-/// Two registers, the lower lanes first.
 struct Avx2Lanes {
-    static constexpr std::size_t kRows = 2;
-    static constexpr std::size_t kTokens = 2;
+    static constexpr std::size_t kBytes = 32;
+    static constexpr std::size_t kPlanes = 2;
 
-    __m256 low;
-    __m256 high;
+    using Bytes = __m256i;
+    using Sums = __m256i;
 
-    static Avx2Lanes zero() noexcept { return of_one(0); }
-    static Avx2Lanes of_one(float value) noexcept { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
-    static Avx2Lanes load(const float* from) noexcept { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
-    static void store(Avx2Lanes lanes, float* to) noexcept {
-        _mm256_storeu_ps(to, lanes.low);
-        _mm256_storeu_ps(to + 8, lanes.high);
+    static Sums zero() noexcept { return _mm256_setzero_si256(); }
+    static Sums load(const std::int32_t* from) noexcept { return loaded(from); }
+    static void store(Sums lanes, std::int32_t* to) noexcept {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), lanes);
     }
-    static Avx2Lanes of_ternary(const std::int8_t* from) noexcept { return {eight_of(from), eight_of(from + 8)}; }
-    static Avx2Lanes plus_product(Avx2Lanes sum, Avx2Lanes left, Avx2Lanes right) noexcept {
-        return {_mm256_add_ps(sum.low, _mm256_mul_ps(left.low, right.low)),
-                _mm256_add_ps(sum.high, _mm256_mul_ps(left.high, right.high))};
+    /// Two products fit 16 bits: no more than 512.
+    static Sums plus_products(Sums lanes, Bytes weights, Bytes bytes) noexcept {
+        const __m256i twos = _mm256_maddubs_epi16(weights, bytes);
+        return _mm256_add_epi32(lanes, _mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
     }
-    static float joined(Avx2Lanes lanes) noexcept {
-        const __m256 eight = _mm256_add_ps(lanes.low, lanes.high);
-        const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-        const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-        return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+    static void join(const Sums (&lanes)[kRowsTogether], std::int32_t* to) noexcept {
+        const __m256i halves =
+            _mm256_hadd_epi32(_mm256_hadd_epi32(lanes[0], lanes[1]), _mm256_hadd_epi32(lanes[2], lanes[3]));
+        const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), four);
+    }
+    static Bytes no_weights() noexcept { return _mm256_setzero_si256(); }
+    static Bytes weights(const std::int8_t* from) noexcept {
+        return _mm256_add_epi8(loaded(from), _mm256_set1_epi8(1));
+    }
+    static Bytes bytes(const std::int8_t* from) noexcept { return loaded(from); }
+    static Bytes four_bytes(const std::int8_t* from) noexcept {
+        std::int32_t four;
+        __builtin_memcpy(&four, from, sizeof(four));
+        return _mm256_set1_epi32(four);
+    }
+    /// Unpacking works in halves: columns are first put where it leaves them in order.
+    static void interleave(const Bytes (&rows)[kRowsTogether], Bytes (&to)[kRowsTogether]) noexcept {
+        const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+        __m256i in[kRowsTogether];
+#pragma GCC unroll 4
+        for (std::size_t r = 0; r < kRowsTogether; ++r) in[r] = _mm256_permutevar8x32_epi32(rows[r], order);
+        const __m256i low01 = _mm256_unpacklo_epi8(in[0], in[1]);
+        const __m256i high01 = _mm256_unpackhi_epi8(in[0], in[1]);
+        const __m256i low23 = _mm256_unpacklo_epi8(in[2], in[3]);
+        const __m256i high23 = _mm256_unpackhi_epi8(in[2], in[3]);
+        to[0] = _mm256_unpacklo_epi16(low01, low23);
+        to[1] = _mm256_unpackhi_epi16(low01, low23);
+        to[2] = _mm256_unpacklo_epi16(high01, high23);
+        to[3] = _mm256_unpackhi_epi16(high01, high23);
+    }
+    static void round(const float* from, const PowerOfTwo& power, std::int32_t* to) noexcept {
+        const __m256 once = _mm256_mul_ps(_mm256_loadu_ps(from), _mm256_set1_ps(power.first));
+        store(_mm256_cvtps_epi32(_mm256_mul_ps(once, _mm256_set1_ps(power.second))), to);
     }
 
 private:
-    static __m256 eight_of(const std::int8_t* from) noexcept {
-        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-    }
+    static __m256i loaded(const void* from) noexcept { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 };
 
 }  // namespace
 
-void product_avx2(const ProductRows& rows, const TokenPanel& x, TokenPanel& y) noexcept {
-    multiply_rows<Avx2Lanes>(rows, x, y);
-}
-
-void transposed_product_avx2(const ProductRows& rows, const TokenPanel& g, TokenPanel& z) noexcept {
-    multiply_rows_transposed<Avx2Lanes>(rows, g, z);
-}
+constexpr ProductKernels kAvx2Products = {write_token<Avx2Lanes>, multiply_rows<Avx2Lanes>,
+                                          multiply_rows_transposed<Avx2Lanes>};
 
 }  // namespace torch_offload
 
@@ -75,13 +94,7 @@ void transposed_product_avx2(const ProductRows& rows, const TokenPanel& g, Token
 
 namespace torch_offload {
 
-void product_avx2(const ProductRows& rows, const TokenPanel& x, TokenPanel& y) noexcept {
-    product_portable(rows, x, y);
-}
-
-void transposed_product_avx2(const ProductRows& rows, const TokenPanel& g, TokenPanel& z) noexcept {
-    transposed_product_portable(rows, g, z);
-}
+const ProductKernels kAvx2Products = kPortableProducts;
 
 }  // namespace torch_offload
 

@@ -1,56 +1,69 @@
-// The products for any processor: the reference that the others are compared with.
-#include "codec/product_loops.h"
+// The products for any processor.
+#include <cmath>
+
+#include "codec/product_forward.h"
+#include "codec/product_transposed.h"
 
 namespace torch_offload {
 namespace {
 
 struct PortableLanes {
-    static constexpr std::size_t kRows = 1;
-    static constexpr std::size_t kTokens = 2;
+    static constexpr std::size_t kBytes = 16;
+    static constexpr std::size_t kPlanes = 1;
 
-    float values[kSumLanes];
+    struct Bytes {
+        std::int8_t of[kBytes];
+    };
 
-    static PortableLanes of_one(float value) noexcept {
-        PortableLanes lanes;
-        for (float& each : lanes.values) each = value;
-        return lanes;
+    struct Sums {
+        std::int32_t of[4];
+    };
+
+    static Sums zero() noexcept { return {}; }
+    static Sums load(const std::int32_t* from) noexcept { return {{from[0], from[1], from[2], from[3]}}; }
+    static void store(const Sums& lanes, std::int32_t* to) noexcept {
+        for (std::size_t i = 0; i < 4; ++i) to[i] = lanes.of[i];
     }
-    static PortableLanes zero() noexcept { return of_one(0); }
-    static PortableLanes load(const float* from) noexcept {
-        PortableLanes lanes;
-        for (std::size_t i = 0; i < kSumLanes; ++i) lanes.values[i] = from[i];
-        return lanes;
+    static Sums plus_products(const Sums& lanes, const Bytes& weights, const Bytes& bytes) noexcept {
+        Sums result = lanes;
+        for (std::size_t i = 0; i < kBytes; ++i) result.of[i / 4] += weights.of[i] * bytes.of[i];
+        return result;
     }
-    static void store(const PortableLanes& lanes, float* to) noexcept {
-        for (std::size_t i = 0; i < kSumLanes; ++i) to[i] = lanes.values[i];
-    }
-    static PortableLanes of_ternary(const std::int8_t* from) noexcept {
-        PortableLanes lanes;
-        for (std::size_t i = 0; i < kSumLanes; ++i) lanes.values[i] = from[i];
-        return lanes;
-    }
-    static PortableLanes plus_product(const PortableLanes& sum, const PortableLanes& left,
-                                      const PortableLanes& right) noexcept {
-        PortableLanes lanes;
-        for (std::size_t i = 0; i < kSumLanes; ++i) lanes.values[i] = sum.values[i] + left.values[i] * right.values[i];
-        return lanes;
-    }
-    static float joined(PortableLanes lanes) noexcept {
-        for (std::size_t half = kSumLanes / 2; half > 0; half /= 2) {
-            for (std::size_t i = 0; i < half; ++i) lanes.values[i] += lanes.values[i + half];
+    /// Sums of four lanes each to four numbers.
+    static void join(const Sums (&lanes)[kRowsTogether], std::int32_t* to) noexcept {
+        for (std::size_t i = 0; i < kRowsTogether; ++i) {
+            to[i] = lanes[i].of[0] + lanes[i].of[1] + lanes[i].of[2] + lanes[i].of[3];
         }
-        return lanes.values[0];
+    }
+    static Bytes no_weights() noexcept { return {}; }
+    static Bytes weights(const std::int8_t* from) noexcept {
+        Bytes bytes;
+        for (std::size_t i = 0; i < kBytes; ++i) bytes.of[i] = static_cast<std::int8_t>(from[i] + 1);
+        return bytes;
+    }
+    static Bytes bytes(const std::int8_t* from) noexcept {
+        Bytes bytes;
+        for (std::size_t i = 0; i < kBytes; ++i) bytes.of[i] = from[i];
+        return bytes;
+    }
+    static Bytes four_bytes(const std::int8_t* from) noexcept {
+        Bytes bytes;
+        for (std::size_t i = 0; i < kBytes; ++i) bytes.of[i] = from[i % 4];
+        return bytes;
+    }
+    /// Rows to columns: the four bytes of a column side by side, in order of the columns.
+    static void interleave(const Bytes (&rows)[kRowsTogether], Bytes (&to)[kRowsTogether]) noexcept {
+        for (std::size_t i = 0; i < kBytes * kRowsTogether; ++i) to[i / kBytes].of[i % kBytes] = rows[i % 4].of[i / 4];
+    }
+    static void round(const float* from, const PowerOfTwo& power, std::int32_t* to) noexcept {
+        for (std::size_t i = 0; i < kBytes / 4; ++i)
+            to[i] = static_cast<std::int32_t>(std::lrint(power.times(from[i])));
     }
 };
 
 }  // namespace
 
-void product_portable(const ProductRows& rows, const TokenPanel& x, TokenPanel& y) noexcept {
-    multiply_rows<PortableLanes>(rows, x, y);
-}
-
-void transposed_product_portable(const ProductRows& rows, const TokenPanel& g, TokenPanel& z) noexcept {
-    multiply_rows_transposed<PortableLanes>(rows, g, z);
-}
+constexpr ProductKernels kPortableProducts = {write_token<PortableLanes>, multiply_rows<PortableLanes>,
+                                              multiply_rows_transposed<PortableLanes>};
 
 }  // namespace torch_offload

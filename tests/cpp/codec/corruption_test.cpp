@@ -331,7 +331,7 @@ void expect_one_outcome(const CodedMatrix& coded, const Outcome& expected, const
     }
     if (expected.error.empty()) {
         const Matrix matrix{coded.rows(), coded.columns(), expected.values};
-        ASSERT_TRUE(expected == outcome_of(matrix, coded, inputs)) << what;
+        ASSERT_TRUE(expected == outcome_of(matrix, inputs)) << what;
     } else {
         ASSERT_EQ(expected.error, expected.error_of_sums) << what;
         ASSERT_EQ(expected.error, expected.error_of_transposed_sums) << what;

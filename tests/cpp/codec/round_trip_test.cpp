@@ -31,7 +31,7 @@ protected:
         ASSERT_EQ(coded.rows(), matrix.rows) << what;
         ASSERT_EQ(coded.columns(), matrix.columns) << what;
         const Inputs inputs(matrix.rows, matrix.columns, 1 + returned_ % 3, static_cast<std::uint32_t>(returned_));
-        const Outcome expected = outcome_of(matrix, coded, inputs);
+        const Outcome expected = outcome_of(matrix, inputs);
         for (const InstructionSet set : available_sets()) {
             ASSERT_TRUE(outcome_by(set, coded, inputs) == expected)
                 << what << ", instruction set " << static_cast<int>(set);

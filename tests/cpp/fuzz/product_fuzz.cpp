@@ -30,17 +30,18 @@ std::vector<std::uint32_t> bits_of(const TokenPanel& panel) {
     return bits;
 }
 
-using Product = void(const CodedMatrix&, const TokenPanel&, TokenPanel&, InstructionSet);
+using Product = void(const CodedMatrix&, const TokenPlanes&, TokenPanel&, InstructionSet);
 
 /// The sums, or nothing where they are refused.
 std::optional<std::vector<std::uint32_t>> outcome(const CodedMatrix& matrix, Product* product, const TokenPanel& from,
                                                   std::size_t width, InstructionSet set) {
     TokenPanel to(from.tokens(), width);
     const std::size_t panel_bytes = kRansLanes * (matrix.columns() + kRowSlack + 64);
-    const std::size_t part_bytes = to.tokens() * to.stride() * sizeof(float);
+    const TokenPlanes planes(from, kMaxPlanes, set);
+    const std::size_t sums_bytes = to.tokens() * kMaxPlanes * to.stride() * sizeof(std::int32_t);
     try {
-        const AllocationLimit limit(matrix.tiles().size() * (panel_bytes + 1024) + part_bytes + 4096);
-        product(matrix, from, to, set);
+        const AllocationLimit limit(matrix.tiles().size() * (panel_bytes + 1024) + sums_bytes + 4096);
+        product(matrix, planes, to, set);
     } catch (const CorruptPage&) {
         return std::nullopt;
     }

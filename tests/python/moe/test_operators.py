@@ -69,10 +69,8 @@ def test_sparse_matrices_take_less_than_a_bit():
 
 @pytest.mark.parametrize("coder", ["tun12", "rans4", "smallest"])
 def test_sorted_columns_change_nothing_but_the_bytes(coder):
-    """Method: columns of unlike odds; whole x and scales that are powers of two, so that no bit may differ, forth and
-    back; fewer bytes.
-
-    Sums of whole numbers are exact in every order; others are rounded in that of the sorted columns, and may differ.
+    """Method: columns of unlike odds, forth and back; against the dense product whole x and scales that are powers of
+    two, so that no bit may differ; against unsorted columns any x and scales; fewer bytes.
     """
     rows, columns = 600, 300
     generator = torch.Generator().manual_seed(5)
@@ -92,6 +90,13 @@ def test_sorted_columns_change_nothing_but_the_bytes(coder):
     dense = row_scale[:, None] * values * column_scale
     assert same_values(product, x @ dense.T)
     assert same_values(back, g @ dense)
+    x = torch.randn(5, columns, generator=generator).requires_grad_()
+    g = torch.randn(5, rows, generator=generator)
+    scales = torch.rand(rows, generator=generator), torch.rand(columns, generator=generator)
+    products = [coded.coded_linear(x, each, 0, *scales) for each in (plain, page)]
+    backs = [torch.autograd.grad(each, x, g)[0] for each in products]
+    assert same_bits(*products)
+    assert same_bits(*backs)
 
 
 @given(
@@ -122,6 +127,38 @@ def test_scales_are_applied():
     x = torch.randn(5, 67, dtype=torch.float32)
     expected = x.double() @ weight.dense.T
     torch.testing.assert_close(weight.times(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "planes"), [(torch.float32, 4), (torch.bfloat16, 3), (torch.float16, 3)])
+def test_sums_are_as_near_as_their_tokens(dtype, planes):
+    """Method: against float64, to what rounding can cost.
+
+    Half a unit for each weight that is not zero, a unit being 2^(2 - 8 planes) of the power of two above the token's
+    largest value; what scales round tokens by; one rounding of the sum, one by the scale and one to the dtype.
+    """
+    weight = Weight(130, 67)
+    x = torch.randn(5, 67).to(dtype)
+    scaled = x.double() * weight.column_scale.double()
+    above = 2.0 ** (scaled.abs().amax(dim=1).log2().floor() + 1)
+    halves = (above * 2.0 ** (1 - 8 * planes))[:, None] * weight.values.abs().sum(dim=1)
+    rounded = scaled.abs() @ weight.values.abs().double().T * 2.0**-24
+    expected = x.double() @ weight.dense.T
+    bound = (halves + rounded) * weight.row_scale
+    bound = bound + (expected.abs() + bound) * (torch.finfo(dtype).eps / 2 + 2.0**-22)
+    assert ((weight.times(x).double() - expected).abs() <= bound).all()
+
+
+def test_a_token_that_is_not_finite_has_no_sums():
+    """Method: an infinity and a not-a-number, forth and back; the tokens beside them are as without them."""
+    weight = Weight(130, 67)
+    x = torch.randn(3, 67)
+    odd = x.clone()
+    odd[0, 5], odd[2, 66] = float("inf"), float("nan")
+    product = weight.times(odd.requires_grad_())
+    assert product[[0, 2]].isnan().all()
+    assert same_bits(product[1], weight.times(x)[1])
+    (back,) = torch.autograd.grad(product, odd, torch.full((3, 130), float("inf")))
+    assert back.isnan().all()
 
 
 @pytest.mark.filterwarnings("ignore:Input #")  # they are float32, in which these differences are exact

@@ -1,0 +1,53 @@
+// The products for processors with AVX-512 and its VNNI. Only what stands below the pragma may use its instructions.
+#include <cstddef>
+#include <cstdint>
+
+#include "codec/intrinsics.h"
+#include "codec/product_kernels.h"
+
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,prefer-vector-width=512")
+#endif
+
+#include "codec/product_avx512_lanes.h"
+#include "codec/product_forward.h"
+#include "codec/product_transposed.h"
+
+namespace torch_offload {
+namespace {
+
+struct SumAtOnce {
+    static __m512i plus_products(__m512i sums, __m512i weights, __m512i bytes) noexcept {
+        return _mm512_dpbusd_epi32(sums, weights, bytes);
+    }
+};
+
+using Lanes = Avx512Lanes<SumAtOnce>;
+
+}  // namespace
+
+constexpr ProductKernels kVnniProducts = {write_token<Lanes>, multiply_rows<Lanes>, multiply_rows_transposed<Lanes>};
+
+}  // namespace torch_offload
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#else
+
+namespace torch_offload {
+
+const ProductKernels kVnniProducts = kPortableProducts;
+
+}  // namespace torch_offload
+
+#endif
