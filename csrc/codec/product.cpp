@@ -26,7 +26,7 @@ void check_tokens(std::size_t tokens, std::size_t others) {
 bool has_vnni() noexcept {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512vnni");
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi2");
 #else
     return false;
 #endif

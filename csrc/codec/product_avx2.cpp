@@ -23,6 +23,7 @@ namespace {
 struct Avx2Lanes {
     static constexpr std::size_t kBytes = 32;
     static constexpr std::size_t kPlanes = 2;
+    static constexpr std::size_t kMinTokens = kNeverByColumn;  // lists take too long
 
     using Bytes = __m256i;
     using Sums = __m256i;
@@ -80,7 +81,7 @@ private:
 }  // namespace
 
 constexpr ProductKernels kAvx2Products = {write_token<Avx2Lanes>, multiply_rows<Avx2Lanes>,
-                                          multiply_rows_transposed<Avx2Lanes>};
+                                          multiply_rows_transposed<Avx2Lanes>, Avx2Lanes::kMinTokens};
 
 }  // namespace torch_offload
 

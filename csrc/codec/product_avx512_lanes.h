@@ -1,15 +1,16 @@
-// Vectors of AVX-512 for product_loops.h, but for the sum of products, of which there are two. To be included where its
-// instructions may be used: internal linkage, no standard headers. Layer codec: includes base only.
+// Vectors of AVX-512 for product_loops.h, but for sums of products and lists, of which there are two. To be included
+// where its instructions may be used: internal linkage, no standard headers. Layer codec: includes base only.
 #pragma once
 
 #include "codec/product_loops.h"
+#include "codec/product_sparse.h"
 
 namespace torch_offload {
 namespace {
 
-/// `plus_products` of `Sum` adds products of bytes by fours.
-template <typename Sum>
-struct Avx512Lanes {
+/// `More` has plus_products(), which adds products of bytes by fours; list(); and kMinTokens.
+template <typename More>
+struct Avx512Lanes : More {
     static constexpr std::size_t kBytes = 64;
     static constexpr std::size_t kPlanes = 4;
 
@@ -20,7 +21,7 @@ struct Avx512Lanes {
     static Sums load(const std::int32_t* from) noexcept { return _mm512_loadu_si512(from); }
     static void store(Sums lanes, std::int32_t* to) noexcept { _mm512_storeu_si512(to, lanes); }
     static Sums plus_products(Sums lanes, Bytes weights, Bytes bytes) noexcept {
-        return Sum::plus_products(lanes, weights, bytes);
+        return More::plus_products(lanes, weights, bytes);
     }
     static void join(const Sums (&lanes)[kRowsTogether], std::int32_t* to) noexcept {
         const __m512i twos = twos_of(lanes[0], lanes[1]);
@@ -67,6 +68,22 @@ private:
         return _mm512_add_epi32(_mm512_unpacklo_epi32(first, second), _mm512_unpackhi_epi32(first, second));
     }
 };
+
+/// Has `append(column, mask, to)` put down the columns of each sign, 64 at a time; it says how many they were.
+template <typename Append>
+inline void list_by_masks(const std::int8_t* row, std::size_t count, ColumnLists& lists, Append append) noexcept {
+    std::size_t plus_count = 0;
+    std::size_t minus_count = 0;
+    for (std::size_t column = 0; column < count; column += 64) {
+        const __m512i values = _mm512_loadu_si512(row + column);
+        const std::uint64_t minus = _mm512_movepi8_mask(values);
+        const std::uint64_t plus = _mm512_test_epi8_mask(values, values) & ~minus;
+        plus_count += append(column, plus, lists.plus.columns + plus_count);
+        minus_count += append(column, minus, lists.minus.columns + minus_count);
+    }
+    lists.plus.count = plus_count;
+    lists.minus.count = minus_count;
+}
 
 }  // namespace
 }  // namespace torch_offload

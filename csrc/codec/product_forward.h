@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codec/product_loops.h"
+#include "codec/product_sparse.h"
 
 namespace torch_offload {
 namespace {
@@ -113,7 +114,7 @@ inline void multiply_chunk(const ProductRows& rows, const TokenPlanes& x, const 
 }
 
 template <typename Lanes>
-inline void multiply_rows(const ProductRows& rows, const TokenPlanes& x, TokenPanel& y) noexcept {
+inline void multiply_dense_rows(const ProductRows& rows, const TokenPlanes& x, TokenPanel& y) noexcept {
     for (std::size_t row = 0; row < rows.count; row += kRowsOfChunk) {
         const std::size_t row_count = rows.count - row < kRowsOfChunk ? rows.count - row : kRowsOfChunk;
         for (std::size_t token = 0; token < x.tokens(); token += kTokensOfChunk) {
@@ -121,6 +122,14 @@ inline void multiply_rows(const ProductRows& rows, const TokenPlanes& x, TokenPa
             multiply_chunk<Lanes>(rows, x, {row, row_count, token, left < kTokensOfChunk ? left : kTokensOfChunk}, y);
         }
     }
+}
+
+template <typename Lanes>
+inline void multiply_rows(const ProductRows& rows, const TokenPlanes& x, TokenPanel& y) noexcept {
+    if constexpr (Lanes::kMinTokens != kNeverByColumn) {
+        if (!x.columns().is_empty() && is_sparse(rows)) return multiply_sparse_rows<Lanes>(rows, x, y);
+    }
+    multiply_dense_rows<Lanes>(rows, x, y);
 }
 
 }  // namespace

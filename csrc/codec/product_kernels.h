@@ -28,14 +28,19 @@ struct ProductKernels {
     void (*multiply)(const ProductRows& rows, const TokenPlanes& x, TokenPanel& y) noexcept;
     /// Adds T^T g of these rows. Pre: z expects them.
     void (*multiply_transposed)(const ProductRows& rows, const TokenPlanes& g, ColumnSums& z) noexcept;
+    /// From so many tokens on multiply() wants them by column.
+    std::size_t fewest_by_column;
 };
+
+inline constexpr std::size_t kNeverByColumn = SIZE_MAX;
 
 extern const ProductKernels kPortableProducts;
 // Those below may be used where the processor has the instructions.
 extern const ProductKernels kAvx2Products;
 extern const ProductKernels kAvx512Products;
-extern const ProductKernels kVnniProducts;  // AVX-512 with its sums of products of bytes
+extern const ProductKernels kVnniProducts;  // AVX-512 with VNNI and VBMI2
 
+/// True if this processor has what kVnniProducts needs beside AVX-512.
 bool has_vnni() noexcept;
 /// The fastest of a set. Pre: it is available.
 const ProductKernels& product_kernels(InstructionSet set) noexcept;

@@ -1,5 +1,6 @@
 #include "codec/token_planes.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 
@@ -12,6 +13,7 @@ namespace {
 constexpr std::align_val_t kPlaneAlignment{64};
 /// Behind the last plane: kernels read the bytes of four rows at once.
 constexpr std::size_t kSlackBytes = 64;
+constexpr std::size_t kColumnsAtOnce = 64;  // of all tokens, while they are in the first cache
 
 }  // namespace
 
@@ -26,6 +28,12 @@ TokenPlanes::TokenPlanes(const TokenPanel& panel, unsigned planes, InstructionSe
     const ProductKernels& kernels = product_kernels(set);
     for (std::size_t i = 0; i < panel.tokens(); ++i) {
         planed_.push_back(kernels.write_planes(panel.token(i), stride_, planes, bytes_.get() + i * planes * stride_));
+    }
+    if (tokens() < kernels.fewest_by_column) return;
+    columns_ = TokenColumns(tokens(), planes, width_);
+    for (std::size_t column = 0; column < width_; column += kColumnsAtOnce) {
+        const std::size_t count = std::min(kColumnsAtOnce, width_ - column);
+        for (std::size_t i = 0; i < tokens(); ++i) columns_.set(i, column, count, plane(i) + column, stride_);
     }
 }
 

@@ -9,6 +9,7 @@
 
 #include "base/instruction_set.h"
 #include "codec/fixed_point.h"
+#include "codec/token_columns.h"
 #include "codec/token_panel.h"
 
 namespace torch_offload {
@@ -35,6 +36,8 @@ public:
         return bytes_.get() + (token * planes_ + plane) * stride_;
     }
     const PlanedToken& token(std::size_t index) const noexcept { return planed_[index]; }
+    /// The same integers by column, if there are tokens enough to make use of them.
+    const TokenColumns& columns() const noexcept { return columns_; }
 
 private:
     struct Free {
@@ -45,6 +48,7 @@ private:
     unsigned planes_;
     std::unique_ptr<std::int8_t[], Free> bytes_;
     std::vector<PlanedToken> planed_;
+    TokenColumns columns_;
 };
 
 }  // namespace torch_offload

@@ -75,7 +75,7 @@ TEST_P(Product, AreSumsOfIntegers) {
     for (const Shape& shape : kShapes) {
         const bool is_sorted = ++seed % 2;
         const Matrix matrix = is_sorted ? uneven_columns(shape.rows, shape.columns, seed)
-                                        : random_matrix(shape.rows, shape.columns, 0.7, seed);
+                                        : random_matrix(shape.rows, shape.columns, seed % 4 ? 0.9 : 0.6, seed);
         const ExtentBuffer extent = coded(matrix, shape.rows_per_tile, is_sorted);
         const CodedMatrix opened(extent.bytes());
         const TokenPanel x = panel_of(uneven_floats(shape.tokens * shape.columns, seed), shape.tokens);
@@ -219,29 +219,86 @@ std::vector<const ProductKernels*> available_kernels() {
     return kernels;
 }
 
-// Every kernel has the same sums, whether or not products use it here. Method: decoded rows given to each; the
-// definition.
-TEST(ProductKernels, AllHaveTheSameSums) {
-    constexpr std::size_t kRows = 75, kColumns = 200, kStride = 256, kTokens = 5;
-    const Matrix matrix = random_matrix(kRows, kColumns, 0.6, 8);
-    std::vector<std::int8_t> values(kRows * kStride);
-    for (std::size_t row = 0; row < kRows; ++row) {
-        std::copy_n(matrix.values.data() + row * kColumns, kColumns, values.data() + row * kStride);
+/// Rows as kernels take them.
+struct DecodedRows {
+    std::size_t stride;
+    std::vector<std::int8_t> values;
+    ProductRows rows;
+
+    explicit DecodedRows(const Matrix& matrix)
+        : stride((matrix.columns + 63) / 64 * 64),
+          values(matrix.rows * stride),
+          rows{values.data(), stride, matrix.rows, matrix.columns, 0} {
+        for (std::size_t row = 0; row < matrix.rows; ++row) {
+            std::copy_n(matrix.values.data() + row * matrix.columns, matrix.columns, values.data() + row * stride);
+        }
     }
-    const ProductRows rows{values.data(), kStride, kRows, kColumns, 0};
-    const TokenPanel x = panel_of(uneven_floats(kTokens * kColumns, 1), kTokens);
-    const TokenPanel g = panel_of(uneven_floats(kTokens * kRows, 2), kTokens);
-    for (const ProductKernels* kernels : available_kernels()) {
-        TokenPanel y(kTokens, kRows);
-        kernels->multiply(rows, TokenPlanes(x, kPlanesOfFloat), y);
-        EXPECT_EQ(bits_of(y), forward_formula(matrix, x, kPlanesOfFloat));
-        const TokenPlanes planes(g, kPlanesOfFloat);
-        ColumnSums sums(kTokens, kPlanesOfFloat, kColumns);
-        sums.expect_rows(kRows);
-        kernels->multiply_transposed(rows, planes, sums);
-        TokenPanel z(kTokens, kColumns);
-        sums.write(planes, z);
-        EXPECT_EQ(bits_of(z), transposed_formula(matrix, g, kPlanesOfFloat));
+    DecodedRows(const DecodedRows&) = delete;
+};
+
+/// All available sets; planes of one are for kernels of another, too.
+std::vector<TokenPlanes> planes_by_sets(const TokenPanel& x, unsigned planes) {
+    std::vector<TokenPlanes> all;
+    for (const InstructionSet set : available_sets()) all.emplace_back(x, planes, set);
+    return all;
+}
+
+// Every kernel has the same sums, whether or not products use it here, of whichever set's planes. Method: decoded rows
+// given to each; the definition.
+TEST(ProductKernels, AllHaveTheSameSums) {
+    for (const std::size_t tokens : {5, 8, 19}) {
+        const Matrix matrix = random_matrix(75, 200, tokens == 5 ? 0.6 : 0.8, 8);
+        const DecodedRows decoded(matrix);
+        const TokenPanel x = panel_of(uneven_floats(tokens * matrix.columns, 1), tokens);
+        const TokenPanel g = panel_of(uneven_floats(tokens * matrix.rows, 2), tokens);
+        for (const unsigned planes : kPlaneCounts) {
+            const auto expected_y = forward_formula(matrix, x, planes);
+            const auto expected_z = transposed_formula(matrix, g, planes);
+            for (const ProductKernels* kernels : available_kernels()) {
+                for (const TokenPlanes& of_set : planes_by_sets(x, planes)) {
+                    TokenPanel y(tokens, matrix.rows);
+                    kernels->multiply(decoded.rows, of_set, y);
+                    EXPECT_EQ(bits_of(y), expected_y) << tokens << " tokens";
+                }
+                const TokenPlanes of_rows(g, planes);
+                ColumnSums sums(tokens, planes, matrix.columns);
+                sums.expect_rows(matrix.rows);
+                kernels->multiply_transposed(decoded.rows, of_rows, sums);
+                TokenPanel z(tokens, matrix.columns);
+                sums.write(of_rows, z);
+                EXPECT_EQ(bits_of(z), expected_z) << tokens << " tokens";
+            }
+        }
+    }
+}
+
+// Rows of zeros and of no zeros are as good as others where zeros are passed over, and sums do not overflow. Method: a
+// first row with few values, as kernels ask it; then one without zeros, of +1 alone, of -1 and of zeros, longer than a
+// list; tokens that are all as large as can be, more than one group of them.
+TEST(ProductKernels, PassOverZerosInAnyRow) {
+    constexpr std::size_t kColumns = 9001;
+    Matrix matrix = random_matrix(5, kColumns, 0.9, 3);
+    for (std::size_t i = 0; i < kColumns; ++i) {
+        matrix.values[kColumns + i] = i % 3 ? 1 : -1;
+        matrix.values[2 * kColumns + i] = 1;
+        matrix.values[3 * kColumns + i] = -1;
+        matrix.values[4 * kColumns + i] = 0;
+    }
+    const DecodedRows decoded(matrix);
+    for (const std::size_t tokens : {8, 70}) {
+        std::vector<float> values = uneven_floats(tokens * kColumns, 1);
+        std::fill_n(values.begin(), kColumns, FLT_MAX);
+        const TokenPanel x = panel_of(values, tokens);
+        for (const unsigned planes : kPlaneCounts) {
+            const auto expected = forward_formula(matrix, x, planes);
+            for (const ProductKernels* kernels : available_kernels()) {
+                for (const TokenPlanes& of_set : planes_by_sets(x, planes)) {
+                    TokenPanel y(tokens, matrix.rows);
+                    kernels->multiply(decoded.rows, of_set, y);
+                    EXPECT_EQ(bits_of(y), expected) << tokens << " tokens";
+                }
+            }
+        }
     }
 }
 
