@@ -87,11 +87,12 @@ def kernels_of(extension: str) -> list[Kernel]:
 
 
 def short_name(mangled: str) -> str:
-    """Return a kernel's name with the numbers that it is compiled for, such as ``product_kernel<8>``."""
-    match = re.search(r"_cu_[0-9a-f]{8}\d+([a-z]\w*?_kernel)(?:ILj(\d+)E)?", mangled)
+    """Return a kernel's name with the numbers that it is compiled for, such as ``product_kernel<3, 2, 1>``."""
+    match = re.search(r"_cu_[0-9a-f]{8}\d+([a-z]\w*?_kernel)(?:(I\w+?E)Ev)?", mangled)
     if match is None:
         raise ValueError(f"not the name of a kernel: {mangled}")
-    return f"{match[1]}<{match[2]}>" if match[2] else match[1]
+    numbers = re.findall(r"L(?:[jb]|N\w+?E)(\d+)E", match[2] or "")
+    return f"{match[1]}<{', '.join(numbers)}>" if numbers else match[1]
 
 
 def compiler_release() -> str:

@@ -32,13 +32,17 @@ CodedScales::CodedScales(std::size_t row_count, std::size_t column_count, const 
     : rows(scale_of("row_scale", row_scale, row_count)),
       columns(scale_of("column_scale", column_scale, column_count)) {}
 
-at::Tensor coded_tokens(const char* name, const at::Tensor& tensor, std::size_t width) {
+at::Tensor token_rows(const char* name, const at::Tensor& tensor, std::size_t width) {
     const at::ScalarType type = tensor.scalar_type();
     TORCH_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, "coded_linear: ", name,
                      " must be float32, bfloat16 or float16, got ", type);
     TORCH_CHECK_VALUE(tensor.dim() >= 1 && tensor.size(-1) == static_cast<std::int64_t>(width), "coded_linear: ", name,
                       " must have ", width, " elements in its last dimension, got sizes ", tensor.sizes());
-    return tensor.reshape({-1, static_cast<std::int64_t>(width)}).to(at::kFloat).contiguous();
+    return tensor.reshape({-1, static_cast<std::int64_t>(width)}).contiguous();
+}
+
+at::Tensor coded_tokens(const char* name, const at::Tensor& tensor, std::size_t width) {
+    return token_rows(name, tensor, width).to(at::kFloat);
 }
 
 at::Tensor tokens_like(const at::Tensor& from, const at::Tensor& tokens) {

@@ -22,10 +22,12 @@ struct CodedScales {
                 const at::Tensor& column_scale);
 };
 
-/// The last dimension is `width`, the others are tokens: [tokens, width] floats.
+/// The last dimension is `width`, the others are tokens: [tokens, width], float32, bfloat16 or float16.
+at::Tensor token_rows(const char* name, const at::Tensor& tensor, std::size_t width);
+/// The same as floats.
 at::Tensor coded_tokens(const char* name, const at::Tensor& tensor, std::size_t width);
 
-/// The result for `from`: its sizes but for the last, its type. `tokens`: [tokens, width] floats.
+/// The result for `from`: its sizes but for the last, its type. `tokens`: [tokens, width].
 at::Tensor tokens_like(const at::Tensor& from, const at::Tensor& tokens);
 
 }  // namespace torch_offload

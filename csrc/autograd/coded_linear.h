@@ -2,8 +2,8 @@
 //
 // A page holds coded extents one behind the other (codec/FORMAT.md); `matrix` counts them from 0. The weight is
 // W = diag(row_scale) T diag(column_scale) and is never in memory: a few rows of T at a time are decoded into the cache
-// and used at once. Sums are exact (codec/product.h): a token's result does not depend on those it came with, nor on
-// the number of threads; but for tensor cores, which see only eight tokens and more (below).
+// and used at once; on a GPU, for many tokens, with two bits for each value. Sums are exact (codec/fixed_point.h): a
+// token's result does not depend on those it came with, nor on the number of threads, nor on the device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -51,11 +51,10 @@ at::Tensor coded_extents(const at::Tensor& page);
 std::int64_t count_zeros(const at::Tensor& page, std::int64_t matrix);
 
 /// Kernels for CUDA: the same of tensors on one GPU, in a CUDA build only. Pages are of TUN12 and RANS4.
-/// Sums have the bits of the CPU where x is finite. Where torch's float32 matmul precision is "high" or "medium",
-/// coded_linear multiplies eight tokens and more on tensor cores, each as the sum of two bfloat16 (codec/mma_warp.h).
-/// Queued on the current stream. The host waits when it first meets a page, and then never (opened_pages.h has what
-/// is asked of pages); so a page that is used in a CUDA graph has been used before. For a page that is an inference
-/// tensor the host waits each time.
+/// Sums have the same bits.
+/// Queued on the current stream. The host waits when it first meets a page, and then never (opened_pages.h has what is
+/// asked of pages); so a page that is used in a CUDA graph has been used before. For a page that is an inference tensor
+/// the host waits each time.
 /// Throws: as the CPU's; OffloadError if a launch is refused.
 at::Tensor coded_linear_cuda(const at::Tensor& x, const at::Tensor& page, std::int64_t matrix,
                              const at::Tensor& row_scale, const at::Tensor& column_scale);

@@ -1,5 +1,4 @@
 // torch_offload::coded_linear, its transpose and decode_ternary for tensors on a GPU. CUDA build only.
-#include <ATen/Context.h>
 #include <ATen/core/Formatting.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -17,9 +16,10 @@
 namespace torch_offload {
 namespace {
 
-/// Tokens multiplied by one round of launches: their panels stay small beside what they come from.
-constexpr std::int64_t kTokensAtOnce = 65536;
-constexpr std::int64_t kMinTensorCoreTokens = kMmaTokens;
+/// Tokens multiplied by one round of launches: their planes stay small beside a GPU's memory.
+constexpr std::int64_t kTokensAtOnce = 16384;
+/// Up to so many T is not written to memory: with more, reading its codewords once is no longer what takes long.
+constexpr std::int64_t kMaxCodewordTokens = 128;
 
 /// The process's own, as on the CPU. Never destroyed: when a process ends, its GPU may be gone before.
 OpenedPages& opened_pages() {
@@ -81,66 +81,85 @@ private:
     at::TensorOptions bytes_;
 };
 
-/// One side of a product: what its floats are multiplied by, and where they lie in it.
+TokenType token_type(const at::Tensor& tokens) {
+    if (tokens.scalar_type() == at::kBFloat16) return TokenType::bfloat16;
+    return tokens.scalar_type() == at::kHalf ? TokenType::float16 : TokenType::float32;
+}
+
+/// One side of a product: what its values are multiplied by, and where they lie in it.
 struct Side {
     const at::Tensor& scale;
     const std::uint32_t* order = nullptr;
 };
 
-/// What goes into products and what comes out, some tokens at a time. `use(from, to)` queues one round.
-template <typename Use>
-at::Tensor multiplied(const at::Tensor& from, const Side& before, const Side& after, Use use) {
+/// What a round of launches works on: planes of its tokens, and where it puts its sums.
+class Round {
+public:
+    /// `sums_of(planes)`: how its sums are cut.
+    template <typename SumsOf>
+    Round(const CurrentMatrix& current, const ScaledTokens& from, SumsOf sums_of, const ScaledSums& to)
+        : planes_(plane_blocks_for(from.tokens, from.width, from.type)), partial_(sums_of(planes_)), to_(to) {
+        const std::size_t tokens = std::size_t{planes_.groups} * kGroupTokens;
+        const std::size_t sums = partial_.sum_count(planes_.groups, to.width);
+        bytes_ = room(current, planes_.size_bytes());
+        sums_ = room(current, sums * sizeof(*partial_.sums));
+        counts_ = room(current, (tokens + partial_.counter_count) * sizeof(std::uint32_t));
+        planes_.bytes = static_cast<std::byte*>(bytes_.mutable_data_ptr());
+        planes_.most_bits = static_cast<std::uint32_t*>(counts_.mutable_data_ptr());
+        partial_.sums = static_cast<unsigned long long*>(sums_.mutable_data_ptr());
+        partial_.counters = planes_.most_bits + tokens;
+        launch_planes(from, planes_, partial_, to.width, current.stream());
+    }
+    const PlaneBlocks& planes() const noexcept { return planes_; }
+    const PartialSums& partial() const noexcept { return partial_; }
+    const ScaledSums& to() const noexcept { return to_; }
+
+private:
+    static at::Tensor room(const CurrentMatrix& current, std::size_t size_bytes) {
+        return at::empty({static_cast<std::int64_t>(size_bytes)}, current.options(at::kByte));
+    }
+    PlaneBlocks planes_;
+    PartialSums partial_;
+    ScaledSums to_;
+    at::Tensor bytes_, sums_, counts_;
+};
+
+/// Multiplies tokens of `from`, [tokens, width], some at a time: `use(round)` queues the product of each round, whose
+/// sums are cut as `sums_of(planes)` says.
+template <typename SumsOf, typename Use>
+at::Tensor multiplied(const CurrentMatrix& current, const at::Tensor& from, const Side& before, const Side& after,
+                      SumsOf sums_of, Use use) {
     const std::int64_t width = after.scale.numel();
     at::Tensor result = at::empty({from.size(0), width}, from.options());
+    const std::int64_t size_bytes = from.element_size();
     for (std::int64_t first = 0; first < from.size(0); first += kTokensAtOnce) {
         const auto count = static_cast<std::uint32_t>(std::min(kTokensAtOnce, from.size(0) - first));
-        use(ScaledTokens{from.const_data_ptr<float>() + first * from.size(1), before.scale.const_data_ptr<float>(),
-                         before.order, count, static_cast<std::uint32_t>(from.size(1))},
-            ScaledSums{result.mutable_data_ptr<float>() + first * width, after.scale.const_data_ptr<float>(),
-                       after.order, count, static_cast<std::uint32_t>(width)});
+        const auto* const values = static_cast<const std::byte*>(from.const_data_ptr());
+        auto* const sums = static_cast<std::byte*>(result.mutable_data_ptr());
+        const ScaledTokens in{values + first * from.size(1) * size_bytes,
+                              token_type(from),
+                              before.scale.const_data_ptr<float>(),
+                              before.order,
+                              count,
+                              static_cast<std::uint32_t>(from.size(1))};
+        const ScaledSums out{sums + first * width * size_bytes,
+                             token_type(from),
+                             after.scale.const_data_ptr<float>(),
+                             after.order,
+                             count,
+                             static_cast<std::uint32_t>(width)};
+        use(Round(current, in, sums_of, out));
     }
     return result;
 }
 
-at::Tensor panels_of(const CurrentMatrix& current, const ScaledTokens& from, const TokenGroups& groups) {
-    const std::int64_t count = std::int64_t{groups.count} * groups.group_tokens * from.width;
-    at::Tensor panels = at::empty({count}, current.options(at::kFloat));
-    launch_panels(from, groups, panels.mutable_data_ptr<float>(), current.stream());
-    return panels;
-}
-
-/// A few tokens by codewords.
-void multiply_codewords(const CurrentMatrix& current, const ScaledTokens& x, const ScaledSums& y) {
-    const TokenGroups groups = groups_of(x.tokens);
-    const at::Tensor panel = panels_of(current, x, groups);
-    launch_codeword_product(current.matrix(), panel.const_data_ptr<float>(), groups.group_tokens, y, current.stream());
-}
-
-void multiply_decoded(const CurrentMatrix& current, const at::Tensor& decoded, const ScaledTokens& x,
-                      const ScaledSums& y) {
-    const TokenGroups groups = groups_of(x.tokens);
-    const at::Tensor panels = panels_of(current, x, groups);
-    launch_product(current.matrix(), CurrentMatrix::quad_rows(decoded), panels.const_data_ptr<float>(), groups, y,
+/// By codewords, unless T has been decoded.
+void multiply(const CurrentMatrix& current, const at::Tensor& decoded, const Round& round) {
+    if (!decoded.defined()) {
+        return launch_codeword_product(current.matrix(), round.planes(), round.partial(), round.to(), current.stream());
+    }
+    launch_product(current.matrix(), CurrentMatrix::quad_rows(decoded), round.planes(), round.partial(), round.to(),
                    current.stream());
-}
-
-void multiply_on_tensor_cores(const CurrentMatrix& current, const at::Tensor& decoded, const ScaledTokens& x,
-                              const ScaledSums& y) {
-    const QuadRows rows = CurrentMatrix::quad_rows(decoded);
-    const std::size_t stride = rows.stride * kValuesOfWord;
-    const at::Tensor halves =
-        at::empty({2, padded_mma_tokens(x.tokens), static_cast<std::int64_t>(stride)}, current.options(at::kShort));
-    auto* const high = static_cast<std::uint16_t*>(halves.mutable_data_ptr());
-    const SplitPanel panel{high, high + halves.stride(0), stride};
-    launch_split(x, panel, current.stream());
-    launch_mma_product(current.matrix(), rows, panel, y, current.stream());
-}
-
-bool wants_tensor_cores(std::int64_t tokens) {
-    // The precision of products on CUDA alone: torch refuses to tell that of all backends where they differ.
-    return tokens >= kMinTensorCoreTokens &&
-           at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-               at::Float32Precision::TF32;
 }
 
 }  // namespace
@@ -150,17 +169,16 @@ at::Tensor coded_linear_cuda(const at::Tensor& x, const at::Tensor& page, std::i
     return across_torch([&] {
         const SharedGpu gpu("x", x, page, row_scale, column_scale);
         const CurrentMatrix current(page, index);
-        const CodedScales scales(current.matrix().rows, current.matrix().columns, row_scale, column_scale);
-        const at::Tensor from = coded_tokens("x", x, current.matrix().columns);
-        const bool is_few = from.size(0) <= kMaxGroupTokens && current.is_all_tun12();
-        const bool is_split = wants_tensor_cores(from.size(0));
-        const at::Tensor decoded = is_few && !is_split ? at::Tensor() : current.decoded();
-        const at::Tensor y = multiplied(from, {scales.columns, current.matrix().order}, {scales.rows},
-                                        [&](const ScaledTokens& in, const ScaledSums& out) {
-                                            if (is_split) return multiply_on_tensor_cores(current, decoded, in, out);
-                                            if (is_few) return multiply_codewords(current, in, out);
-                                            multiply_decoded(current, decoded, in, out);
-                                        });
+        const KernelMatrix& matrix = current.matrix();
+        const CodedScales scales(matrix.rows, matrix.columns, row_scale, column_scale);
+        const at::Tensor from = token_rows("x", x, matrix.columns);
+        const bool is_direct = from.size(0) <= kMaxCodewordTokens && current.is_all_tun12();
+        const at::Tensor decoded = is_direct ? at::Tensor() : current.decoded();
+        const auto sums_of = [&](const PlaneBlocks& planes) {
+            return is_direct ? codeword_product_sums(matrix) : product_sums(matrix, planes);
+        };
+        const at::Tensor y = multiplied(current, from, {scales.columns, matrix.order}, {scales.rows}, sums_of,
+                                        [&](const Round& round) { multiply(current, decoded, round); });
         return tokens_like(x, y);
     });
 }
@@ -170,17 +188,17 @@ at::Tensor coded_linear_transposed_cuda(const at::Tensor& g, const at::Tensor& p
     return across_torch([&] {
         const SharedGpu gpu("g", g, page, row_scale, column_scale);
         const CurrentMatrix current(page, index);
-        const CodedScales scales(current.matrix().rows, current.matrix().columns, row_scale, column_scale);
-        const at::Tensor from = coded_tokens("g", g, current.matrix().rows);
+        const KernelMatrix& matrix = current.matrix();
+        const CodedScales scales(matrix.rows, matrix.columns, row_scale, column_scale);
+        const at::Tensor from = token_rows("g", g, matrix.rows);
         const at::Tensor decoded = current.decoded();
-        const at::Tensor z =
-            multiplied(from, {scales.rows}, {scales.columns, current.matrix().order},
-                       [&](const ScaledTokens& in, const ScaledSums& out) {
-                           const TokenGroups groups = groups_of(in.tokens);
-                           const at::Tensor panels = panels_of(current, in, groups);
-                           launch_transposed_product(current.matrix(), CurrentMatrix::quad_rows(decoded),
-                                                     panels.const_data_ptr<float>(), groups, out, current.stream());
-                       });
+        const at::Tensor z = multiplied(
+            current, from, {scales.rows}, {scales.columns, matrix.order},
+            [&](const PlaneBlocks& planes) { return transposed_product_sums(matrix, planes); },
+            [&](const Round& round) {
+                launch_transposed_product(matrix, CurrentMatrix::quad_rows(decoded), round.planes(), round.partial(),
+                                          round.to(), current.stream());
+            });
         return tokens_like(g, z);
     });
 }

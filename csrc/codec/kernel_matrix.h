@@ -12,18 +12,32 @@
 #include <span>
 #include <vector>
 
+#include "base/host_device.h"
 #include "codec/coded_matrix.h"
 #include "codec/coder_tables.h"
 
 namespace torch_offload {
 
-/// A word of TUN12 as sets of positions: bit i of `plus` says that value i is +1, bit i of `minus` that it is -1. Above
-/// them both have the bit of the word's length. That of kRestCodeword has none at all.
-template <typename Bits>
-struct SignedWord {
-    Bits plus = 0;
-    Bits minus = 0;
-};
+/// The words of a class of TUN12: for each codeword 64 bits with two for each of its values, as quad_code has them, the
+/// first lowest; if words have more than 31 values (`is_wide`) as much again for each codeword, with those from the
+/// 32nd on; then a byte for each codeword, how many values it has. Of kRestCodeword that is kRestCount.
+inline constexpr std::size_t kCodewordCount = 4096;
+inline constexpr std::uint32_t kValuesOfFirst = 32;
+inline constexpr std::uint32_t kRestCount = 255;
+OFFLOAD_HOST_DEVICE constexpr std::size_t word_table_bytes(bool is_wide) noexcept {
+    return kCodewordCount * ((is_wide ? 2 : 1) * sizeof(std::uint64_t) + 1);
+}
+
+/// Columns that a lane decodes: the tables say for each row where they begin.
+inline constexpr std::uint32_t kSliceColumns = 256;
+/// More columns than there can be between a codeword's first and that of a slice that begins in it.
+inline constexpr std::uint32_t kSkipUnit = 64;
+inline constexpr std::uint32_t kNibblesOfWord = 8;
+inline constexpr std::uint32_t kNibblesOfCodeword = 3;
+inline constexpr std::uint32_t kNoRow = ~0U;
+
+/// No sum of so many products of T and a plane (fixed_point.h) is too great for 32 bits.
+inline constexpr std::size_t kMaxSummands = (std::size_t{1} << 24) - 1;
 
 struct KernelTile {
     std::uint64_t offset_bytes = 0;  // in the extent, a multiple of 8
@@ -36,8 +50,8 @@ struct KernelTile {
 struct KernelClass {
     std::uint32_t end_column = 0;
     std::uint32_t end_quad = 0;
-    std::uint32_t word_bytes = 0;          // of a SignedWord: 8 for words of up to 31 values, 16 for up to 63
-    const std::byte* words = nullptr;      // [4096] SignedWord, on a multiple of 16, if any tile is of TUN12
+    bool is_wide = false;
+    const std::uint64_t* words = nullptr;  // word_table_bytes(is_wide), on a multiple of 16, if any tile is of TUN12
     const std::uint32_t* slots = nullptr;  // [kFrequencyTotal] as slots_of has them, if any tile is of RANS4
 };
 
@@ -45,14 +59,21 @@ struct KernelClass {
 struct KernelMatrix {
     std::uint32_t rows = 0;
     std::uint32_t columns = 0;
-    std::uint32_t rows_per_tile = 0;
     std::uint32_t tile_count = 0;
     std::uint32_t class_count = 0;
     KernelClass classes[kMaxClasses];
+    std::uint32_t extent_words = 0;  // of 32 bits
     const std::byte* extent = nullptr;
-    const KernelTile* tiles = nullptr;           // [tile_count]
-    const std::uint32_t* order = nullptr;        // [columns] as CodedMatrix::column_order, if they are not in their own
-    const std::uint32_t* first_words = nullptr;  // [rows]: the codeword of its tile with which a row of TUN12 begins
+    const KernelTile* tiles = nullptr;     // [tile_count]
+    const std::uint32_t* order = nullptr;  // [columns] as CodedMatrix::column_order, if they are not in their own
+    /// [rows]: the 32-bit word of the extent in which a row of TUN12 begins; kNoRow of other coders.
+    const std::uint32_t* row_words = nullptr;
+    /// [pairs of slices, rows]: where the codeword begins that has a pair's first column: half bytes from the row's
+    /// first word, times kSkipUnit, and the columns from the codeword's first to the pair's.
+    const std::uint32_t* slice_starts = nullptr;
+    /// [pairs of slices, rows]: the same of the pair's second slice, in codewords from there. A slice that begins in
+    /// what is the rest of the row has no columns before it.
+    const std::uint16_t* second_starts = nullptr;
 };
 
 /// Owns the tables of one matrix.
@@ -61,7 +82,8 @@ public:
     /// Checks the extent and decodes every row once, so that no kernel meets rows that end too early or too late.
     /// `tables`: as CodedMatrix takes them.
     /// Throws: CorruptPage as CodedMatrix and its readers do; InvalidArgument if a tile is coded with the dictionary of
-    ///         QMoE, or has more than 1 GiB: there are no kernels for these.
+    ///         QMoE, or has more than 1 GiB, or if there are 2^24 rows or columns and more: there are no kernels for
+    ///         these.
     KernelTables(std::span<const std::byte> extent, CoderTables& tables);
 
     bool has(Coder coder) const noexcept { return coder == Coder::tun12 ? has_tun12_ : has_rans4_; }
@@ -77,12 +99,14 @@ private:
     };
     void take_classes(const ExtentHeader& header, CoderTables& tables);
     void take_tiles(const CodedMatrix& matrix);
-    void take_first_words(const CodedMatrix& matrix);
+    void take_slices(const CodedMatrix& matrix, std::span<const std::byte> extent, CoderTables& tables);
 
     KernelMatrix shape_;  // without pointers
     std::vector<ClassOffsets> class_offsets_;
     std::size_t tiles_offset_ = 0;
-    std::size_t first_words_offset_ = 0;
+    std::size_t row_words_offset_ = 0;
+    std::size_t slice_starts_offset_ = 0;
+    std::size_t second_starts_offset_ = 0;
     std::size_t order_offset_ = 0;
     bool has_order_ = false;
     bool has_tun12_ = false;

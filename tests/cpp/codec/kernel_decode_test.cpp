@@ -167,13 +167,13 @@ bool allows_itself(std::size_t more_bytes) {
 }
 
 // Rows that a tile's codewords cannot be are refused before there is room for them. Method: 4 KiB that are said to have
-// 2^28 rows, for which tables have 1 GiB, in a child that may take 256 MiB more than it has.
+// 2^23 rows, for which tables have 64 MiB, in a child that may take 16 MiB more than it has.
 TEST(KernelTables, HaveNoRoomForRowsThatAreNotThere) {
-    const ExtentBuffer sealed = tile_of_other_rows(CoderChoice::tun12, std::size_t{1} << 28);
+    const ExtentBuffer sealed = tile_of_other_rows(CoderChoice::tun12, std::size_t{1} << 23);
     ASSERT_EQ(sealed.bytes().size(), 4096U);
     const pid_t child = ::fork();
     if (child == 0) {
-        if (!allows_itself(std::size_t{256} << 20)) ::_exit(2);
+        if (!allows_itself(std::size_t{16} << 20)) ::_exit(2);
         try {
             CoderTables tables;
             const KernelTables made(sealed.bytes(), tables);

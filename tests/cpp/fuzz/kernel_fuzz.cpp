@@ -1,66 +1,26 @@
-// Whatever an extent is that has tables for kernels, what they do on a loop that stands for a warp has the values and
-// the bits of the portable code, whichever order the lanes take. Bytes that change afterwards, as those of a page may
-// while a kernel reads it, are decoded inside the result.
+// Whatever an extent is that has tables for kernels, what they do on a loop that stands for a warp has the values of
+// the portable code, and sums with the bits of their definition, whichever order the lanes take. Bytes that change
+// afterwards, as those of a page may while a kernel reads it, are decoded inside the result.
 #include <algorithm>
 #include <bit>
 #include <optional>
 #include <vector>
 
 #include "base/check.h"
+#include "codec/defined_product.h"
 #include "codec/host_kernels.h"
-#include "codec/product.h"
 #include "fuzz/fuzzed_extent.h"
 
 namespace torch_offload {
 namespace {
 
 constexpr std::size_t kMaxValues = 1 << 13;
-constexpr unsigned kTokens = 4;
-constexpr unsigned kGroupTokens = 2;  // two groups
+constexpr std::size_t kTokens = 9;  // two groups
 
-/// What a product is made of, and what it gives.
-struct Product {
-    std::vector<float> inputs;
-    std::vector<float> ones;
-    std::vector<float> outputs;
-    std::uint32_t from_width;
-    std::uint32_t to_width;
-    const std::uint32_t* from_order;
-    const std::uint32_t* to_order;
-
-    Product(std::size_t from, std::size_t to, const std::uint32_t* order_from, const std::uint32_t* order_to)
-        : inputs(kTokens * from),
-          ones(std::max(from, to), 1.0F),
-          outputs(kTokens * to),
-          from_width(static_cast<std::uint32_t>(from)),
-          to_width(static_cast<std::uint32_t>(to)),
-          from_order(order_from),
-          to_order(order_to) {
-        for (std::size_t i = 0; i < inputs.size(); ++i) inputs[i] = static_cast<float>(i * 7 % 13) - 6.3F;
-    }
-
-    ScaledTokens from() const { return {inputs.data(), ones.data(), from_order, kTokens, from_width}; }
-    ScaledSums to() {
-        std::ranges::fill(outputs, 55.0F);
-        return {outputs.data(), ones.data(), to_order, kTokens, to_width};
-    }
-    bool has_bits_of(const std::vector<float>& expected) const {
-        return std::ranges::equal(outputs, expected, {}, std::bit_cast<std::uint32_t, float>,
-                                  std::bit_cast<std::uint32_t, float>);
-    }
-    /// The sums of the portable code.
-    template <typename Multiply>
-    std::vector<float> expected(const std::vector<std::uint32_t>& order_from,
-                                const std::vector<std::uint32_t>& order_to, Multiply multiply) const {
-        TokenPanel in(kTokens, from_width);
-        in.fill(inputs.data(), ones.data(), order_from);
-        TokenPanel out(kTokens, to_width);
-        multiply(in, out);
-        std::vector<float> values(outputs.size());
-        out.write(values.data(), ones.data(), order_to);
-        return values;
-    }
-};
+bool have_same_bits(const std::vector<float>& left, const std::vector<float>& right) {
+    return std::ranges::equal(left, right, {}, std::bit_cast<std::uint32_t, float>,
+                              std::bit_cast<std::uint32_t, float>);
+}
 
 bool are_values_of(const std::vector<std::uint32_t>& words, const CodedMatrix& matrix) {
     std::vector<std::int8_t> values(matrix.rows() * matrix.columns());
@@ -72,32 +32,27 @@ bool are_values_of(const std::vector<std::uint32_t>& words, const CodedMatrix& m
         const std::size_t position = i % matrix.columns();
         const std::uint32_t word = words[row * stride + position / kValuesOfWord];
         const std::size_t column = order.empty() ? position : order[position];
-        if (ternary_of(word, position % kValuesOfWord) != values[row * matrix.columns() + column]) return false;
+        const std::uint32_t two = word >> 2 * (position % kValuesOfWord) & 3;
+        if (static_cast<std::int8_t>(two == 3 ? -1 : two) != values[row * matrix.columns() + column]) return false;
     }
     return true;
 }
 
-void multiply_both_ways(const CodedMatrix& opened, const KernelMatrix& matrix, std::vector<std::uint32_t>& words,
-                        bool is_tun12) {
+void multiply_both_ways(const CodedMatrix& opened, const KernelMatrix& matrix, std::vector<std::uint32_t>& words) {
+    std::vector<std::int8_t> values(opened.rows() * opened.columns());
+    opened.decode(values.data(), InstructionSet::portable);
+    const auto value = [&](std::size_t row, std::size_t column) { return values[row * opened.columns() + column]; };
     const std::vector<std::uint32_t> order = opened.column_order();
-    const std::uint32_t* const columns = order.empty() ? nullptr : order.data();
     const QuadRows rows{words.data(), quad_row_words(opened.columns())};
-    Product forward(opened.columns(), opened.rows(), columns, nullptr);
-    const std::vector<float> y = forward.expected(order, {}, [&](const TokenPanel& from, TokenPanel& to) {
-        multiply(opened, from, to, InstructionSet::portable);
-    });
-    multiply_quads<4, kGroupTokens>(matrix, rows, forward.from(), forward.to(), HostWarp{3});
-    require(forward.has_bits_of(y), "sums of decoded rows have the bits of the portable code");
-    if (is_tun12) {
-        multiply_codewords<kTokens>(matrix, forward.from(), forward.to(), HostWarp{5});
-        require(forward.has_bits_of(y), "sums of codewords have the bits of the portable code");
-    }
-    Product back(opened.rows(), opened.columns(), nullptr, columns);
-    const std::vector<float> z = back.expected({}, order, [&](const TokenPanel& from, TokenPanel& to) {
-        multiply_transposed(opened, from, to, InstructionSet::portable);
-    });
-    multiply_quads_transposed<kGroupTokens>(matrix, rows, back.from(), back.to());
-    require(back.has_bits_of(z), "transposed sums have the bits of the portable code");
+    DefinedProduct forward{kTokens, opened.columns(), opened.rows(), TokenType::bfloat16};
+    const HostPlanes x(forward.tokens_from(order));
+    multiply_quads(matrix, rows, x.planes, forward.sums_to(), HostTensorWarp{{3}});
+    require(have_same_bits(forward.actual, forward.expected(value)), "sums have the bits of their definition");
+    DefinedProduct back{kTokens, opened.rows(), opened.columns(), TokenType::float32};
+    const HostPlanes g(back.tokens_from());
+    multiply_quads_transposed(matrix, rows, g.planes, back.sums_to(order), HostTensorWarp{{5}});
+    const auto z = back.expected([&](std::size_t column, std::size_t row) { return value(row, column); });
+    require(have_same_bits(back.actual, z), "transposed sums have the bits of their definition");
 }
 
 void open_and_run(std::span<const std::byte> extent) {
@@ -114,7 +69,7 @@ void open_and_run(std::span<const std::byte> extent) {
     std::vector<std::uint32_t> words = quad_words_of(matrix);
     require(are_values_of(words, opened), "a warp decodes the values of the portable code");
     require(quad_words_of(matrix, HostWarp{7}) == words, "any order of lanes decodes the same");
-    multiply_both_ways(opened, matrix, words, tables->has(Coder::tun12) && !tables->has(Coder::rans4));
+    multiply_both_ways(opened, matrix, words);
 
     ExtentBuffer changed(extent.size());
     std::ranges::copy(extent, changed.bytes().begin());
