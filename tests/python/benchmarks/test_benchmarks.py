@@ -192,6 +192,16 @@ def test_embedding_reads_pages_of_its_rows(scratch):
     assert len(result["bars"]) == 3
 
 
+def test_distributed_compares_ranks(scratch):
+    """Two ranks with DDP and with FSDP2 paged and were equal; both counts of ranks moved bytes; steps took turns."""
+    result = smoke("distributed", scratch)
+    assert {row["sharding"] for row in result["identity"]} == {"ddp", "fsdp", "fsdp bf16"}
+    assert all(bar["holds"] for bar in result["bars"])
+    assert [row["ranks"] for row in result["traffic"]] == [1, 2]
+    assert all(row["bytes_per_parameter"]["read_bytes"]["median"] > 0 for row in result["traffic"])
+    assert result["overhead"]["rounds"]
+
+
 def test_load_save_moves_a_model_of_three_times_the_budget(scratch):
     """A process limited to base and budget loaded and saved it, and the files are the same."""
     result = smoke("load_save", scratch)
