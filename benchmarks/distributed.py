@@ -42,7 +42,7 @@ class Plan:
     """How much is trained, how often."""
 
     hidden: int = 128
-    layers: int = 8
+    layers: int = 20
     rows: int = 2
     tokens: int = 64
     every: int = 1
@@ -55,7 +55,7 @@ class Plan:
 
 
 SMOKE = Plan(
-    hidden=128, layers=8, rows=1, tokens=16, every=29, compared_ranks=(2,), traffic_hidden=128, traffic_ranks=(1, 2),
+    hidden=128, layers=10, rows=1, tokens=16, every=29, compared_ranks=(2,), traffic_hidden=128, traffic_ranks=(1, 2),
     warmup_steps=1, rounds=1, steps_of_round=1,
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.folders import save_model
+from support.folders import save_model, save_rows
 from support.script_runs import SCRIPTS, assert_report_paged, assert_same_files, start, start_paged
 
 RANKS = 2
@@ -84,3 +84,14 @@ def test_sharded_trainer(model, tmp_path, scratch):
     run_paged(resumed, scratch, ram_of_rank=ram_of_rank)
     shutil.rmtree(tmp_path / "plain" / "checkpoint-2")
     assert len(assert_same_files(tmp_path / "paged", tmp_path / "plain", "*.distcp")) == 2 * RANKS
+
+
+def test_trl_sft_with_adapters(model, tmp_path, scratch):
+    """TRL's own script with LoRA, under DDP: each rank pages the frozen base, with two fifths of it in memory."""
+    rows = save_rows(tmp_path / "texts", preference=False)
+    options = f"""--model_name_or_path {model} --dataset_name {rows} --dtype float32 --output_dir OUTPUT --max_steps 3
+        --gradient_accumulation_steps 2 --per_device_train_batch_size 1 --max_length 48 --use_peft --lora_r 8
+        --use_cpu --bf16 false --report_to none --learning_rate 1e-3"""
+    ram_of_rank = int(0.4 * (model / "model.safetensors").stat().st_size)
+    run_both(["-m", "trl.scripts.sft", *options.split()], tmp_path, scratch, ram_of_rank=ram_of_rank)
+    assert_same_files(tmp_path / "paged", tmp_path / "plain", "*.safetensors")
