@@ -32,10 +32,12 @@ std::size_t most_rows(const CodedMatrix& matrix) {
 
 /// Whether there are tables for kernels. `coder_tables`: those that the matrix was opened with.
 bool has_tables(std::span<const std::byte> extent, const CodedMatrix& matrix, CoderTables& coder_tables) {
-    constexpr std::size_t kClassBytes = kFrequencyTotal * (sizeof(SignedWord<std::uint64_t>) + sizeof(std::uint32_t));
+    constexpr std::size_t kClassBytes = kFrequencyTotal * sizeof(std::uint32_t) + word_table_bytes(true);
+    const std::size_t pairs = (matrix.columns() + 2 * kSliceColumns - 1) / (2 * kSliceColumns);
+    const std::size_t row_bytes = sizeof(std::uint32_t) + pairs * (sizeof(std::uint32_t) + sizeof(std::uint16_t));
     const std::size_t table_bytes = matrix.header().classes.size() * kClassBytes +
-                                    matrix.tiles().size() * sizeof(KernelTile) +
-                                    most_rows(matrix) * sizeof(std::uint32_t) + order_bytes(matrix);
+                                    matrix.tiles().size() * sizeof(KernelTile) + most_rows(matrix) * row_bytes +
+                                    order_bytes(matrix);
     // Once alone, once behind the others, which may move for that.
     const AllocationLimit limit(most_bytes_of_header(extent) + most_bytes_of_reading(matrix) + 6 * table_bytes);
     try {
