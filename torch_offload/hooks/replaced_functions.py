@@ -142,7 +142,7 @@ STORAGE_COPY = ReplacedFunction(
     owner="torch:UntypedStorage",
     name="copy_",
     parameters=None,
-    reason="A copy from or to a GPU takes bare addresses: both storages are pinned.",
+    reason="It takes bare addresses: both storages are pinned. On the host what does not fit at once faults.",
     until=Until.ENGINE_CLOSES,
     alternative="A dispatched operator for copies of storages.",
 )

@@ -19,7 +19,7 @@ import torch.utils.dlpack
 from torch.utils._mode_utils import no_dispatch
 
 from torch_offload import _C
-from torch_offload.errors import OffloadError
+from torch_offload.errors import OffloadError, OutOfTierMemory
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 from torch_offload.runtime import safetensors_writer
@@ -128,11 +128,14 @@ def _address(original: Callable[..., Any], storage: torch.UntypedStorage) -> int
 def _pinned_copy(
     original: Callable[..., Any], target: torch.UntypedStorage, source: Any, *args: Any, **options: Any
 ) -> Any:
-    """On a GPU nothing fetches what is not there. The host's memory faults by itself."""
-    if target.device.type == "cpu" and source.device.type == "cpu":
-        return original(target, source, *args, **options)
-    with pinned_storage(target, read_only=False), pinned_storage(source):
-        return original(target, source, *args, **options)
+    """Copy as `torch.distributed.checkpoint.async_save` does. What does not fit at once faults, but on a GPU."""
+    try:
+        with pinned_storage(target, read_only=False), pinned_storage(source):
+            return original(target, source, *args, **options)
+    except OutOfTierMemory:
+        if "cuda" in (target.device.type, source.device.type):
+            raise
+    return original(target, source, *args, **options)
 
 
 def _pinned_write_file(

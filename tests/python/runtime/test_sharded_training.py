@@ -4,6 +4,8 @@ Method: two or three processes over gloo. Counters show that pages left and came
 that updates were deferred and norms taken from what was kept.
 """
 
+import functools
+
 import pytest
 from support.collectives import in_each_rank
 from support.sharded_training import (
@@ -71,11 +73,16 @@ def test_training_goes_on_after_unwrapping(scratch):
         assert not outcome.is_replaced
 
 
-def test_a_distributed_checkpoint_of_shards(scratch):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_distributed_checkpoint_of_shards(scratch, in_background):
+    """Saved at once, and by async_save, whose copy of the shards is within the budget too."""
     case = Case()
-    for paged, plain, faults in in_each_rank(saved_and_loaded, case, str(scratch), ranks=case.ranks):
+    save = functools.partial(saved_and_loaded, in_background=in_background)
+    for paged, plain, figures in in_each_rank(save, case, str(scratch), ranks=case.ranks):
         assert paged == plain
-        assert faults == 0
+        assert figures["faults"] == 0
+        assert figures["evictions"] > 0
+        assert figures["memory"]["peak_bytes"] <= case.budget_bytes
 
 
 def test_nothing_keeps_a_sharded_module(scratch):

@@ -179,8 +179,13 @@ def run_unwrapped(rank: int, case: Case, folder: str) -> Unwrapped:
     return Unwrapped(*results, engine.managed_count(), was_replaced=was_replaced, is_replaced=is_replaced)
 
 
-def saved_and_loaded(rank: int, case: Case, folder: str) -> tuple[list[str], list[str], int]:
-    """Train paged, save with torch.distributed.checkpoint, and load into a model in memory; returns the faults too."""
+def saved_and_loaded(
+    rank: int, case: Case, folder: str, *, in_background: bool = False
+) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Train paged, save with torch.distributed.checkpoint, and load into a model in memory; returns figures too.
+
+    What is saved in the background is changed before it is waited for: the copy is of the time of the call.
+    """
     join_group(rank, folder, ranks=case.ranks)
     model, loaded = new_model(case), new_model(case)
     for module in (model, loaded):
@@ -188,14 +193,23 @@ def saved_and_loaded(rank: int, case: Case, folder: str) -> tuple[list[str], lis
     torch_offload.wrap(model, config=case.config(folder))
     train(rank, model, case)
     checkpoint = f"{folder}/checkpoint"
-    distributed_checkpoint.save(model.state_dict(), checkpoint_id=checkpoint)
+    with torch.no_grad():
+        paged = [digest(local(weight)) for weight in model.parameters()]
+    if in_background:
+        saving = distributed_checkpoint.async_save(model.state_dict(), checkpoint_id=checkpoint)
+        with torch.no_grad():
+            for weight in model.parameters():
+                local(weight).zero_()
+        saving.result()
+    else:
+        distributed_checkpoint.save(model.state_dict(), checkpoint_id=checkpoint)
     distributed_checkpoint.load(state := loaded.state_dict(), checkpoint_id=checkpoint)
     loaded.load_state_dict(state)
-    faults = PROCESS.session.statistics()["faults"]
+    figures = PROCESS.session.statistics()
     with torch.no_grad():
-        paged, plain = ([digest(local(weight)) for weight in module.parameters()] for module in (model, loaded))
+        plain = [digest(local(weight)) for weight in loaded.parameters()]
     dist.destroy_process_group()
-    return paged, plain, faults
+    return paged, plain, figures
 
 
 def lives_on_after_wrapping(rank: int, case: Case, folder: str) -> bool:
