@@ -10,9 +10,9 @@
 
 namespace torch_offload {
 
-inline constexpr unsigned kProductWarps = 8;  // that have rows of their own
-inline constexpr unsigned kProductThreads = kProductWarps * kWarpLanes;
-inline constexpr std::uint32_t kBlockRows = kProductWarps * kWarpRows;
+inline std::uint32_t quotient_up(std::size_t count, std::size_t by) {
+    return static_cast<std::uint32_t>((count + by - 1) / by);
+}
 
 struct TensorWarp : CudaWarp {
     template <std::uint32_t kTiles, std::uint32_t kPlaneTiles>

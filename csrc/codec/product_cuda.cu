@@ -9,6 +9,9 @@ namespace {
 
 constexpr unsigned kPlaneThreads = 512;
 constexpr unsigned kExpandThreads = 128;
+constexpr unsigned kProductWarps = 8;  // of a block
+constexpr unsigned kProductThreads = kProductWarps * kWarpLanes;
+constexpr std::uint32_t kBlockRows = kProductWarps * kWarpRows;
 constexpr std::uint32_t kMinSliceBlocks = 8;      // of 64 values, for a slice to be worth its sums
 constexpr std::uint32_t kBlocksPerProcessor = 2;  // that a GPU should have to do
 constexpr std::uint32_t kMaxGridGroups = 65535;
@@ -182,10 +185,6 @@ __global__ void __launch_bounds__(kExpandThreads)
         const auto value = static_cast<std::int32_t>(word << (30 - 2 * (position % kValuesOfWord))) >> 30;
         to[i - position + (order ? order[position] : position)] = static_cast<std::int8_t>(value);
     }
-}
-
-std::uint32_t quotient_up(std::size_t count, std::size_t by) {
-    return static_cast<std::uint32_t>((count + by - 1) / by);
 }
 
 std::uint32_t processor_count() {

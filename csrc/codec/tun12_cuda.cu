@@ -177,6 +177,12 @@ std::size_t staged_bytes(const KernelMatrix& matrix) {
 
 constexpr std::size_t kOwnBytes = 64;  // of shared memory, that kernels have beside what they ask for: more than enough
 
+int current_device() {
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "asking for the current device");
+    return device;
+}
+
 /// What the current device can do for the kernels here; asked for once.
 struct DeviceTraits {
     std::size_t shared_bytes = 0;  // that a kernel may ask for
@@ -195,8 +201,7 @@ struct DeviceTraits {
     static DeviceTraits current() {
         static std::array<std::once_flag, kKnownDevices> flags;
         static std::array<DeviceTraits, kKnownDevices> known;
-        int device = 0;
-        check_cuda(cudaGetDevice(&device), "asking for the current device");
+        const int device = current_device();
         const auto index = static_cast<std::size_t>(device);
         if (index >= kKnownDevices) return of(device);
         std::call_once(flags[index], [&] { known[index] = of(device); });
@@ -204,14 +209,19 @@ struct DeviceTraits {
     }
 };
 
-/// What a kernel may ask for belongs to it and the device, not to a launch: it is always the most.
+/// What a kernel may ask for belongs to it and the device, not to a launch: it is always the most, said once.
 template <auto kKernel>
-void allow_shared_memory(std::size_t most_bytes) {
-    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most_bytes)),
-               "asking for shared memory for the words of TUN12");
+void allow_shared_memory() {
+    static std::array<std::once_flag, kKnownDevices> flags;
+    const auto allow = [] {
+        const auto most_bytes = static_cast<int>(DeviceTraits::current().shared_bytes);
+        check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes),
+                   "asking for shared memory for the words of TUN12");
+    };
+    const auto index = static_cast<std::size_t>(current_device());
+    if (index >= kKnownDevices) return allow();
+    std::call_once(flags[index], allow);
 }
-
-std::uint32_t quotient_up(std::uint32_t count, std::uint32_t by) { return (count + by - 1) / by; }
 
 /// How blocks share a matrix: as few of them side by side as hold its columns.
 struct MatrixShape {
@@ -260,13 +270,13 @@ PartialSums codeword_product_sums(const KernelMatrix& matrix) {
 void launch_codeword_product(const KernelMatrix& matrix, const PlaneBlocks& x, const PartialSums& partial,
                              const ScaledSums& y, cudaStream_t stream) {
     const SumsTarget target{y, x.most_bits, x.planes, partial};
-    const DeviceTraits traits = DeviceTraits::current();
+    const bool can_wait = DeviceTraits::current().can_wait;
     const MatrixShape shape(matrix);
     with_staging(matrix, [&](auto is_staged, std::size_t shared_bytes) {
         with_shape_of(x, [&](auto product) {
             constexpr auto kKernel = &product_kernel<decltype(product), decltype(is_staged)::value>;
-            allow_shared_memory<kKernel>(traits.shared_bytes);
-            launch(kKernel, shape, shared_bytes, traits.can_wait, stream, matrix, x, shape.block, target);
+            allow_shared_memory<kKernel>();
+            launch(kKernel, shape, shared_bytes, can_wait, stream, matrix, x, shape.block, target);
         });
     });
 }
@@ -275,7 +285,7 @@ void launch_tun12_decode(const KernelMatrix& matrix, const QuadRows& to, cudaStr
     const MatrixShape shape(matrix);
     with_staging(matrix, [&](auto is_staged, std::size_t shared_bytes) {
         constexpr auto kKernel = &decode_kernel<decltype(is_staged)::value>;
-        allow_shared_memory<kKernel>(DeviceTraits::current().shared_bytes);
+        allow_shared_memory<kKernel>();
         launch(kKernel, shape, shared_bytes, false, stream, matrix, shape.block, to);
     });
 }
