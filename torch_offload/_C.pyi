@@ -140,8 +140,11 @@ class Engine:
 
         For the post-accumulate hook.
         """
-    def hold_for_update(self, parameter: torch.Tensor, states: list[torch.Tensor]) -> Pin:
-        """Keep ``parameter.grad`` in memory while its optimizer's update runs, which uses ``states``."""
+    def hold_for_update(self, parameter: torch.Tensor, states: list[torch.Tensor]) -> Pin | None:
+        """Take a gradient as complete, and keep it in memory while its optimizer's update runs, which uses ``states``.
+
+        Returns None for a gradient that gets no pages.
+        """
     def gradient_applied(self, parameter: torch.Tensor, states: list[torch.Tensor]) -> None:
         """Make ``parameter.grad`` a gradient without bytes, which only knows its norm.
 

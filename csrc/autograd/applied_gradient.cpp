@@ -61,7 +61,7 @@ void note_use(Engine& engine, const std::vector<at::Tensor>& tensors) {
 /// The gradient is left to its last owner, and written by nobody until then.
 void note_end_of_update(Engine& engine, const at::Tensor& parameter, const std::vector<at::Tensor>& states) {
     const std::shared_ptr<Segment>& gradient = segment_of(parameter.grad());
-    gradient->outstanding_since.store(1, std::memory_order_relaxed);
+    gradient->keep_for_next_use();
     note_use(engine, states);
     note_use(engine, {parameter.grad(), parameter});
 }
@@ -90,12 +90,14 @@ c10::List<at::Tensor> with_bytes(const c10::IValue& list) {
 
 }  // namespace
 
-PinGuard hold_for_update(const at::Tensor& parameter, const std::vector<at::Tensor>& states) {
+std::optional<PinGuard> hold_for_update(const at::Tensor& parameter, const std::vector<at::Tensor>& states) {
+    gradient_complete(parameter, parameter.grad(), true);
     Block* const block = block_of_gradient(parameter);
-    OFFLOAD_CHECK(block != nullptr, InvalidArgument, "the parameter has no gradient in pages");
+    if (!block) return std::nullopt;
     const PinRequest request{block->segment, Access::read};
     PinGuard guard = block->engine->pin({&request, 1});
     guard.keep();
+    block->segment->end_next_use();
     note_use(*block->engine, states);
     return guard;
 }

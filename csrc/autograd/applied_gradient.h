@@ -6,21 +6,22 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <optional>
 #include <vector>
 
 #include "autograd/paged_storage.h"
 
 namespace torch_offload {
 
-/// Keeps the pages of `parameter.grad` in memory while the guard lives, so that what is recorded with them is applied
-/// at once, and notes that the parameter's `states` are used from now on, until gradient_applied().
-/// Pre:    gradient_complete(parameter) made pages of the gradient.
+/// As gradient_complete() of `parameter.grad`, whose pages stay in memory from then on while the guard lives: what is
+/// recorded with them is applied at once, and nobody writes them to disk before that. Notes that the parameter's
+/// `states` are used from now on, until gradient_applied(). Nothing if the gradient has no pages.
 /// Throws: what a pin throws.
-PinGuard hold_for_update(const at::Tensor& parameter, const std::vector<at::Tensor>& states);
+std::optional<PinGuard> hold_for_update(const at::Tensor& parameter, const std::vector<at::Tensor>& states);
 
 /// `parameter.grad` has been applied: it becomes a tensor of the same shape without bytes, which knows its norm. Every
 /// other access is an OffloadError, but for one that overwrites all of it. What has the tensor that it was keeps it.
-/// Pre:    as hold_for_update().
+/// Pre:    hold_for_update() found pages of the gradient.
 /// Throws: what a pin throws, for work recorded for the parameter; the gradient is then as it was.
 void gradient_applied(const at::Tensor& parameter, const std::vector<at::Tensor>& states);
 

@@ -48,7 +48,7 @@ bool becomes_pages(const Engine& engine, const at::Tensor& gradient) {
 
 }  // namespace
 
-void gradient_complete(const at::Tensor& parameter, const at::Tensor& gradient) {
+void gradient_complete(const at::Tensor& parameter, const at::Tensor& gradient, bool is_used_next) {
     const Block* parameter_block = block_of(parameter);
     if (!parameter_block || !gradient.defined()) return;
     const std::shared_ptr<Engine> engine = parameter_block->engine;
@@ -57,7 +57,7 @@ void gradient_complete(const at::Tensor& parameter, const at::Tensor& gradient) 
         const Segment& owner = *parameter_block->segment;
         manage(engine, gradient,
                {SegmentKind::gradient, "gradient of " + owner.label,
-                engine->derived_role(owner.trace_id, Engine::Derived::gradient), owner.trace_id});
+                engine->derived_role(owner.trace_id, Engine::Derived::gradient), owner.trace_id, is_used_next});
     }
     add_paged_keys(gradient);
     Block& block = *block_of(gradient);

@@ -25,8 +25,9 @@ struct GradientNorm {
 
 /// Makes the gradient of a parameter pages of the parameter's engine, without a copy where it lies in a temporary, and
 /// keeps its norm. Does nothing for gradients that stay ordinary: sparse ones, small ones, those of unmanaged
-/// parameters, an undefined one. Threads: the one that runs the backward pass of this parameter.
-void gradient_complete(const at::Tensor& parameter, const at::Tensor& gradient);
+/// parameters, an undefined one. With `is_used_next`, new pages stay in memory for their next use.
+/// Threads: the one that runs the backward pass of this parameter.
+void gradient_complete(const at::Tensor& parameter, const at::Tensor& gradient, bool is_used_next = false);
 
 /// A fresh copy of the kept norm of `gradient`, if it still is what `_foreach_norm` would compute here and now.
 std::optional<at::Tensor> kept_norm(const at::Tensor& gradient);

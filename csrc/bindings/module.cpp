@@ -107,9 +107,11 @@ std::unique_ptr<Pin> make_pin(const at::Tensor& tensor, bool is_read_only) {
 }
 
 std::unique_ptr<Pin> make_update_pin(const at::Tensor& parameter, const std::vector<at::Tensor>& states) {
+    std::optional<PinGuard> guard = hold_for_update(parameter, states);
+    if (!guard) return nullptr;
     auto pin = std::make_unique<Pin>();
-    pin->engine = block_of(parameter) ? block_of(parameter)->engine : nullptr;
-    pin->guard = hold_for_update(parameter, states);
+    pin->engine = block_of(parameter)->engine;
+    pin->guard = std::move(*guard);
     return pin;
 }
 

@@ -85,6 +85,7 @@ void Segment::assume(SegmentRole role) {
     label = std::move(role.label);
     trace_id = role.trace_id;
     anchor_id = role.anchor_id;
+    if (role.is_used_next) keep_for_next_use();
 }
 
 void Segment::resolve_fault(std::byte* address, bool is_write) noexcept {

@@ -117,6 +117,7 @@ struct SegmentRole {
     std::string label{};
     TraceId trace_id = kNoTrace;
     TraceId anchor_id = kNoTrace;
+    bool is_used_next = false;  // as after keep_for_next_use()
 };
 
 /// Why a segment stands where it does in an EvictionQueue.
@@ -168,6 +169,11 @@ public:
 
     /// Before the segment is shared and has pages in memory. `role.kind` aside, which it has from its beginning.
     void assume(SegmentRole role);
+
+    /// Until end_next_use(), only who cannot get memory otherwise sends its pages away. The pager does not rank the
+    /// segment anew by either; touch() does.
+    void keep_for_next_use() noexcept { outstanding_since.store(1, std::memory_order_relaxed); }
+    void end_next_use() noexcept { outstanding_since.store(0, std::memory_order_relaxed); }
 
     void resolve_fault(std::byte* address, bool is_write) noexcept override;
 

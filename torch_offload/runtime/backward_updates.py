@@ -95,16 +95,25 @@ class BackwardUpdates:
         self._updated: dict[int, _Updated] = {}  # by id of the optimizer
 
     # --- The backward ----------------------------------------------------------------------------------------------
-    def update(self, parameter: torch.Tensor) -> None:
-        """Update a parameter whose gradient has become complete, as paged as it is.
+    def complete(self, parameter: torch.Tensor) -> None:
+        """Take the parameter's gradient as complete, and update the parameter, as paged as it is.
 
         Raises:
             OffloadError: If this is its second gradient since the last step, or one that is not what a step would use.
         """
-        gradient, place = parameter.grad, self._places.get(id(parameter))
+        place = self._places.get(id(parameter))
         optimizer = None if place is None else place.owner_of(parameter)
-        if gradient is None or not _C.is_managed(gradient) or place is None or optimizer is None:
+        if place is None or optimizer is None:
+            self._engine.gradient_complete(parameter)
             return  # the step updates it
+        states = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
+        pin = self._engine.hold_for_update(parameter, states)
+        if pin is not None:
+            with pin:
+                self._update(parameter, place, optimizer, states)
+
+    def _update(self, parameter: torch.Tensor, place: _Place, optimizer: Optimizer, states: list[torch.Tensor]) -> None:
+        gradient = _gradient_of(parameter)
         _check_gradient(gradient)
         updated = self._updated.setdefault(id(optimizer), _Updated(optimizer))
         if id(parameter) in updated.gradients:
@@ -119,21 +128,19 @@ class BackwardUpdates:
             updated.options[place.group] = _options_of(group)
         updated.gradients[id(parameter)] = (parameter, gradient)  # first: the update may fail in its middle
         self._step_one(optimizer, group, parameter)
+        self._engine.gradient_applied(parameter, states)
+        increment_version(parameter)  # fused kernels do not: what of the backward needs the value before raises
         updated.gradients[id(parameter)] = (parameter, _gradient_of(parameter))
 
     def _step_one(self, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        states = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
-        with self._engine.hold_for_update(parameter, states):
-            whole = optimizer.param_groups
-            self._engine.begin_optimizer_step()
-            optimizer.param_groups = [{**group, "params": [parameter]}]
-            try:
-                _step_without_hooks(type(optimizer))(optimizer)
-            finally:
-                optimizer.param_groups = whole
-                self._engine.abandon_optimizer_step()
-            self._engine.gradient_applied(parameter, states)
-        increment_version(parameter)  # fused kernels do not: what of the backward needs the value before raises
+        whole = optimizer.param_groups
+        self._engine.begin_optimizer_step()
+        optimizer.param_groups = [{**group, "params": [parameter]}]
+        try:
+            _step_without_hooks(type(optimizer))(optimizer)
+        finally:
+            optimizer.param_groups = whole
+            self._engine.abandon_optimizer_step()
 
     # --- Steps -----------------------------------------------------------------------------------------------------
     def begin_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:

@@ -328,9 +328,10 @@ def _hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
 def _gradient_hook(engine: _C.Engine, updates: BackwardUpdates | None) -> Callable[[torch.Tensor], None]:
     def complete(parameter: torch.Tensor) -> None:
         if parameter.grad is not None and parameter.grad.layout is torch.strided:
-            engine.gradient_complete(parameter)
-            if updates is not None:
-                updates.update(parameter)
+            if updates is None:
+                engine.gradient_complete(parameter)
+            else:
+                updates.complete(parameter)
 
     return complete
 
