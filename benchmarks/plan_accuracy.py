@@ -4,9 +4,9 @@
     python benchmarks/plan_accuracy.py --smoke
 
 A random-init Llama of 126 M parameters: full training in fp32 with stock fused AdamW, LoRA of rank 8 over the frozen
-base, each with activations kept, paged (`ssd`), recomputed and chosen by the engine (`auto`), and each within three
-budgets; generating for one row and for eight, and evaluating, from a saved bf16 checkpoint that keeps its pages. QLoRA
-needs quantized bases to be paged and is named as not measured. First the machine's rates are measured anew; then, one
+base, and over a base in bf16 that bitsandbytes quantizes to NF4 (`qlora`), each with activations kept, paged (`ssd`),
+recomputed and chosen by the engine (`auto`), and each within three budgets; generating for one row and for eight, and
+evaluating, from a saved bf16 checkpoint that keeps its pages. First the machine's rates are measured anew; then, one
 configuration after the other, the plan is made from the configuration of the model, and a process of its own takes the
 steps: some to come to rest, `auto` as many as it needs to choose, then those that count. Figures are their medians; a
 step in which somebody else took more than a tenth of the machine's CPU is left out while enough are left. An error is
@@ -28,12 +28,14 @@ from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, is_quiet, progress
 from harness.worker_process import WorkerProcess, option_words, worker_command
 from peft import LoraConfig, get_peft_model
+from torch.nn import Parameter
 from transformers import LlamaForCausalLM
-from workers.adapters import TARGETS
+from workers.adapters import TARGETS, nf4
 from workers.step import make_configuration
 
 import torch_offload
 from torch_offload import Config, Plan, Probe
+from torch_offload.integrations.quantized_models import quantize_on_meta
 
 MAX_MEDIAN_SECONDS = 0.10
 MAX_SECONDS = 0.25
@@ -42,7 +44,8 @@ MAX_PEAK = 0.03
 MIN_CONFIGURATIONS = 24
 NEGLIGIBLE_BYTES = 1 << 20  # of a step; what both have less of is as predicted
 MODES = {"keep": "keep", "ssd": "page", "recompute": "recompute", "auto": "auto"}
-NOT_MEASURED = "QLoRA: bases that bitsandbytes has quantized are not planned"
+NOT_MEASURED = "QLoRA: bitsandbytes is not installed"
+IS_QUANTIZER_THERE = importlib.util.find_spec("bitsandbytes") is not None
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Setting:
     """What is planned and run.
 
     Attributes:
-        kind: ``full``, ``lora``, ``generate`` or ``evaluate``.
+        kind: ``full``, ``lora``, ``qlora``, ``generate`` or ``evaluate``.
         budget_bytes: Of memory.
         mode: Of activations, a key of `MODES`; empty where there are none.
         batch: Rows.
@@ -96,15 +99,18 @@ class Plans:
     judges: bool = True
 
 
-def settings_of(*, full: tuple[int, ...], lora: tuple[int, ...], forward: tuple[int, ...]) -> tuple[Setting, ...]:
+def settings_of(
+    *, full: tuple[int, ...], lora: tuple[int, ...], qlora: tuple[int, ...], forward: tuple[int, ...]
+) -> tuple[Setting, ...]:
     """Return the settings of a full run.
 
     Args:
         full: Budgets in MiB.
         lora: The same.
+        qlora: The same.
         forward: The same, of generating and evaluating.
     """
-    kinds = [("full", full, 256), ("lora", lora, 256)]
+    kinds = [("full", full, 256), ("lora", lora, 256), ("qlora", qlora, 64)]
     trained = [
         Setting(kind, mib << 20, mode, sequence=sequence)
         for kind, budgets, sequence in kinds
@@ -117,12 +123,15 @@ def settings_of(*, full: tuple[int, ...], lora: tuple[int, ...], forward: tuple[
     return (*trained, *tokens, *(Setting("evaluate", mib << 20, sequence=1024) for mib in forward))
 
 
-USUAL = Plans(Shape(), settings_of(full=(640, 960, 1280), lora=(384, 512, 640), forward=(96, 144, 192)))
+USUAL = Plans(
+    Shape(), settings_of(full=(640, 960, 1280), lora=(384, 512, 640), qlora=(84, 96, 112), forward=(96, 144, 192))
+)
 SMOKE = Plans(
     Shape(hidden=256, intermediate=1024, layers=6, heads=4, vocabulary=512, page_elements=1 << 14),
     (
         Setting("full", 32 << 20, "ssd", sequence=64),
         Setting("lora", 24 << 20, "recompute", sequence=64),
+        Setting("qlora", 9 << 20, "ssd", sequence=64),
         Setting("generate", 8 << 20, sequence=8, new_tokens=2),
     ),
     steps=2,
@@ -135,11 +144,13 @@ SMOKE = Plans(
 def plan_of(setting: Setting, shape: Shape, rates: Probe, ssd: str) -> Plan:
     """Plan from the configuration of the model alone."""
     options = argparse.Namespace(**asdict(shape), sequence=setting.sequence)
-    dtype = torch.float32 if setting.mode else torch.bfloat16
+    dtype = torch.float32 if setting.kind in ("full", "lora") else torch.bfloat16
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(make_configuration(options)).to(dtype).train()
-        loaded = [] if setting.mode else list(model.parameters())
-        if setting.kind == "lora":
+        if setting.kind == "qlora":
+            quantize_on_meta(model, nf4())
+        loaded = [] if dtype is torch.float32 else [each for each in model.parameters() if type(each) is Parameter]
+        if setting.kind in ("lora", "qlora"):
             model = get_peft_model(model, LoraConfig(r=8, target_modules=TARGETS, task_type="CAUSAL_LM"))
     config = Config(ram=setting.budget_bytes, ssd=ssd, page_elements=shape.page_elements)
     ids = torch.ones(setting.batch, setting.sequence, dtype=torch.long)
@@ -147,7 +158,7 @@ def plan_of(setting: Setting, shape: Shape, rates: Probe, ssd: str) -> Plan:
         model,
         {"input_ids": ids, "labels": ids},
         config=config.replace(activations=MODES[setting.mode]) if setting.mode else config,
-        work={"full": "train", "lora": "train"}.get(setting.kind, setting.kind),
+        work="train" if setting.mode else setting.kind,
         new_tokens=setting.new_tokens or None,
         loaded=loaded,
         probe=rates,
@@ -162,7 +173,9 @@ def command_of(setting: Setting, shape: Shape, folder: Path, ssd: str) -> list[s
         own = {"folder": folder, "variant": "paged", "rows": setting.batch, "prompt": setting.sequence}
         return [*worker_command("generate"), *option_words(common | own | {"new_tokens": setting.new_tokens})]
     own = asdict(shape) | {"batch": setting.batch, "sequence": setting.sequence, "activations": MODES[setting.mode]}
-    worker = "adapters" if setting.kind == "lora" else "step"
+    if setting.kind == "qlora":
+        own |= {"folder": folder, "quantized": 1, "dtype": "bf16"}
+    worker = "step" if setting.kind == "full" else "adapters"
     return [*worker_command(worker), *option_words(common | own)]
 
 
@@ -240,6 +253,8 @@ def main() -> None:
     plans = SMOKE if options.smoke else USUAL
     plans = replace(plans, steps=options.steps or plans.steps)
     chosen = [setting for setting in plans.settings if options.only in setting.name]
+    if not IS_QUANTIZER_THERE:
+        chosen = [setting for setting in chosen if setting.kind != "qlora"]
     if not chosen:
         parser.error(f"no setting is called {options.only!r}; there are: {[each.name for each in plans.settings]}")
     with tempfile.TemporaryDirectory(dir=options.ssd) as scratch:
@@ -247,12 +262,11 @@ def main() -> None:
         shape = plans.shape
         folder = make_model(Path(scratch).resolve() / "model", shape.hidden, shape.layers, shape.vocabulary)
         rows = [measure(setting, plans, rates, folder, scratch) for setting in chosen]
-    has_quantizer = importlib.util.find_spec("bitsandbytes") is not None
     told = {
         "benchmark": "plan_accuracy",
         "machine": machine(options.ssd),
         "probe": rates.to_dict(),
-        "not_measured": [f"{NOT_MEASURED}{'' if has_quantizer else '; bitsandbytes is not installed'}"],
+        "not_measured": [] if IS_QUANTIZER_THERE else [NOT_MEASURED],
         "settings": rows,
     }
     emit(told | {"bars": bars_of(rows, judges=plans.judges)}, as_json=options.json)

@@ -84,17 +84,21 @@ class AdaptersWorker(Worker):
 
 def load_model(options: argparse.Namespace) -> Any:
     """Load the model of a folder; quantized, linear layers but the head are NF4 with nested statistics."""
-    quantization = BitsAndBytesConfig(
+    chosen = {"quantization_config": nf4()} if options.quantized else {}
+    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=DTYPES[options.dtype], use_cache=False, **chosen)
+    if options.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def nf4() -> BitsAndBytesConfig:
+    """Return how a base is quantized."""
+    return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-    chosen = {"quantization_config": quantization} if options.quantized else {}
-    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=DTYPES[options.dtype], use_cache=False, **chosen)
-    if options.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
 
 
 def bytes_of(base: Any) -> int:

@@ -211,6 +211,7 @@ def plan(
     train: plan_options.Train = None,
     micro_batches: plan_options.MicroBatches = None,
     dtype: plan_options.Dtype = "float32",
+    load_in_4bit: plan_options.LoadIn4bit = False,
     optimizer: plan_options.Optimizer = None,
     moments: plan_options.Moments = None,
     checkpointing: plan_options.Checkpointing = False,
@@ -242,7 +243,11 @@ def plan(
         parts = TrainedParts.of(train or "full")
         config = config_from(given, file)
         described = hf_models.model_from(
-            model, dtype=dtype, uses_checkpointing=checkpointing, trust_remote_code=trust_remote_code
+            model,
+            dtype=dtype,
+            uses_checkpointing=checkpointing,
+            load_in_4bit=load_in_4bit,
+            trust_remote_code=trust_remote_code,
         )
         made = make_plan(
             parts.apply(described.module),

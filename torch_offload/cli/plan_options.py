@@ -29,6 +29,9 @@ MicroBatches = Annotated[
     typer.Option("--micro-batches", "--accumulate", metavar="COUNT", help="Micro-batches of a step; default 1."),
 ]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16 or float16.")]
+LoadIn4bit = Annotated[
+    bool, typer.Option("--load-in-4bit", help="bitsandbytes quantizes it to NF4 as it is loaded (QLoRA).")
+]
 Optimizer = Annotated[
     str | None, typer.Option(metavar="NAME", help="adamw_torch_fused, torch_offload.AdamW or none; default the first.")
 ]

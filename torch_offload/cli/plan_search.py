@@ -81,6 +81,7 @@ def _model_of(others: Mapping[str, Any]) -> tuple[nn.Module, tuple[Tensor, ...]]
         others["model"],
         dtype=others["dtype"],
         uses_checkpointing=others["checkpointing"],
+        load_in_4bit=others["load_in_4bit"],
         trust_remote_code=others["trust_remote_code"],
     )
     return parts.apply(described.module), tuple(described.loaded)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_offload.errors import CheckpointError, ConfigError, OffloadError, UnsupportedModelError
+from torch_offload.integrations.quantized_models import quantization_of, quantize_on_meta
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,7 +68,12 @@ class DescribedModel(NamedTuple):
 
 
 def model_from(
-    model: str | os.PathLike[str], *, dtype: str, uses_checkpointing: bool, trust_remote_code: bool = False
+    model: str | os.PathLike[str],
+    *,
+    dtype: str,
+    uses_checkpointing: bool,
+    load_in_4bit: bool = False,
+    trust_remote_code: bool = False,
 ) -> DescribedModel:
     """Return the language model of a configuration on the meta device, in training mode.
 
@@ -75,12 +81,13 @@ def model_from(
         model: A model's folder, its ``config.json``, or its name on the hub.
         dtype: Of its parameters, such as ``bfloat16``.
         uses_checkpointing: Whether layers run again in the backward pass.
+        load_in_4bit: Whether bitsandbytes quantizes it as it is loaded, where the configuration does not say how.
         trust_remote_code: Run code that lies beside the configuration.
 
     Raises:
         ConfigError: If there is no such configuration, or transformers is missing.
-        UnsupportedModelError: If it is of a quantized model, of none that transformers knows, or of one whose code
-            would have to be run.
+        UnsupportedModelError: If it is of a model quantized otherwise, of none that transformers knows, or of one
+            whose code would have to be run.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: {dtype!r} is not known; there are: {', '.join(DTYPES)}")
@@ -95,29 +102,28 @@ def model_from(
         # Code is found beside a folder's configuration only.
         source = file.parent if trust_remote_code and file.name == "config.json" else file
         configuration = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
-        for part in (configuration, configuration.get_text_config(decoder=True)):
-            quantization = getattr(part, "quantization_config", None)
-            if quantization is not None:
-                method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-                raise UnsupportedModelError(
-                    f"{file} is of a quantized model ({method}), which cannot be planned yet; give a plain one"
-                )
+        quantization = quantization_of(configuration, load_in_4bit=load_in_4bit, dtype=DTYPES[dtype], source=file)
         configuration.use_cache = False
         stored_dtype = getattr(configuration, "dtype", None) or torch.float32
         with torch.device("meta"):
             planned = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 configuration, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
             )
-    except UnsupportedModelError:
+    except OffloadError:
         raise
     except (ValueError, KeyError, OSError) as error:
         _refuse_code(file.parent, error)
         raise UnsupportedModelError(f"{file} describes no language model that transformers knows: {error}") from None
+    if quantization is not None:
+        quantize_on_meta(planned, quantization)
     planned.train()
     if uses_checkpointing:
         planned.gradient_checkpointing_enable({"use_reentrant": False})
     is_stored_so = str(stored_dtype).removeprefix("torch.") == dtype
-    return DescribedModel(planned, list(planned.parameters()) if is_stored_so else [])
+    stored: list[Tensor] = [  # the others are made
+        parameter for parameter in planned.parameters() if type(parameter) is nn.Parameter
+    ]
+    return DescribedModel(planned, stored if is_stored_so else [])
 
 
 def _refuse_code(folder: Path, error: Exception) -> None:

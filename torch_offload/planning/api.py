@@ -20,6 +20,7 @@ from torch_offload.planning.forward_trace import PROMPT, TOKEN, record_evaluatio
 from torch_offload.planning.operator_costs import Cost, OperatorCosts
 from torch_offload.planning.plan import Plan, Work
 from torch_offload.planning.planner import PlanInputs, PlannedMachine, PlannedStep, build_plan
+from torch_offload.planning.quantized_weights import check_can_run_forward
 from torch_offload.runtime import preflight, settings
 from torch_offload.system import resources
 
@@ -84,7 +85,7 @@ def plan(
 
     Raises:
         ConfigError: If a setting cannot be used.
-        UnsupportedModelError: For a real GPU.
+        UnsupportedModelError: For a real GPU, and for weights quantized otherwise than to bitsandbytes' 4 bits.
         OffloadError: If the forward depends on numbers that only a real run knows, or has no loss or cache.
     """
     settings.check_arguments("plan", unknown)
@@ -114,6 +115,7 @@ class _Planning:
     def plan(self) -> Plan:
         """Record what a step consists of, and plan it."""
         if self.step.work != "train":
+            check_can_run_forward(self.model)
             passes, seconds = _forward_passes(self.model, self.batch, self.loaded, self.step.new_tokens, self.costs)
             return self._built(passes[0], seconds, passes=passes)
         if self.config.activations == "recompute":

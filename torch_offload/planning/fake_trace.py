@@ -20,8 +20,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torch_offload.errors import OffloadError
-from torch_offload.planning.operator_calls import Call, is_passing, reads_arguments, rows_looked_up, tensors_in
+from torch_offload.planning.operator_calls import (
+    Call,
+    is_passing,
+    packet_name,
+    reads_arguments,
+    rows_looked_up,
+    tensors_in,
+)
+from torch_offload.planning.quantized_weights import COMPOSITES, check_can_be_traced, model_elements, stand_in_state
 from torch_offload.runtime.preflight import is_embedding_table
+from torch_offload.runtime.tensor_parts import parts_of
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -73,6 +82,7 @@ class ParameterSize:
         is_trained: Whether it gets a gradient.
         is_loaded: Whether its bytes lie in a checkpoint.
         is_table: Whether only rows of it are ever read, and it is not trained.
+        model_elements: Numbers of the model that it holds: more than elements where they are packed, 0 of statistics.
     """
 
     name: str
@@ -82,6 +92,7 @@ class ParameterSize:
     is_trained: bool
     is_loaded: bool = False
     is_table: bool = False
+    model_elements: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -269,17 +280,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tables = _tables_of(module)
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         for name, tensor in named:
-            if id(tensor) not in known:
+            if id(tensor) in known:
+                continue
+            check_can_be_traced(name, tensor)
+            for suffix, part in parts_of(tensor):
                 size = ParameterSize(
-                    name,
-                    tensor.numel(),
-                    tensor.element_size(),
-                    tensor.dtype,
-                    tensor.requires_grad and self._is_training(),
-                    is_loaded=id(tensor) in loaded,
-                    is_table=id(tensor) in tables,
+                    f"{name}{suffix}",
+                    part.numel(),
+                    part.element_size(),
+                    part.dtype,
+                    part.requires_grad and self._is_training(),
+                    is_loaded=id(part) in loaded,
+                    is_table=id(part) in tables,
+                    model_elements=model_elements(part) if part is tensor else 0,
                 )
-                known[id(tensor)] = self._adopt_one(size, tensor, mode)
+                known[id(part)] = self._adopt_one(size, part, mode)
+            state = stand_in_state(tensor, lambda part: known[id(part)] if id(part) in known else _stand_in(part, mode))
+            if state is not None:
+                known[id(tensor)].quant_state = state  # type: ignore[attr-defined]
         return {f"model.{name}": known[id(tensor)] for name, tensor in named}
 
     def _is_training(self) -> bool:
@@ -351,6 +369,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
         if is_passing(func):
             return func(*args, **kwargs)
+        if (composite := COMPOSITES.get(packet_name(func))) is not None:
+            with self:
+                return composite(*args, **kwargs)
         output = func(*args, **kwargs)
         self._track(tensors_in(output))
         self._note_use(func, given, args)

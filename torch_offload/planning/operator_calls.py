@@ -106,20 +106,21 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def is_passing(operator: Any) -> bool:
     """Whether an operator touches no bytes: views, and questions about a tensor."""
-    return bool(getattr(operator, "is_view", False)) or _packet_name(operator) in _METADATA_ONLY
+    return bool(getattr(operator, "is_view", False)) or packet_name(operator) in _METADATA_ONLY
 
 
 def reads_arguments(operator: Any) -> bool:
     """Whether the bytes of its arguments matter to an operator that is not passing."""
-    return _packet_name(operator).split(".")[-1] not in _WITHOUT_READING
+    return packet_name(operator).split(".")[-1] not in _WITHOUT_READING
 
 
 def rows_looked_up(operator: Any, arguments: Any) -> int:
     """Return how many rows of its first argument an embedding reads, 0 for another operator."""
-    return int(arguments[1].numel()) if _packet_name(operator) == "aten.embedding" else 0
+    return int(arguments[1].numel()) if packet_name(operator) == "aten.embedding" else 0
 
 
-def _packet_name(operator: Any) -> str:
+def packet_name(operator: Any) -> str:
+    """Return the name of an operator without its overload, such as ``aten.mm``."""
     return str(getattr(operator, "overloadpacket", operator))
 
 
@@ -127,7 +128,7 @@ def _flops(operator: Any, arguments: Any, keywords: dict[str, Any], output: Any)
     """Return the count of multiplications and additions, after torch's own formulas."""
     from torch.utils.flop_counter import flop_registry
 
-    name = _packet_name(operator)
+    name = packet_name(operator)
     if name.startswith("aten._scaled_dot_product_flash_attention_for_cpu"):
         return _attention_flops(arguments, is_backward=name.endswith("_backward"))
     formula = flop_registry.get(getattr(operator, "overloadpacket", None))

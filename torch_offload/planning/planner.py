@@ -255,7 +255,7 @@ def _summary(
         needed_bytes=needed_bytes,
         peak_bytes=traffic.peak_bytes,
         placement=traffic.placement,
-        parameters=sum(parameter.elements for parameter in inputs.recording.parameters),
+        parameters=sum(parameter.model_elements for parameter in inputs.recording.parameters),
         state_bytes=_state_bytes(inputs),
         ssd_read=total_by_kind(phase.ssd_read for phase in phases),
         ssd_written=total_by_kind(phase.ssd_written for phase in phases),

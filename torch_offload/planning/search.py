@@ -31,6 +31,7 @@ from torch_offload.planning.page_uses import (
 )
 from torch_offload.planning.plan import Plan
 from torch_offload.planning.planner import PlanInputs, PlannedMachine, PlannedStep, build_plan
+from torch_offload.planning.quantized_weights import is_of_4_bits, without_bytes
 from torch_offload.planning.search_result import Candidate, Replay, Search
 from torch_offload.planning.setups import Setup, divisors, first_rows, precisions_named, rows_in, setups_of
 from torch_offload.planning.step_time import rates_of
@@ -365,10 +366,13 @@ def meta_copy(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Modul
 
     Args:
         model: It is not changed, and no bytes of it are read.
-        dtype: Of the fractions among its parameters and buffers; None: their own.
+        dtype: Of the fractions among its parameters and buffers, but those of 4 bits; None: their own.
     """
     memo: dict[int, Any] = {}
     for tensor in _tensors_of(model):
+        if is_of_4_bits(tensor):
+            memo[id(tensor)] = without_bytes(tensor)
+            continue
         kind = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)

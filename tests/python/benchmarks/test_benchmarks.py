@@ -173,14 +173,14 @@ def test_generating_says_what_plain_torch_says(scratch):
 
 
 def test_plan_accuracy_puts_plans_beside_runs(scratch):
-    """A full step, one of adapters and a generation were planned, then run; bytes were as planned to a half."""
+    """A full step, two of adapters and a generation were planned, then run; bytes were as planned to a half."""
     result = smoke("plan_accuracy", scratch)
-    assert [row["setting"]["kind"] for row in result["settings"]] == ["full", "lora", "generate"]
+    assert [row["setting"]["kind"] for row in result["settings"]] == ["full", "lora", "qlora", "generate"]
     for row in result["settings"]:
         assert row["measured"]["ssd_bytes"] > 0
         assert abs(row["errors"]["ssd_bytes"]) < 0.5
         assert row["plan"]["fits"]
-    assert len(result["not_measured"]) == 1
+    assert result["not_measured"] == []
     assert len(result["bars"]) == 1
 
 

@@ -233,15 +233,32 @@ def test_a_plan_finds_a_model_by_its_name_on_the_hub(monkeypatch, capsys, config
     assert json.loads(capsys.readouterr().out)["fits"] is True
 
 
-def test_a_quantized_model_is_not_planned(monkeypatch, capsys, configured):
+def test_a_model_quantized_by_others_is_not_planned(monkeypatch, capsys, configured):
     """Its weights are not what its configuration says."""
     config = configured / "config.json"
     said = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "torch_offload", "experts": {}}}
     config.write_text(json.dumps(said))
     assert run_main(monkeypatch, "plan", str(configured), "--ram", "8MiB", "--ssd", str(configured), *PLANNED) == 2
     said = capsys.readouterr().err
-    assert "is of a quantized model (torch_offload)" in said
+    assert "is of a model quantized by torch_offload, which cannot be planned" in said
     assert "knows" not in said
+
+
+def test_a_model_of_4_bits_is_planned_as_its_configuration_says(monkeypatch, capsys, configured):
+    """Half a byte a number, and LoRA over it; a pass without gradients is refused."""
+    common = ("--ram", "8MiB", "--ssd", str(configured), "--train", "lora:r=2,targets=q_proj", *PLANNED)
+    assert run_main(monkeypatch, "plan", str(configured), *common) == 0
+    plain = json.loads(capsys.readouterr().out)
+    config = configured / "config.json"
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantization}))
+    assert run_main(monkeypatch, "plan", str(configured), *common) == 0
+    packed = json.loads(capsys.readouterr().out)
+    assert packed["parameters"] == plain["parameters"]
+    assert packed["state_bytes"] < 0.6 * plain["state_bytes"]
+    without = ("--ram", "8MiB", "--ssd", str(configured), "--evaluate", *PLANNED)
+    assert run_main(monkeypatch, "plan", str(configured), *without) == 2
+    assert "only training can be planned" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -249,6 +266,7 @@ def test_a_quantized_model_is_not_planned(monkeypatch, capsys, configured):
     [
         (("--train", "lora:r=2,targets=q_proj"), "train"),
         (("--train", "layers:1", "--accumulate", "2"), "train"),
+        (("--train", "lora:r=2,targets=q_proj", "--load-in-4bit"), "train"),
         (("--optimizer", "torch_offload.AdamW", "--moments", "8bit"), "train"),
         (("--activations", "recompute"), "train"),
         (("--activations", "auto"), "train"),

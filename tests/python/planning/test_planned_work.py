@@ -5,7 +5,6 @@ only one thing differs, beside each other. A made-up machine, so that nothing de
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,19 @@ from peft import LoraConfig, get_peft_model
 from support.figures import MACHINE
 from support.isolation import in_child
 from support.models import tiny_config, tiny_model
+from support.planned_steps import PAGE, batch_of, counted_per_step, least_per_step, plan_of, settings, training_step
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import torch_offload
-from torch_offload import Config, ConfigError, OffloadError
+from torch_offload import ConfigError, OffloadError
 from torch_offload.activations.recompute import is_recomputed, layers_of
 from torch_offload.integrations.trained_parts import TrainedParts
 from torch_offload.planning.fake_trace import What, record
 from torch_offload.planning.page_uses import StepShape, StepUses, state_bytes_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-from harness.belady_check import least_traffic
-
-PAGE = 4096
-TOKENS = 48
-ROWS = 4
-WARM_UP = 4
-COUNTED = 3
 SLOW_DISK = MACHINE.model_copy(update={"ssd_read": 1e7, "ssd_write": 1e7, "ssd_mixed": 1e7})
 FAST_DISK = MACHINE.model_copy(update={"ssd_read": 1e13, "ssd_write": 1e13, "ssd_mixed": 1e13})
-
-
-def batch_of(rows: int = ROWS, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
-    return {name: torch.ones(rows, tokens, dtype=torch.long) for name in ("input_ids", "labels")}
 
 
 def empty_model(**changes: Any) -> nn.Module:
@@ -53,57 +41,8 @@ def adapted(model: nn.Module) -> nn.Module:
     return TrainedParts.of("lora:r=4,targets=q_proj+v_proj").apply(model)
 
 
-def plan_of(model: nn.Module, batch: dict[str, Any], config: Config, **options: Any) -> torch_offload.Plan:
-    defaults = {"probe": MACHINE, "timing_seconds": 0, "ssd_bytes": "1GiB"}
-    return torch_offload.plan(model, batch, config=config, **{**defaults, **options})
-
-
-def settings(ram: int | str, ssd: str | None = None, **more: Any) -> Config:
-    return Config(ram=ram, min_paged_bytes=0, page_elements=PAGE, **{"ssd": ssd, **more} if ssd else more)
-
-
 def weights_of(model: nn.Module) -> int:
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
-
-
-def counted_per_step(step: Any) -> dict[str, int]:
-    """Take steps; return the bytes of the SSD of those that are steady, each, and the most memory."""
-    for _ in range(WARM_UP):
-        step()
-    before = torch_offload.report()
-    for _ in range(COUNTED):
-        step()
-    after = torch_offload.report()
-    return {
-        "ssd_read": (after.ssd_read_bytes - before.ssd_read_bytes) // COUNTED,
-        "ssd_written": (after.ssd_written_bytes - before.ssd_written_bytes) // COUNTED,
-        "peak": after.host_peak_bytes,
-        "file": after.ssd_bytes,
-    }
-
-
-def least_per_step(step: Any, ram: int) -> dict[str, int]:
-    """Take some more steps; return what the best eviction moves in one of them for the same uses."""
-    from torch_offload.runtime.process import PROCESS
-
-    PROCESS.session.engine.start_use_log()
-    for _ in range(COUNTED):
-        step()
-    read, written = least_traffic(PROCESS.session.engine.take_use_log(), ram)
-    return {"ssd_read": read, "ssd_written": written}
-
-
-def training_step(model: nn.Module) -> Any:
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, fused=True)
-    batch = batch_of()
-
-    def step() -> None:
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 # --- Activations -------------------------------------------------------------------------------------------------
