@@ -138,6 +138,20 @@ def sharded_parameters(module: Any) -> list[Any]:
     return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
 
 
+def gathered_bytes(parameter: Any) -> int:
+    """Return what the whole of a sharded parameter takes where it is gathered, in the dtype of its products."""
+    return int(
+        parameter._orig_size.numel() * (parameter.mp_policy.param_dtype or parameter.sharded_param.dtype).itemsize
+    )
+
+
+def reduced_bytes(parameter: Any) -> int:
+    """Return what its whole gradient takes as it is sent to the other ranks."""
+    policy = parameter.mp_policy
+    dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+    return int(parameter._orig_size.numel() * dtype.itemsize)
+
+
 def owners_of_sharded(parameter: Any) -> Iterator[tuple[Any, str]]:
     """Yield the modules that hold a sharded parameter, and its name in each."""
     info = parameter._module_info

@@ -37,8 +37,8 @@ def wrap(
 
     The module is changed in place and returned; its class, names and ``state_dict`` stay the same, and so do all
     numbers. Modules wrapped while another one is share its engine and its budget. Weights of bitsandbytes and torchao
-    are paged with what they are made of. What cannot be paged (meta, sparse, shared or non-CPU tensors, subclasses that
-    are not known) stays as it is; one warning names it.
+    are paged with what they are made of, and of a DTensor this rank's part. What cannot be paged (meta, sparse, shared
+    or non-CPU tensors, subclasses that are not known) stays as it is; one warning names it.
 
     Args:
         module: Any module; parameters that are added or made trainable later are paged as well.

@@ -120,7 +120,7 @@ class Session:
         self._sharded = ShardedParameters(
             self.engine,
             self._patches,
-            updates_in_backward=config.update == "backward",
+            config=config,
             label_of=self._label_of,
         )
         self._hooks: list[RemovableHandle | Listening] = []

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from torch_offload import _C, _compat
+from torch_offload.config import Config
 from torch_offload.errors import OffloadError
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.import_watcher import ImportWatcher
 from torch_offload.hooks.patches import Patches
+from torch_offload.runtime.gathered_modules import check_room
 
 logger = logging.getLogger(__name__)
 
@@ -39,25 +41,27 @@ class ShardedParameters:
     Threads: the one that trains.
     """
 
-    def __init__(self, engine: _C.Engine, patches: Patches, *, updates_in_backward: bool, label_of: LabelOf) -> None:
+    def __init__(self, engine: _C.Engine, patches: Patches, *, config: Config, label_of: LabelOf) -> None:
         """Replace nothing before :meth:`install`.
 
         Args:
             engine: Pages the shards.
             patches: Takes the replacements that they need.
-            updates_in_backward: Parameters are updated as soon as their gradients are complete.
+            config: Of the session.
             label_of: Names a parameter of a wrapped module.
         """
         self._engine = engine
         self._patches = patches
+        self._config = config
         self._label_of = label_of
         self._watcher = ImportWatcher(_compat.SHARDING_MODULE, self._page_as_made)
         self._is_installed = False
+        self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.why_not_paged: str | None = None
         """The reason why shards stay in memory in this session; None where they are paged."""
         if engine.torch_device != "cpu":
             self.why_not_paged = "are sharded by fully_shard, whose shards are paged on the CPU only"
-        elif updates_in_backward:
+        elif config.update == "backward":
             self.why_not_paged = 'are sharded by fully_shard, which update="backward" does not know'
 
     def install(self) -> None:
@@ -87,11 +91,15 @@ class ShardedParameters:
         """Return what is sharded in a module, which may be inside one that is.
 
         Raises:
+            OutOfTierMemory: If the budget cannot hold what is gathered of one of them.
             OffloadError: If torch keeps it in a way that is not known.
         """
         shards: Shards = weakref.WeakKeyDictionary()
-        for part in filter(is_sharded, module.modules()):
+        for path, part in module.named_modules():
+            if not is_sharded(part):
+                continue
             try:
+                self._check_room(path, part)
                 for parameter in _compat.sharded_parameters(part):
                     self._leave_gathered(parameter)
                     for owner, name in _compat.owners_of_sharded(parameter):
@@ -105,6 +113,13 @@ class ShardedParameters:
             self._patches.replace(replaced_functions.GATHERED_PARAMETERS, self._after_gathering)
             self._is_installed = True
         return shards
+
+    def _check_room(self, path: str, part: nn.Module) -> None:
+        """Check, once for each, that what is gathered of a module fits the budget."""
+        if part in self._checked:
+            return
+        check_room(self._config, path or type(part).__name__, _compat.sharded_parameters(part))
+        self._checked.add(part)
 
     def page_padded(self, shards: Shards) -> None:
         """Have what gatherings read of paged shards, the same memory with its padding, be paged like these."""

@@ -17,6 +17,7 @@ from support.sharded_training import (
     lives_on_after_wrapping,
     run_ranks,
     run_unwrapped,
+    said_of_room,
     saved_and_loaded,
 )
 
@@ -51,6 +52,23 @@ def test_updates_are_deferred_and_gathered_weights_are_no_activations(scratch):
     for _, _, figures in run_ranks(Case(), str(scratch)):
         assert figures["recorded_elements"] == 2 * WEIGHTS * STEPS
         assert figures["saved_bytes"] == ACTIVATION_BYTES * (STEPS + 1)
+
+
+@pytest.mark.parametrize(
+    ("units", "is_mixed", "said"),
+    [
+        (1.9, False, "refused: host tier: out of memory. fully_shard has all of 0 in memory at once"),
+        (2.1, False, "ram: fully_shard takes up to some 3.0"),
+        (6.1, False, ""),
+        (1.4, True, "refused: host tier: out of memory. fully_shard has all of 0 in memory at once"),
+        (4.6, True, ""),
+    ],
+)
+def test_what_is_gathered_at_once_is_checked_before_the_first_step(scratch, units, is_mixed, said):
+    """In times a block in fp32: less than twice is refused, less than what trains is warned of, with its name."""
+    for found in in_each_rank(said_of_room, Case(is_mixed=is_mixed), str(scratch), units):
+        assert found.startswith(said)
+        assert bool(found) == bool(said)
 
 
 def test_a_module_that_is_sharded_after_it_was_wrapped(scratch):

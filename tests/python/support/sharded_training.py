@@ -1,8 +1,10 @@
 """Training with `fully_shard` in several processes, in memory and paged."""
 
 import gc
+import logging
 import weakref
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import torch
@@ -224,6 +226,23 @@ def lives_on_after_wrapping(rank: int, case: Case, folder: str) -> bool:
     gc.collect()
     dist.destroy_process_group()
     return module() is not None
+
+
+def said_of_room(rank: int, case: Case, folder: str, units: float) -> str:
+    """Return the error or the warning with which a module is wrapped in so many times what one block gathers."""
+    join_group(rank, folder, ranks=case.ranks)
+    model = new_model(case)
+    shard(model, case)
+    said = StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("torch_offload").addHandler(handler)
+    try:
+        torch_offload.wrap(model, config=case.config(folder), ram=int(units * 4 * PARAMETERS / BLOCKS))
+    except torch_offload.OutOfTierMemory as error:
+        said.write(f"refused: {error}")
+    finally:
+        dist.destroy_process_group()
+    return said.getvalue()
 
 
 def run_ranks(case: Case, folder: str) -> list[tuple[list[str], list[str], dict[str, Any]]]:
