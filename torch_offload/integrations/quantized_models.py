@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from torch_offload.errors import ConfigError, UnsupportedModelError
+from torch_offload.runtime.tensor_parts import is_of_4_bits
 
 NESTED_BLOCK = 256
 """Elements whose statistics have one of their own where statistics are quantized as well: bitsandbytes' constant."""
@@ -59,7 +60,7 @@ def quantize_on_meta(model: nn.Module, quantization: Any) -> None:
         quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
-        if type(weight).__name__ == "Params4bit":
+        if is_of_4_bits(weight):
             layer.weight = _packed(weight, layer, model.dtype)
     quantizer.postprocess_model(model)  # PEFT asks the model whether its layers have 4 bits
 

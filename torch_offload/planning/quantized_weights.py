@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_offload.errors import UnsupportedModelError
-from torch_offload.runtime.tensor_parts import PLAIN, is_not_quantized_yet
+from torch_offload.runtime.tensor_parts import PLAIN, is_not_quantized_yet, is_of_4_bits
 
 _STATISTICS = ("absmax", "code", "offset")
 
@@ -73,11 +73,6 @@ def without_bytes(tensor: Tensor) -> Tensor:
     made.module = None  # of the original
     packed: Tensor = made
     return packed
-
-
-def is_of_4_bits(tensor: Tensor) -> bool:
-    """Whether it is a ``Params4bit`` of bitsandbytes."""
-    return type(tensor).__name__ == "Params4bit"
 
 
 def _product_of_4_bits(

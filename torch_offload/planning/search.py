@@ -31,11 +31,12 @@ from torch_offload.planning.page_uses import (
 )
 from torch_offload.planning.plan import Plan
 from torch_offload.planning.planner import PlanInputs, PlannedMachine, PlannedStep, build_plan
-from torch_offload.planning.quantized_weights import is_of_4_bits, without_bytes
+from torch_offload.planning.quantized_weights import without_bytes
 from torch_offload.planning.search_result import Candidate, Replay, Search
 from torch_offload.planning.setups import Setup, divisors, first_rows, precisions_named, rows_in, setups_of
 from torch_offload.planning.step_time import rates_of
 from torch_offload.runtime import preflight, settings
+from torch_offload.runtime.tensor_parts import is_of_4_bits
 
 DEFAULT_TIMING_SECONDS = 30.0
 PAGES_OF_A_COARSE_BUDGET = 64  # a budget holds at least so many of the large pages

@@ -29,7 +29,12 @@ def is_not_quantized_yet(tensor: torch.Tensor) -> bool:
     if not _is_of_bitsandbytes(tensor):
         return False
     known: Any = tensor
-    return not known.bnb_quantized if type(tensor).__name__ == "Params4bit" else tensor.dtype != torch.int8
+    return not known.bnb_quantized if is_of_4_bits(tensor) else tensor.dtype != torch.int8
+
+
+def is_of_4_bits(value: object) -> bool:
+    """Whether it is a ``Params4bit`` of bitsandbytes."""
+    return type(value).__name__ == "Params4bit" and _package_of(value) == "bitsandbytes"
 
 
 def parts_of(tensor: torch.Tensor) -> Parts:
