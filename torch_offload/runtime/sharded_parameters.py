@@ -115,8 +115,8 @@ class ShardedParameters:
         return shards
 
     def _check_room(self, path: str, part: nn.Module) -> None:
-        """Check, once for each, that what is gathered of a module fits the budget."""
-        if part in self._checked:
+        """Check, once for each, that what is gathered of a module fits `ram`: with a device, it lies there."""
+        if self._config.gpu is not None or part in self._checked:
             return
         check_room(self._config, path or type(part).__name__, _compat.sharded_parameters(part))
         self._checked.add(part)
