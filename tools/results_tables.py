@@ -205,7 +205,7 @@ BENCHMARKS = (
     Benchmark("size_fp32", "Size of the model", f"{IO} --dtype fp32", SLOW_STEPS),
     Benchmark("load_save", "Loading and saving", IO),
     Benchmark("activations", "A long row", IO, "Times are reported in the file, not judged."),
-    Benchmark("distributed", "Ranks with DDP and FSDP2", f"--parts identity {IO}"),
+    Benchmark("distributed", "Ranks with DDP and FSDP2", IO),
     Benchmark("three_tiers", "Three tiers", IO, "Device and SSD are slowed down to a card's ratios; no GPU was used."),
     Benchmark("io", "The I/O engine against fio", IO),
     Benchmark(
