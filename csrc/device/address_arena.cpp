@@ -41,6 +41,13 @@ bool AddressArena::is_taken(std::size_t offset_bytes, std::size_t size_bytes) co
     return taken != taken_.end() && taken->second == size_bytes;
 }
 
+bool AddressArena::is_part_of_taken(std::size_t offset_bytes, std::size_t size_bytes) const {
+    auto taken = taken_.upper_bound(offset_bytes);
+    if (taken == taken_.begin()) return false;
+    --taken;
+    return offset_bytes + size_bytes <= taken->first + taken->second;
+}
+
 std::optional<std::size_t> AddressArena::grow(std::size_t block_bytes) noexcept {
     if (block_bytes > top_bytes_ - bottom_bytes_) return std::nullopt;
     if (block_bytes < kHugePageBytes) return top_bytes_ -= block_bytes;
@@ -51,22 +58,49 @@ std::optional<std::size_t> AddressArena::grow(std::size_t block_bytes) noexcept 
     return offset_bytes;
 }
 
-void FaultTable::set(std::size_t offset_bytes, std::size_t size_bytes, FaultTarget* target) noexcept {
-    constexpr std::size_t kSectorsPerGranule = kAddressGranuleBytes / kSectorBytes;
-    std::size_t sectors = divide_up(size_bytes, kSectorBytes);
-    for (std::size_t i = offset_bytes / kAddressGranuleBytes; sectors > 0; ++i) {
-        const std::size_t here = std::min(sectors, kSectorsPerGranule);
-        std::atomic_ref(sectors_[i]).store(static_cast<std::uint8_t>(here), std::memory_order_relaxed);
-        std::atomic_ref(targets_[i]).store(target, std::memory_order_release);
-        sectors -= here;
+FaultTable::SharedGranule* FaultTable::shared_granule(FaultTarget* entry) noexcept {
+    const auto bits = reinterpret_cast<std::uintptr_t>(entry);
+    return bits % 2 == 0 ? nullptr : reinterpret_cast<SharedGranule*>(bits - 1);
+}
+
+/// From now on the granule has a pointer a sector.
+void FaultTable::share(std::size_t granule) {
+    FaultTarget* const entry = targets_[granule];
+    if (shared_granule(entry)) return;
+    SharedGranule& shared = *shared_.emplace_back(std::make_unique<SharedGranule>());
+    std::fill_n(shared.begin(), sectors_[granule], entry);
+    std::atomic_ref(targets_[granule])
+        .store(reinterpret_cast<FaultTarget*>(reinterpret_cast<std::uintptr_t>(&shared) + 1),
+               std::memory_order_release);
+}
+
+void FaultTable::set(std::size_t offset_bytes, std::size_t size_bytes, FaultTarget* target) {
+    std::size_t granule = offset_bytes / kAddressGranuleBytes;
+    std::size_t first = offset_bytes % kAddressGranuleBytes / kSectorBytes;
+    if (first != 0 && target) share(granule);
+    for (std::size_t left = divide_up(size_bytes, kSectorBytes); left > 0; ++granule) {
+        const std::size_t count = std::min(left, kSectorsPerGranule - first);
+        if (SharedGranule* const shared = shared_granule(targets_[granule])) {
+            for (std::size_t i = first; i < first + count; ++i) {
+                std::atomic_ref((*shared)[i]).store(target, std::memory_order_release);
+            }
+        } else if (first == 0) {  // or nobody has a sector of it yet
+            std::atomic_ref(sectors_[granule]).store(static_cast<std::uint8_t>(count), std::memory_order_relaxed);
+            std::atomic_ref(targets_[granule]).store(target, std::memory_order_release);
+        }
+        left -= count;
+        first = 0;
     }
 }
 
 FaultTarget* FaultTable::find(std::size_t offset_bytes) const noexcept {
-    const std::size_t i = offset_bytes / kAddressGranuleBytes;
-    FaultTarget* target = std::atomic_ref(targets_[i]).load(std::memory_order_acquire);
-    const std::size_t end_bytes = std::atomic_ref(sectors_[i]).load(std::memory_order_relaxed) * kSectorBytes;
-    return offset_bytes % kAddressGranuleBytes < end_bytes ? target : nullptr;
+    const std::size_t granule = offset_bytes / kAddressGranuleBytes;
+    const std::size_t sector = offset_bytes % kAddressGranuleBytes / kSectorBytes;
+    FaultTarget* const entry = std::atomic_ref(targets_[granule]).load(std::memory_order_acquire);
+    if (SharedGranule* const shared = shared_granule(entry)) {
+        return std::atomic_ref((*shared)[sector]).load(std::memory_order_acquire);
+    }
+    return sector < std::atomic_ref(sectors_[granule]).load(std::memory_order_relaxed) ? entry : nullptr;
 }
 
 }  // namespace torch_offload

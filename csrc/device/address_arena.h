@@ -2,8 +2,11 @@
 // Layer device: includes base only.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -34,8 +37,11 @@ public:
     /// Makes a taken block free again. Returns false, and changes nothing, unless exactly that block is taken.
     bool give_back(std::size_t offset_bytes, std::size_t size_bytes) noexcept;
 
-    /// True if [offset, offset + size) was taken and not given back.
+    /// True if exactly [offset, offset + size) was taken and not given back.
     bool is_taken(std::size_t offset_bytes, std::size_t size_bytes) const;
+
+    /// True if [offset, offset + size) lies in one block that was taken and not given back.
+    bool is_part_of_taken(std::size_t offset_bytes, std::size_t size_bytes) const;
 
     std::size_t capacity_bytes() const noexcept { return capacity_bytes_; }
     std::size_t taken_count() const noexcept { return taken_.size(); }
@@ -53,15 +59,16 @@ private:
     std::optional<std::size_t> grow(std::size_t block_bytes) noexcept;
 
     std::size_t capacity_bytes_;
-    std::size_t bottom_bytes_ = 0;                        // large blocks lie below
-    std::size_t top_bytes_;                               // small blocks lie above
-    std::unordered_map<std::size_t, Blocks> blocks_;      // by their size
-    std::unordered_map<std::size_t, std::size_t> taken_;  // offset -> size bytes
+    std::size_t bottom_bytes_ = 0;                    // large blocks lie below
+    std::size_t top_bytes_;                           // small blocks lie above
+    std::unordered_map<std::size_t, Blocks> blocks_;  // by their size
+    std::map<std::size_t, std::size_t> taken_;        // offset -> size bytes
 };
 
 /// Finds the target of a faulting address. A view of sparse zeroed memory that the owner maps.
-/// One pointer a granule, and how many sectors of the granule belong to the range: a range ends at a sector.
-/// Threads: lookups from any thread and signal handler; changes of one range by one thread at a time.
+/// One pointer a granule, and how many sectors of the granule belong to the range: a range ends at a sector. Where
+/// ranges begin or end within a granule that they share, a pointer a sector.
+/// Threads: lookups from any thread and signal handler; changes by one thread at a time.
 class FaultTable {
 public:
     /// Bytes of table for an arena. Only the parts that describe reserved addresses are ever touched.
@@ -75,15 +82,23 @@ public:
           sectors_(reinterpret_cast<std::uint8_t*>(zeros + arena_bytes / kAddressGranuleBytes * sizeof(FaultTarget*))) {
     }
 
-    /// Faults in [offset, offset + size) go to `target`; nullptr: to nobody.
-    void set(std::size_t offset_bytes, std::size_t size_bytes, FaultTarget* target) noexcept;
+    /// Faults in [offset, offset + size) go to `target`; nullptr: to nobody, which never throws.
+    /// Throws: std::bad_alloc, with nothing changed.
+    void set(std::size_t offset_bytes, std::size_t size_bytes, FaultTarget* target);
 
     /// Async-signal-safe.
     FaultTarget* find(std::size_t offset_bytes) const noexcept;
 
 private:
-    FaultTarget** targets_;
+    static constexpr std::size_t kSectorsPerGranule = kAddressGranuleBytes / kSectorBytes;
+    using SharedGranule = std::array<FaultTarget*, kSectorsPerGranule>;
+
+    static SharedGranule* shared_granule(FaultTarget* entry) noexcept;
+    void share(std::size_t granule);
+
+    FaultTarget** targets_;  // or, with the lowest bit set, SharedGranule*
     std::uint8_t* sectors_;
+    std::vector<std::unique_ptr<SharedGranule>> shared_;  // kept: a signal handler may read one
 };
 
 }  // namespace torch_offload

@@ -23,6 +23,7 @@
 #include "base/units.h"
 #include "device/address_arena.h"
 #include "device/fault_access.h"
+#include "device/mapping_seams.h"
 
 namespace torch_offload {
 namespace {
@@ -297,6 +298,30 @@ private:
     std::atomic<bool> held_{false};
 };
 
+using Pieces = std::vector<std::span<std::byte>>;  // neighbors, in order, of which each is one mapping
+
+/// The first `count` have moved to `to` and have to be where they are looked for.
+void move_back(const Pieces& pieces, std::size_t count, std::byte* to) noexcept {
+    for (std::size_t i = 0; i < count; to += pieces[i++].size()) {
+        if (remap({to, pieces[i].size()}, pieces[i].data())) continue;
+        write_to_stderr("torch_offload: no mappings left to move memory back to where it is looked for\n");
+        std::abort();
+    }
+}
+
+/// All move or, with errno, none.
+bool move_all(const Pieces& pieces, std::byte* to) noexcept {
+    std::byte* next = to;
+    for (std::size_t i = 0; i < pieces.size(); next += pieces[i++].size()) {
+        if (remap_or_cover(pieces[i], next)) continue;
+        const int error_number = errno;
+        move_back(pieces, i, to);
+        errno = error_number;
+        return false;
+    }
+    return true;
+}
+
 struct Reserved {
     std::span<std::byte> arena;
     std::span<std::byte> table;
@@ -361,9 +386,33 @@ struct AddressSpace::State {
         spares.release();
     }
 
+    /// What `from` is made of, each of which moves by itself; `to` is noted to be made of the same.
+    Pieces pieces_to_move(std::span<std::byte> from, const std::byte* to) {
+        const std::lock_guard lock(mutex);
+        seams.add_moved(from, to);
+        return seams.pieces_of(from);
+    }
+
+    void note_seams(std::span<const std::byte> range) {
+        const std::lock_guard lock(mutex);
+        seams.add(range);
+    }
+
+    void note_ends(std::span<const std::byte> range) {
+        const std::lock_guard lock(mutex);
+        seams.add_ends(range);
+    }
+
+    void forget_seams(std::span<const std::byte> range) noexcept {
+        const std::lock_guard lock(mutex);
+        seams.forget(range);
+    }
+
     ManagedAddresses addresses;
-    std::mutex mutex;  // guards arena, spares, the writing of addresses.table and the installing of the handler; a leaf
+    // Guards arena, seams, spares, the writing of addresses.table and the installing of the handler; a leaf.
+    std::mutex mutex;
     AddressArena arena;
+    MappingSeams seams;
     SpareMappings spares;
 };
 
@@ -418,7 +467,8 @@ void AddressSpace::set_target(std::span<std::byte> range, FaultTarget* target) {
     state_->check_inside(range, "set_target");
     const std::lock_guard lock(state_->mutex);
     const std::size_t offset = state_->addresses.offset_of(range.data());
-    OFFLOAD_CHECK(state_->arena.is_taken(offset, range.size()), LogicError, "set_target needs a whole reserved range");
+    OFFLOAD_CHECK(state_->arena.is_part_of_taken(offset, range.size()), LogicError,
+                  "set_target needs reserved addresses");
     state_->addresses.table.set(offset, range.size(), target);
 }
 
@@ -429,6 +479,7 @@ void AddressSpace::release(std::span<std::byte> range) noexcept try {
     OFFLOAD_CHECK(state_->arena.is_taken(offset, range.size()), LogicError, "release needs a whole reserved range");
     state_->addresses.table.set(offset, range.size(), nullptr);
     if (!map_fresh(range, PROT_NONE)) throw_mapping_error("releasing", range, errno);
+    state_->seams.forget(range);
     state_->arena.give_back(offset, range.size());
 } catch (const std::exception& error) {
     OFFLOAD_LOG(error, "addresses are lost: ", error.what());
@@ -437,6 +488,7 @@ void AddressSpace::release(std::span<std::byte> range) noexcept try {
 void AddressSpace::commit(std::span<std::byte> range, HugePages huge_pages) {
     state_->check_inside(range, "commit");
     if (!map_fresh(range, PROT_READ | PROT_WRITE)) throw_mapping_error("committing", range, errno);
+    state_->note_seams(range);
     // Over the whole range, though huge pages only fit its aligned body: two kinds of flags would be two mappings, and
     // kernels before 6.17 move one mapping a call. Refused (EINVAL: built without them) costs speed only.
     if (huge_pages == HugePages::never || range.size() < kHugePageBytes) return;
@@ -452,13 +504,16 @@ void AddressSpace::map_file(std::span<std::byte> range, int file, std::uint64_t 
         MAP_FAILED) {
         throw_mapping_error("mapping a file to", range, errno);
     }
+    state_->note_seams(range);
 }
 
 void AddressSpace::decommit(std::span<std::byte> range) {
     state_->check_inside(range, "decommit");
-    if (map_fresh(range, PROT_NONE)) return;
-    state_->release_spares();  // at the limit: the range may take a mapping of its own before it joins others
-    if (!map_fresh(range, PROT_NONE)) throw_mapping_error("decommitting", range, errno);
+    if (!map_fresh(range, PROT_NONE)) {
+        state_->release_spares();  // at the limit: the range may take a mapping of its own before it joins others
+        if (!map_fresh(range, PROT_NONE)) throw_mapping_error("decommitting", range, errno);
+    }
+    state_->forget_seams(range);
 }
 
 void AddressSpace::move(std::span<std::byte> from, std::byte* to, Protection protection) {
@@ -467,8 +522,9 @@ void AddressSpace::move(std::span<std::byte> from, std::byte* to, Protection pro
     // Both addresses fault from before the move until after it: what stays behind are readable zeros otherwise, and
     // what arrives would be writable before it is read-only. Making PROT_NONE of PROT_NONE costs next to nothing.
     if (!state_->hold_spares()) throw_mapping_error("moving", from, ENOMEM);
+    const Pieces pieces = state_->pieces_to_move(from, to);
     set_protection(from, PROT_NONE, "hiding");
-    if (!remap_or_cover(from, to)) {
+    if (!move_all(pieces, to)) {
         const int error_number = errno;
         state_->release_spares();  // for the caller, who opens `from` again
         throw_mapping_error("moving", from, error_number);
@@ -476,17 +532,16 @@ void AddressSpace::move(std::span<std::byte> from, std::byte* to, Protection pro
     if (mprotect(to, from.size(), protection_bits(protection)) != 0) {
         const int error_number = errno;
         state_->release_spares();
-        if (!remap(target, from.data())) {
-            write_to_stderr("torch_offload: no mappings left to move memory back to where it is looked for\n");
-            std::abort();
-        }
+        move_back(pieces, pieces.size(), to);
         throw_mapping_error("uncovering", target, error_number);
     }
+    state_->forget_seams(from);
 }
 
 void AddressSpace::move_unused(std::span<std::byte> from, std::byte* to) {
     state_->check_move(from, {to, from.size()});
-    if (!remap_or_cover(from, to)) throw_mapping_error("moving", from, errno);
+    if (!move_all(state_->pieces_to_move(from, to), to)) throw_mapping_error("moving", from, errno);
+    state_->forget_seams(from);
 }
 
 void AddressSpace::protect(std::span<std::byte> range, Protection protection) {
@@ -496,6 +551,8 @@ void AddressSpace::protect(std::span<std::byte> range, Protection protection) {
 
 void AddressSpace::hide_from_fork(std::span<std::byte> range, bool hidden) {
     state_->check_inside(range, "hide_from_fork");
+    // What is first touched while it is hidden does not become one mapping with its neighbors again.
+    state_->note_ends(range);
     if (madvise(range.data(), range.size(), hidden ? MADV_DONTFORK : MADV_DOFORK) != 0) {
         throw_mapping_error("hiding from forks", range, errno);
     }

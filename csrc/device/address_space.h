@@ -36,7 +36,7 @@ public:
     /// previous SIGSEGV handler.
     std::span<std::byte> reserve(std::size_t size_bytes, FaultTarget* target) override;
 
-    /// Changes who answers faults in a reserved range.
+    /// Changes who answers faults in a reserved range, or in whole sectors of it.
     void set_target(std::span<std::byte> range, FaultTarget* target) override;
 
     /// Gives the memory under `range` back and keeps its addresses for later reservations of that size.

@@ -40,7 +40,7 @@ public:
     /// Throws: OutOfTierMemory if there are no addresses left.
     virtual std::span<std::byte> reserve(std::size_t size_bytes, FaultTarget* target) = 0;
 
-    /// Changes who answers accesses to a reserved range.
+    /// Changes who answers accesses to a reserved range, or to part of one where granules of it may move alone.
     virtual void set_target(std::span<std::byte> range, FaultTarget* target) = 0;
 
     /// Gives up a reserved range and the memory under it.
@@ -53,8 +53,9 @@ public:
     /// Drops the memory; the addresses stay reserved.
     virtual void decommit(std::span<std::byte> range) = 0;
 
-    /// Moves the memory under `from` to the equally long `to`, which must hold none, without copying it. If it throws,
-    /// the memory is under `from`, and has to be protected again before it is used.
+    /// Moves the memory under `from`, which may have come there in parts, to the equally long `to`, which must hold
+    /// none, without copying it. If it throws, the memory is under `from`, and has to be protected again before it is
+    /// used.
     virtual void move(std::span<std::byte> from, std::byte* to, Protection protection) = 0;
     /// The same, readable and writable, for memory that nobody uses and addresses that nobody knows: an access to
     /// either before this returns is not told.

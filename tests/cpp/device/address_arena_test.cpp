@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <optional>
@@ -91,6 +92,19 @@ TEST(AddressArena, WrongBlocksAreNotGivenBack) {
     EXPECT_FALSE(arena.give_back(offset, 5 * kSectorBytes));
 }
 
+// What lies in a block that is taken is told from what does not. Method: parts at both ends, over an end, after the
+// end.
+TEST(AddressArena, PartsOfTakenBlocksAreKnown) {
+    AddressArena arena(kArenaBytes);
+    const std::size_t offset = *arena.take(5 * kSectorBytes);
+    EXPECT_TRUE(arena.is_part_of_taken(offset, kSectorBytes));
+    EXPECT_TRUE(arena.is_part_of_taken(offset + 4 * kSectorBytes, kSectorBytes));
+    EXPECT_FALSE(arena.is_part_of_taken(offset + 4 * kSectorBytes, 2 * kSectorBytes));
+    EXPECT_FALSE(arena.is_part_of_taken(offset - kSectorBytes, 2 * kSectorBytes));
+    EXPECT_TRUE(arena.give_back(offset, 5 * kSectorBytes));
+    EXPECT_FALSE(arena.is_part_of_taken(offset, kSectorBytes));
+}
+
 // A range ends at its last sector, not at its granule. Method: neighbours in the table, looked up at every edge.
 TEST(FaultTable, FindsTheTargetOfEverySectorAndNoMore) {
     alignas(kSectorBytes) static std::array<std::byte, kSectorBytes> zeros{};
@@ -108,6 +122,36 @@ TEST(FaultTable, FindsTheTargetOfEverySectorAndNoMore) {
     EXPECT_EQ(table.find(3 * kAddressGranuleBytes), nullptr);
     table.set(0, kRangeBytes, nullptr);
     EXPECT_EQ(table.find(0), nullptr);
+}
+
+// Ranges may share a granule of addresses, come and go in any order, and the granule can be one range's again. Method:
+// random ranges of sectors in an arena of a few granules beside an array with a target a sector.
+TEST(FaultTable, RangesShareGranules) {
+    constexpr std::size_t kSectors = 4 * kAddressGranuleBytes / kSectorBytes;
+    std::vector<std::byte> zeros(FaultTable::bytes_for(kSectors * kSectorBytes));
+    FaultTable table(zeros.data(), kSectors * kSectorBytes);
+    std::vector<std::uintptr_t> expected(kSectors, 0);
+    std::vector<std::array<std::size_t, 2>> ranges;
+    std::mt19937_64 random(3);
+    for (std::uintptr_t step = 1; step <= 2000; ++step) {
+        const std::size_t first = random() % kSectors;
+        const std::size_t count = 1 + random() % std::min<std::size_t>(40, kSectors - first);
+        const auto begin = expected.begin() + static_cast<std::ptrdiff_t>(first);
+        if (std::all_of(begin, begin + static_cast<std::ptrdiff_t>(count), [](auto id) { return id == 0; })) {
+            table.set(first * kSectorBytes, count * kSectorBytes, target_number(step));
+            std::fill_n(begin, count, step);
+            ranges.push_back({first, count});
+        } else if (!ranges.empty()) {
+            std::swap(ranges[random() % ranges.size()], ranges.back());
+            const auto [gone, gone_count] = ranges.back();
+            table.set(gone * kSectorBytes, gone_count * kSectorBytes, nullptr);
+            std::fill_n(expected.begin() + static_cast<std::ptrdiff_t>(gone), gone_count, 0);
+            ranges.pop_back();
+        }
+        for (std::size_t i = 0; i < kSectors; ++i) {
+            ASSERT_EQ(table.find(i * kSectorBytes + 17), target_number(expected[i])) << "step " << step << ", " << i;
+        }
+    }
 }
 
 }  // namespace
