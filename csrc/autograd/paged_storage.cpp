@@ -94,14 +94,13 @@ void copy_out(Engine& engine, const std::shared_ptr<Segment>& segment, std::byte
 }
 
 /// The temporary that the storage lies in, if it can become pages of `engine` where it is.
-std::optional<Temporary> adoptable(Engine& engine, c10::StorageImpl& storage, std::size_t element_bytes,
-                                   SegmentKind kind) {
+std::optional<Temporary> adoptable(Engine& engine, c10::StorageImpl& storage) {
     const c10::DataPtr& pointer = storage._mutable_data_ptr_no_checks();
     if (pointer.get() != pointer.get_context()) return std::nullopt;
     std::optional<Temporary> temporary = find_temporary(pointer.get());
     const bool fits = temporary && temporary->engine.get() == &engine &&
                       temporary->range.size() == round_up(storage.nbytes(), kSectorBytes) &&
-                      engine.pager().can_adopt(temporary->range, element_bytes, kind);
+                      engine.pager().can_adopt_ranges();
     return fits ? temporary : std::nullopt;
 }
 
@@ -251,10 +250,8 @@ bool is_allocated(const at::Tensor& tensor) {
     return pointer.get() == pointer.get_context();
 }
 
-bool is_adoptable_activation(Engine& engine, const at::Tensor& tensor) {
-    const auto element_bytes = static_cast<std::size_t>(tensor.element_size());
-    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
-    return adoptable(engine, storage, element_bytes, SegmentKind::activation).has_value();
+bool is_adoptable(Engine& engine, const at::Tensor& tensor) {
+    return adoptable(engine, *tensor.storage().unsafeGetStorageImpl()).has_value();
 }
 
 bool covers_storage(const at::Tensor& tensor) {
@@ -266,7 +263,7 @@ std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at:
     c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
     if (!block_of(storage)) {
         const auto element_bytes = static_cast<std::size_t>(tensor.element_size());
-        if (const std::optional<Temporary> temporary = adoptable(*engine, storage, element_bytes, role.kind)) {
+        if (const std::optional<Temporary> temporary = adoptable(*engine, storage)) {
             adopt_storage(*temporary, storage, element_bytes, std::move(role));
         } else {
             copy_storage(engine, storage, element_bytes, std::move(role));

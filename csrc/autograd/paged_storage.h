@@ -63,8 +63,8 @@ void set_address_refused(c10::StorageImpl& storage, bool is_refused);
 /// of its own process.
 bool is_manageable(const Engine& engine, const at::Tensor& tensor);
 
-/// True if manage() would make pages of an activation of the tensor's storage where it lies.
-bool is_adoptable_activation(Engine& engine, const at::Tensor& tensor);
+/// True if manage() would make pages of the tensor's storage where it lies.
+bool is_adoptable(Engine& engine, const at::Tensor& tensor);
 
 /// True if the tensor's storage is whole memory that torch's allocator for its device handed out.
 bool is_allocated(const at::Tensor& tensor);

@@ -16,7 +16,7 @@ bool becomes_pages(Engine& engine, const at::Tensor& tensor) {
         return false;
     }
     if (engine.kept_out().contains(*tensor.storage().unsafeGetStorageImpl())) return false;
-    return engine.torch_device().is_cpu() ? is_adoptable_activation(engine, tensor) : is_allocated(tensor);
+    return engine.torch_device().is_cpu() ? is_adoptable(engine, tensor) : is_allocated(tensor);
 }
 
 /// The operator that saves the tensor may be about to read it, as may others that look at its storage: on a GPU that

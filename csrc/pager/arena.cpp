@@ -5,6 +5,7 @@
 #include <new>
 
 #include "base/check.h"
+#include "base/log.h"
 #include "base/units.h"
 #include "device/address_space.h"
 
@@ -14,13 +15,21 @@ namespace {
 /// What is wanted counts half as much after some 45 more frames.
 constexpr std::size_t kShareForgotten = 64;
 
+/// Of new memory for smaller ranges, where there is room for it: so little that the peak is still what is used.
+constexpr std::size_t kMaxBlockBytes = kHugePageBytes;
+constexpr std::size_t kShareOfBlock = 128;
+
+constexpr std::size_t kMinReleasedBytes = 64 * kKiB;
+
+/// It costs less to make new memory of what is smaller.
+constexpr std::size_t kMinMovedBytes = 2 * kSectorBytes;
+
 }  // namespace
 
 Arena::Arena(const ArenaOptions& options)
-    : piece_bytes_(options.piece_bytes),
+    : page_bytes_(options.page_bytes),
       huge_pages_(options.huge_pages),
       memory_(options.memory ? *options.memory : AddressSpace::process()) {
-    if (memory_.keeps_place()) piece_bytes_ = 0;  // ranges and frames are made of memory that can move in part
     usage_.limit_bytes = options.limit_bytes;
     usage_.reserve_bytes = options.reserve_bytes;
 }
@@ -28,7 +37,7 @@ Arena::Arena(const ArenaOptions& options)
 Arena::~Arena() {
     for (const auto& [size, frame] : free_frames_) memory_.release(frame.slot);
     for (const auto& [size, frame] : registered_free_frames_) memory_.release(frame.slot);
-    for (const auto& [size, idle] : idle_ranges_) memory_.release(idle.range);
+    ranges_.for_each_unused([&](std::span<std::byte> block) { memory_.release(block); });
 }
 
 void Arena::charge(std::size_t& account, std::size_t size_bytes) noexcept {
@@ -72,31 +81,41 @@ void Arena::release(std::span<std::byte> memory, std::size_t& account, ArenaLock
     account -= memory.size();
 }
 
-/// Whichever has been idle for longest of those that can be made `page_bytes` (0: anything), or the end: a size that is
-/// wanted again and again, as in each layer of a model, is left alone.
-Arena::IdleRanges::iterator Arena::longest_idle(std::size_t page_bytes) noexcept {
-    auto found = idle_ranges_.end();
-    for (auto idle = idle_ranges_.lower_bound(page_bytes); idle != idle_ranges_.end(); ++idle) {
-        if (found != idle_ranges_.end() && found->second.given < idle->second.given) continue;
-        if (page_bytes == 0 || can_become_pages(idle->second.range, page_bytes)) found = idle;
+/// The memory of a part of a block that is in use as far as others know. False, with the memory there, if the system
+/// does not take it.
+bool Arena::release_part(std::span<std::byte> part, ArenaLock& lock) noexcept {
+    if (!ranges_.is_block(part)) {
+        try {
+            const SystemCalls calls(*this, lock);
+            memory_.decommit(part);
+        } catch (const std::exception& error) {
+            OFFLOAD_LOG(error, "memory is lost: ", error.what());
+            return false;
+        }
     }
-    return found;
+    if (const std::optional<std::span<std::byte>> block = ranges_.lose(part)) {
+        const SystemCalls calls(*this, lock);
+        memory_.release(*block);
+    }
+    return true;
 }
 
-/// Still counted as idle.
-std::span<std::byte> Arena::take_out(IdleRanges::iterator idle) noexcept {
-    const std::span<std::byte> range = idle->second.range;
-    idle_ranges_.erase(idle);
-    mapping_bytes_.erase(range.data());
-    return range;
+/// What has been idle for longest: what is wanted again and again, as in each layer of a model, is left alone.
+/// Pre: there is something idle.
+void Arena::release_idle(std::size_t wanted_bytes, ArenaLock& lock) {
+    std::span<std::byte> part = *ranges_.longest_idle(0);
+    if (ranges_.is_divided(part)) part = part.last(std::min(part.size(), round_up(wanted_bytes, kMinReleasedBytes)));
+    ranges_.take_within(part);
+    if (!release_part(part, lock)) charge(usage_.range_bytes, part.size());
+    usage_.idle_range_bytes -= part.size();
 }
 
 /// Gives free memory back to the system until `size_bytes` more fit the limit. They do until the lock is given up
 /// again.
 bool Arena::make_space(std::size_t size_bytes, std::size_t reserve_bytes, ArenaLock& lock) {
     while (!has_space(size_bytes, reserve_bytes)) {
-        if (!idle_ranges_.empty()) {
-            release(take_out(longest_idle(0)), usage_.idle_range_bytes, lock);
+        if (usage_.idle_range_bytes > 0 && ranges_.longest_idle(0)) {
+            release_idle(usage_.used_bytes() + reserve_bytes + size_bytes - usage_.limit_bytes, lock);
         } else if (!free_frames_.empty()) {
             const auto largest = std::prev(free_frames_.end());
             const Frame frame = largest->second;
@@ -109,15 +128,28 @@ bool Arena::make_space(std::size_t size_bytes, std::size_t reserve_bytes, ArenaL
     return true;
 }
 
-/// Turns an idle range into free frames; what is left of it goes back to the system. False if there is none that can
-/// be. If this throws, there are no more mappings, and the rest of the range was given up.
+/// Turns what has been idle for longest into free frames: one of a block that is divided; as many as a whole block can
+/// be, of which the rest goes back to the system. False if there is none that can be. If this throws, the rest was
+/// given up.
 bool Arena::take_apart(std::size_t frame_bytes, ArenaLock& lock) {
-    const auto found = longest_idle(frame_bytes);
-    if (found == idle_ranges_.end()) return false;
-    const std::span<std::byte> range = take_out(found);
-    usage_.idle_range_bytes -= range.size();
-    usage_.free_frame_bytes += range.size();
-    make_frames(range, frame_bytes, lock);
+    if (memory_.keeps_place()) return false;
+    const std::optional<std::span<std::byte>> found = ranges_.longest_idle(frame_bytes);
+    if (!found) return false;
+    const std::span<std::byte> part = ranges_.is_divided(*found) ? found->first(frame_bytes) : *found;
+    ranges_.take_within(part);
+    usage_.idle_range_bytes -= part.size();
+    usage_.free_frame_bytes += part.size();
+    Frames made;
+    std::exception_ptr error;
+    {
+        const SystemCalls calls(*this, lock);
+        made = make_frames_of(part, frame_bytes, error);
+    }
+    const std::size_t rest_bytes = part.size() - made.size() * frame_bytes;
+    if (!release_part(part, lock)) charge(usage_.range_bytes, rest_bytes);
+    usage_.free_frame_bytes -= rest_bytes;
+    free_frames_.merge(made);
+    if (error) std::rethrow_exception(error);
     return true;
 }
 
@@ -130,24 +162,19 @@ bool Arena::take_frame_apart(std::size_t frame_bytes, ArenaLock& lock) {
         if (found->first % frame_bytes != 0) continue;
         const Frame frame = found->second;
         free_frames_.erase(found);
-        make_frames(frame.slot, frame_bytes, lock);
+        Frames made;
+        std::exception_ptr error;
+        {
+            const SystemCalls calls(*this, lock);
+            made = make_frames_of(frame.slot, frame_bytes, error);
+            memory_.release(frame.slot);
+        }
+        usage_.free_frame_bytes -= frame.slot.size() - made.size() * frame_bytes;
+        free_frames_.merge(made);
+        if (error) std::rethrow_exception(error);
         return true;
     }
     return false;
-}
-
-/// Turns memory that nobody finds and that is counted as free frames into some; the rest goes back to the system.
-void Arena::make_frames(std::span<std::byte> memory, std::size_t frame_bytes, ArenaLock& lock) {
-    Frames made;
-    std::exception_ptr error;
-    {
-        const SystemCalls calls(*this, lock);
-        made = make_frames_of(memory, frame_bytes, error);
-        memory_.release(memory);
-    }
-    usage_.free_frame_bytes -= memory.size() - made.size() * frame_bytes;
-    free_frames_.merge(made);
-    if (error) std::rethrow_exception(error);
 }
 
 /// As many as there can be: `error` says why they are not all.
@@ -269,153 +296,230 @@ void Arena::give_up_frame(const Frame& frame) noexcept {
     usage_.frame_bytes -= frame.slot.size();
 }
 
-std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes, ArenaLock& lock) {
-    if (const auto reuse = idle_ranges_.find(size_bytes); reuse != idle_ranges_.end()) {
-        const std::span<std::byte> range = reuse->second.range;
-        idle_ranges_.erase(reuse);
-        usage_.idle_range_bytes -= size_bytes;
-        charge(usage_.range_bytes, size_bytes);
-        return range;
-    }
-    if (usage_.available_bytes() < size_bytes) return std::nullopt;
-    while (!has_pieces_for(size_bytes) && !has_space(size_bytes, usage_.reserve_bytes)) {
-        if (!take_apart(usual_frame_bytes(), lock)) break;
-    }
-    std::size_t pieces_bytes = 0;
-    Frames pieces = take_pieces(size_bytes, pieces_bytes);
-    charge(usage_.range_bytes, pieces_bytes);
-    if (!make_space(size_bytes - pieces_bytes, usage_.reserve_bytes, lock)) {
-        usage_.range_bytes -= pieces_bytes;
-        usage_.free_frame_bytes += pieces_bytes;
-        free_frames_.merge(pieces);
-        return std::nullopt;
-    }
-    charge(usage_.range_bytes, size_bytes - pieces_bytes);
-    Mappings mappings;
-    std::span<std::byte> range;
+/// Parts of a huge page do not move alone: the system keeps all of it while any part is used.
+RangeHeap::Division Arena::division_of(std::size_t size_bytes) const noexcept {
+    const bool is_huge = huge_pages_ == HugePages::allowed && size_bytes >= kHugePageBytes;
+    return is_huge || memory_.keeps_place() ? RangeHeap::Division::whole : RangeHeap::Division::parts;
+}
+
+/// The smallest free frame in which `size_bytes` fit becomes a block where it is.
+std::optional<std::span<std::byte>> Arena::divide_free_frame(std::size_t size_bytes, ArenaLock& lock) {
+    const auto found = free_frames_.lower_bound(size_bytes);
+    if (found == free_frames_.end() || division_of(found->first) != RangeHeap::Division::parts) return std::nullopt;
+    const std::span<std::byte> block = found->second.slot;
+    free_frames_.erase(found);
+    usage_.free_frame_bytes -= block.size();
+    count_block(block.size(), size_bytes);
     try {
-        const SystemCalls calls(*this, lock);
-        range = put_together(pieces, size_bytes, mappings);
+        {
+            const SystemCalls calls(*this, lock);
+            memory_.hide_from_fork(block, false);
+        }
+        ranges_.add(block, size_bytes, RangeHeap::Division::parts);
     } catch (...) {
-        usage_.range_bytes -= size_bytes;
+        give_block_up(block, size_bytes, lock);
         throw;
     }
-    mapping_bytes_.merge(mappings);
-    return range;
+    return block.first(size_bytes);
 }
 
-/// Whether a range can be put together from frames of that size, those of pages of one type of elements or another: any
-/// of them divides a larger one, so that a range may begin with the larger and go on with the smaller.
-bool Arena::is_piece(std::size_t size_bytes) const noexcept {
-    if (piece_bytes_ == 0 || piece_bytes_ % size_bytes != 0 || size_bytes % kSectorBytes != 0) return false;
-    const std::size_t per_largest = piece_bytes_ / size_bytes;
-    return std::has_single_bit(per_largest) && piece_index(size_bytes) < wanted_bytes_.size();
+/// `size_bytes` of a block are a live range, the rest is idle.
+void Arena::count_block(std::size_t block_bytes, std::size_t size_bytes) noexcept {
+    charge(usage_.range_bytes, size_bytes);
+    charge(usage_.idle_range_bytes, block_bytes - size_bytes);
 }
 
-/// 0 of the largest piece, 1 of half of it. Pre: it is a piece, or would be if it were not too small.
-std::size_t Arena::piece_index(std::size_t size_bytes) const noexcept {
-    return static_cast<std::size_t>(std::countr_zero(piece_bytes_ / size_bytes));
+/// One that was counted like this, and that nobody finds.
+void Arena::give_block_up(std::span<std::byte> block, std::size_t size_bytes, ArenaLock& lock) noexcept {
+    usage_.idle_range_bytes -= block.size() - size_bytes;
+    usage_.range_bytes += block.size() - size_bytes;
+    release(block, usage_.range_bytes, lock);
 }
 
-/// The last page of a tensor may be smaller than the others; what counts is of which size most memory is.
-void Arena::note_wanted(std::size_t size_bytes) noexcept {
-    if (!is_piece(size_bytes)) return;
-    for (std::size_t& bytes : wanted_bytes_) bytes -= bytes / kShareForgotten;
-    wanted_bytes_[piece_index(size_bytes)] += size_bytes;
-}
-
-/// Of the frames that were wanted lately.
-std::size_t Arena::usual_frame_bytes() const noexcept {
-    return piece_bytes_ >> (std::max_element(wanted_bytes_.begin(), wanted_bytes_.end()) - wanted_bytes_.begin());
-}
-
-/// Whether free frames are as much of a range as pages of the usual size could be.
-bool Arena::has_pieces_for(std::size_t size_bytes) const noexcept {
-    if (piece_bytes_ == 0) return true;
-    const std::size_t smallest = usual_frame_bytes();
-    std::size_t free_bytes = 0;
-    for (std::size_t size = piece_bytes_; size >= smallest; size /= 2) free_bytes += free_frames_.count(size) * size;
-    return free_bytes >= size_bytes / smallest * smallest;
-}
-
-/// As much of a range as free frames can be, `taken_bytes`, but none that are smaller than usual: a gradient has pages
-/// of the size of its weight's. Uncounted: the caller says what they are now.
-Arena::Frames Arena::take_pieces(std::size_t size_bytes, std::size_t& taken_bytes) noexcept {
-    Frames pieces;
-    if (piece_bytes_ == 0) return pieces;
-    const std::size_t smallest = usual_frame_bytes();
-    for (std::size_t size = piece_bytes_; size >= smallest; size /= 2) {
-        while (taken_bytes + size <= size_bytes) {
-            auto piece = free_frames_.extract(size);
-            if (!piece) break;
-            pieces.insert(std::move(piece));
-            taken_bytes += size;
-        }
+/// Adds the largest free frame that is not too large and whose memory may lie in such a block.
+bool Arena::add_frame_to(Sources& sources, RangeHeap::Division division) noexcept {
+    for (auto found = free_frames_.upper_bound(sources.missing_bytes); found != free_frames_.begin();) {
+        --found;
+        if (found->first < kMinMovedBytes) return false;
+        if (division == RangeHeap::Division::parts && division_of(found->first) != division) continue;
+        sources.missing_bytes -= found->first;
+        usage_.free_frame_bytes -= found->first;
+        usage_.idle_range_bytes += found->first;
+        sources.frames.insert(free_frames_.extract(found));
+        return true;
     }
-    usage_.free_frame_bytes -= taken_bytes;
-    return pieces;
+    return false;
 }
 
-/// A range that begins with the memory of `pieces`, the largest first; the rest is new.
-std::span<std::byte> Arena::put_together(const Frames& pieces, std::size_t size_bytes, Mappings& mappings) {
-    const auto release_slots = [&] {
-        for (const auto& [size, piece] : pieces) memory_.release(piece.slot);
-    };
-    std::span<std::byte> range;
+/// Adds what has been idle for longest in blocks that are divided, or as much of it as is missing.
+bool Arena::add_part_to(Sources& sources) {
+    if (sources.missing_bytes < kMinMovedBytes) return false;
+    const auto longest = ranges_.longest_idle(kMinMovedBytes, RangeHeap::Division::parts);
+    if (!longest) return false;
+    const std::span<std::byte> part = longest->first(std::min(longest->size(), sources.missing_bytes));
+    sources.parts.reserve(sources.parts.size() + 1);
+    ranges_.take_within(part);
+    sources.parts.push_back(part);
+    sources.missing_bytes -= part.size();
+    return true;
+}
+
+/// For a block, what is free in frames; where new memory for the rest does not fit the limit, what is idle as well, and
+/// where that is not enough, room for it. Nothing if there is none. All of it is counted as idle.
+std::optional<Arena::Sources> Arena::gather(std::size_t block_bytes, RangeHeap::Division division, ArenaLock& lock) {
+    const bool is_whole = division == RangeHeap::Division::whole;
+    Sources sources;
+    sources.missing_bytes = block_bytes;
     try {
-        range = memory_.reserve(size_bytes, nullptr);
-        if (!pieces.empty()) mappings[range.data()] = pieces.begin()->first;
-        std::size_t filled_bytes = 0;
-        for (auto piece = pieces.rbegin(); piece != pieces.rend(); ++piece) {
-            memory_.move_unused(piece->second.slot, range.data() + filled_bytes);
-            filled_bytes += piece->first;
+        while (sources.missing_bytes > 0 && !memory_.keeps_place()) {
+            if (add_frame_to(sources, division)) continue;
+            if (has_space(sources.missing_bytes, usage_.reserve_bytes)) break;
+            if (is_whole && page_bytes_ != 0 && take_apart(usual_frame_bytes(), lock)) continue;
+            if (!add_part_to(sources)) break;
         }
-        if (filled_bytes > 0) memory_.hide_from_fork(range.first(filled_bytes), false);
-        if (filled_bytes < range.size()) memory_.commit(range.subspan(filled_bytes), huge_pages_);
+        if (make_space(sources.missing_bytes, usage_.reserve_bytes, lock)) return sources;
+    } catch (...) {
+        put_back(sources);
+        throw;
+    }
+    put_back(sources);
+    return std::nullopt;
+}
+
+/// As if they had not been gathered.
+void Arena::put_back(Sources& sources) noexcept {
+    for (const auto& [size, frame] : sources.frames) {
+        usage_.idle_range_bytes -= size;
+        usage_.free_frame_bytes += size;
+    }
+    free_frames_.merge(sources.frames);
+    for (const std::span<std::byte> part : sources.parts) ranges_.give(part);
+}
+
+/// Of ranges that nobody uses: one of exactly that size, or a part of a block that can be divided.
+std::optional<std::span<std::byte>> Arena::take_idle_range(std::size_t size_bytes) {
+    std::optional<std::span<std::byte>> idle;
+    if (division_of(size_bytes) == RangeHeap::Division::whole)
+        idle = ranges_.take(size_bytes, RangeHeap::Division::whole);
+    if (!idle) idle = ranges_.take(size_bytes, RangeHeap::Division::parts);
+    if (!idle) return std::nullopt;
+    usage_.idle_range_bytes -= size_bytes;
+    charge(usage_.range_bytes, size_bytes);
+    return idle;
+}
+
+std::optional<std::span<std::byte>> Arena::try_take_range(std::size_t size_bytes, ArenaLock& lock) {
+    if (const auto idle = take_idle_range(size_bytes)) return idle;
+    if (usage_.available_bytes() < size_bytes) return std::nullopt;
+    std::size_t block_bytes = size_bytes;
+    if (division_of(size_bytes) == RangeHeap::Division::parts) {
+        if (const auto divided = divide_free_frame(size_bytes, lock)) return divided;
+        const std::size_t usual_bytes = std::min(usage_.limit_bytes / kShareOfBlock, kMaxBlockBytes);
+        const std::size_t whole_sectors = usual_bytes / kSectorBytes * kSectorBytes;
+        if (has_space(whole_sectors, usage_.reserve_bytes)) block_bytes = std::max(size_bytes, whole_sectors);
+    }
+    const std::optional<Sources> sources = gather(block_bytes, division_of(size_bytes), lock);
+    if (!sources) return std::nullopt;
+    return make_block(*sources, block_bytes, size_bytes, lock);
+}
+
+/// Returns the first `size_bytes`, a live range.
+std::span<std::byte> Arena::make_block(const Sources& sources, std::size_t block_bytes, std::size_t size_bytes,
+                                       ArenaLock& lock) {
+    usage_.idle_range_bytes -= block_bytes - sources.missing_bytes;
+    count_block(block_bytes, size_bytes);
+    const bool may_be_huge = division_of(size_bytes) == RangeHeap::Division::whole;
+    std::span<std::byte> block;
+    std::exception_ptr error;
+    try {
+        const SystemCalls calls(*this, lock);
+        block = put_together(sources, block_bytes, may_be_huge ? huge_pages_ : HugePages::never);
+    } catch (...) {
+        error = std::current_exception();
+        usage_.range_bytes -= size_bytes;
+        usage_.idle_range_bytes -= block_bytes - size_bytes;
+    }
+    for (const std::span<std::byte> part : sources.parts) {
+        if (!release_part(part, lock)) charge(usage_.range_bytes, part.size());
+    }
+    if (error) std::rethrow_exception(error);
+    const bool has_huge =
+        sources.missing_bytes >= kHugePageBytes || sources.frames.lower_bound(kHugePageBytes) != sources.frames.end();
+    const bool is_whole = may_be_huge && (memory_.keeps_place() || has_huge);
+    try {
+        ranges_.add(block, size_bytes, is_whole ? RangeHeap::Division::whole : RangeHeap::Division::parts);
+    } catch (...) {
+        give_block_up(block, size_bytes, lock);
+        throw;
+    }
+    return block.first(size_bytes);
+}
+
+/// 0 of the largest pages, 1 of half of them; nothing for other sizes, such as that of the last page of a tensor.
+std::optional<std::size_t> Arena::index_of_page_size(std::size_t size_bytes) const noexcept {
+    if (page_bytes_ % size_bytes != 0 || !std::has_single_bit(page_bytes_ / size_bytes)) return std::nullopt;
+    const auto index = static_cast<std::size_t>(std::countr_zero(page_bytes_ / size_bytes));
+    return index < wanted_bytes_.size() ? std::optional(index) : std::nullopt;
+}
+
+void Arena::note_wanted(std::size_t size_bytes) noexcept {
+    const std::optional<std::size_t> index = index_of_page_size(size_bytes);
+    if (!index) return;
+    for (std::size_t& bytes : wanted_bytes_) bytes -= bytes / kShareForgotten;
+    wanted_bytes_[*index] += size_bytes;
+}
+
+/// Of which size most memory was wanted lately.
+std::size_t Arena::usual_frame_bytes() const noexcept {
+    return page_bytes_ >> (std::max_element(wanted_bytes_.begin(), wanted_bytes_.end()) - wanted_bytes_.begin());
+}
+
+/// A block that begins with the memory of the sources, the largest frames first; the rest is new.
+std::span<std::byte> Arena::put_together(const Sources& sources, std::size_t size_bytes, HugePages huge_pages) {
+    const auto release_slots = [&] {
+        for (const auto& [size, frame] : sources.frames) memory_.release(frame.slot);
+    };
+    std::span<std::byte> block;
+    try {
+        block = memory_.reserve(size_bytes, nullptr);
+        std::byte* next = block.data();
+        const auto move_in = [&](std::span<std::byte> memory) {
+            memory_.move_unused(memory, next);
+            next += memory.size();
+        };
+        for (auto frame = sources.frames.rbegin(); frame != sources.frames.rend(); ++frame) move_in(frame->second.slot);
+        if (next > block.data()) memory_.hide_from_fork({block.data(), next}, false);
+        for (const std::span<std::byte> part : sources.parts) move_in(part);
+        if (sources.missing_bytes > 0) memory_.commit(block.last(sources.missing_bytes), huge_pages);
     } catch (...) {  // no more mappings: the memory is given up
-        if (!range.empty()) memory_.release(range);
+        if (!block.empty()) memory_.release(block);
         release_slots();
         throw;
     }
     release_slots();
-    return range;
+    return block;
 }
 
-bool Arena::can_become_pages(std::span<std::byte> range, std::size_t page_bytes) const {
-    if (memory_.keeps_place()) return false;
-    const auto found = mapping_bytes_.find(range.data());
-    return found == mapping_bytes_.end() || found->second % page_bytes == 0;
+void Arena::give_range(std::span<std::byte> range, ArenaLock&) noexcept {
+    ranges_.give(range);
+    usage_.range_bytes -= range.size();
+    usage_.idle_range_bytes += range.size();
 }
 
-std::size_t Arena::movable_page_bytes(std::span<std::byte> range, std::size_t page_bytes) const {
-    for (std::size_t size = page_bytes; size == page_bytes || is_piece(size); size /= 2) {
-        if (can_become_pages(range, size)) return size;
-    }
-    return 0;
-}
-
-void Arena::hand_over(std::span<std::byte> range) noexcept { mapping_bytes_.erase(range.data()); }
-
-void Arena::take_back(std::span<std::byte> range, std::size_t page_bytes, ArenaLock& lock) noexcept {
-    try {
-        if (page_bytes < range.size()) mapping_bytes_[range.data()] = page_bytes;
-    } catch (const std::bad_alloc&) {
-        release(range, usage_.range_bytes, lock);
-        return;
+void Arena::take_back(std::span<std::byte> range, ArenaLock& lock) noexcept {
+    if (!ranges_.is_taken(range)) {
+        try {
+            ranges_.add(range, range.size(), division_of(range.size()));
+        } catch (const std::bad_alloc&) {
+            release(range, usage_.range_bytes, lock);
+            return;
+        }
     }
     give_range(range, lock);
 }
 
-void Arena::give_range(std::span<std::byte> range, ArenaLock& lock) noexcept {
-    try {
-        idle_ranges_.emplace(range.size(), IdleRange{range, ++given_count_});
-    } catch (const std::bad_alloc&) {
-        mapping_bytes_.erase(range.data());
-        release(range, usage_.range_bytes, lock);
-        return;
-    }
-    usage_.range_bytes -= range.size();
-    usage_.idle_range_bytes += range.size();
+void Arena::take_addresses_back(std::span<std::byte> range, ArenaLock& lock) noexcept {
+    if (!release_part(range, lock)) OFFLOAD_LOG(error, "addresses are lost");
 }
 
 Frame Arena::adopt_into_frame(std::span<std::byte> slot) noexcept {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "pager/page_table.h"
+#include "pager/range_heap.h"
 
 namespace torch_offload {
 
@@ -47,7 +48,7 @@ private:
 struct ArenaOptions {
     std::size_t limit_bytes = 0;
     std::size_t reserve_bytes = 0;  // of it, for small allocations that an operation makes while its pages are pinned
-    std::size_t piece_bytes = 0;    // the largest frames of which ranges may be put together; 0: none
+    std::size_t page_bytes = 0;  // of the largest elements: what idle ranges of huge pages become, or a half or quarter
     HugePages huge_pages = HugePages::allowed;
     Memory* memory = nullptr;  // where it comes from; nullptr: the process's
 };
@@ -66,10 +67,12 @@ private:
     bool was_given_up_ = false;
 };
 
-/// Hands out memory under a hard limit. Memory is reused by exact size first. Where the budget is used up, ranges are
-/// put together from free frames, and idle ranges taken apart into frames, because new memory has to be zeroed by the
-/// system (and, in a virtual machine, found by its host: ten times slower). What fits neither way is given back to the
-/// system to free memory, as is what there is no memory to remember. Nothing here waits or evicts.
+/// Hands out memory under a hard limit. Ranges are parts of larger blocks, which are divided and joined without the
+/// system; those of whole huge pages are blocks of their own and reused by exact size, as are frames. Where the budget
+/// is used up, ranges are put together from free frames, and idle ranges taken apart into frames, because new memory
+/// has to be zeroed by the system (and, in a virtual machine, found by its host: ten times slower). What fits neither
+/// way is given back to the system to free memory, as is what there is no memory to remember. Nothing here waits or
+/// evicts.
 /// Memory is counted before the system is asked for it, and until the system has it back.
 /// Threads: none; the pager's lock covers it, but for the system's calls, which only those that take an ArenaLock make.
 class Arena {
@@ -88,15 +91,12 @@ public:
     /// A committed range of `size_bytes` with unspecified contents that a fork shares, or nothing.
     std::optional<std::span<std::byte>> try_take_range(std::size_t size_bytes, ArenaLock& lock);
     void give_range(std::span<std::byte> range, ArenaLock& lock) noexcept;
-    /// Whether the pages of `page_bytes` that a live range holds can be moved one by one: the system moves one mapping
-    /// at a time, and a range that was put together consists of several.
-    bool can_become_pages(std::span<std::byte> range, std::size_t page_bytes) const;
-    /// The largest such size: `page_bytes`, or that halved until it is the smallest piece; 0 if there is none.
-    std::size_t movable_page_bytes(std::span<std::byte> range, std::size_t page_bytes) const;
-    /// The addresses of a live range are a segment's from now on; adopt_into_frame() follows for each of its pages.
-    void hand_over(std::span<std::byte> range) noexcept;
-    /// The reverse: return_to_range() has been called for each of its pages of `page_bytes`.
-    void take_back(std::span<std::byte> range, std::size_t page_bytes, ArenaLock& lock) noexcept;
+    /// Whether the addresses of a segment were a live range's.
+    bool has_range(std::span<std::byte> range) const noexcept { return ranges_.is_taken(range); }
+    /// A segment's addresses with their memory, for each page of which return_to_range() has been called.
+    void take_back(std::span<std::byte> range, ArenaLock& lock) noexcept;
+    /// Addresses that were a live range's, whose memory is elsewhere.
+    void take_addresses_back(std::span<std::byte> range, ArenaLock& lock) noexcept;
     /// Turns a slot's size of a live range into a frame whose memory stays where it is. `slot`: reserved addresses.
     Frame adopt_into_frame(std::span<std::byte> slot) noexcept;
     /// The reverse: the frame's memory lies in a range, which is live again; the caller has released its slot.
@@ -130,52 +130,57 @@ public:
 
 private:
     class SystemCalls;
-    using Frames = std::multimap<std::size_t, Frame>;          // by size
-    using Mappings = std::map<const std::byte*, std::size_t>;  // bytes of each mapping of a range, by its start
-    struct IdleRange {
-        std::span<std::byte> range;
-        std::uint64_t given;  // the later one is the larger
+    using Frames = std::multimap<std::size_t, Frame>;  // by size
+    /// Memory that nobody finds, of which a range is put together.
+    struct Sources {
+        Frames frames;
+        std::vector<std::span<std::byte>> parts;
+        std::size_t missing_bytes = 0;
     };
-    using IdleRanges = std::multimap<std::size_t, IdleRange>;  // by size
 
     bool has_space(std::size_t size_bytes, std::size_t reserve_bytes) const noexcept;
     bool make_space(std::size_t size_bytes, std::size_t reserve_bytes, ArenaLock& lock);
-    IdleRanges::iterator longest_idle(std::size_t page_bytes) noexcept;
-    std::span<std::byte> take_out(IdleRanges::iterator idle) noexcept;
     void release(std::span<std::byte> memory, std::size_t& account, ArenaLock& lock) noexcept;
+    bool release_part(std::span<std::byte> part, ArenaLock& lock) noexcept;
+    void release_idle(std::size_t wanted_bytes, ArenaLock& lock);
+    RangeHeap::Division division_of(std::size_t size_bytes) const noexcept;
+    void count_block(std::size_t block_bytes, std::size_t size_bytes) noexcept;
+    void give_block_up(std::span<std::byte> block, std::size_t size_bytes, ArenaLock& lock) noexcept;
+    std::optional<std::span<std::byte>> divide_free_frame(std::size_t size_bytes, ArenaLock& lock);
+    std::optional<std::span<std::byte>> take_idle_range(std::size_t size_bytes);
+    bool add_frame_to(Sources& sources, RangeHeap::Division division) noexcept;
+    bool add_part_to(Sources& sources);
+    std::optional<Sources> gather(std::size_t block_bytes, RangeHeap::Division division, ArenaLock& lock);
+    std::span<std::byte> make_block(const Sources& sources, std::size_t block_bytes, std::size_t size_bytes,
+                                    ArenaLock& lock);
+    void put_back(Sources& sources) noexcept;
     bool take_apart(std::size_t frame_bytes, ArenaLock& lock);
     bool take_frame_apart(std::size_t frame_bytes, ArenaLock& lock);
-    void make_frames(std::span<std::byte> memory, std::size_t frame_bytes, ArenaLock& lock);
     std::optional<Frame> take_free_frame(std::size_t size_bytes);
     std::optional<Frame> take_registered_frame(std::size_t size_bytes);
-    bool is_piece(std::size_t size_bytes) const noexcept;
-    std::size_t piece_index(std::size_t size_bytes) const noexcept;
+    std::optional<std::size_t> index_of_page_size(std::size_t size_bytes) const noexcept;
     void note_wanted(std::size_t size_bytes) noexcept;
     std::size_t usual_frame_bytes() const noexcept;
-    bool has_pieces_for(std::size_t size_bytes) const noexcept;
-    Frames take_pieces(std::size_t size_bytes, std::size_t& taken_bytes) noexcept;
     void charge(std::size_t& account, std::size_t size_bytes) noexcept;
 
     // Without the lock.
     Frame make_frame(std::size_t size_bytes);
     Frame move_into_frame(std::span<std::byte> range);
     Frames make_frames_of(std::span<std::byte> range, std::size_t frame_bytes, std::exception_ptr& error) noexcept;
-    std::span<std::byte> put_together(const Frames& pieces, std::size_t size_bytes, Mappings& mappings);
+    std::span<std::byte> put_together(const Sources& sources, std::size_t size_bytes, HugePages huge_pages);
 
     ArenaUsage usage_;
     std::size_t other_peak_bytes_ = 0;
     std::size_t logged_peak_bytes_ = 0;
-    std::size_t piece_bytes_;
-    std::array<std::size_t, 3> wanted_bytes_{};  // of frames, lately: the largest piece, its half, its quarter
+    std::size_t page_bytes_;
+    std::array<std::size_t, 3> wanted_bytes_{};  // of frames, lately: of the largest pages, their half, their quarter
     HugePages huge_pages_;
     Memory& memory_;
     std::size_t changes_ = 0;  // calls that have given up the lock
     Frames free_frames_;
     Frames registered_free_frames_;
     Frames registered_in_use_;  // an entry each, which gets its frame when that is given
-    IdleRanges idle_ranges_;
-    std::uint64_t given_count_ = 0;  // ranges that became idle
-    Mappings mapping_bytes_;         // of ranges that are not one mapping
+    RangeHeap ranges_;
 };
 
 }  // namespace torch_offload

@@ -58,16 +58,6 @@ void give_role(Pager::Impl& pager, const std::shared_ptr<Segment>& segment) {
     pager.roles[segment->trace_id] = segment;
 }
 
-/// Bytes of each page of a range that is adopted; 0 if it cannot be. Only an optimizer asks that pages of several
-/// segments hold the same elements: those of activations may be smaller.
-std::size_t adopted_page_bytes(Pager::Impl& pager, std::span<std::byte> range, std::size_t element_bytes,
-                               SegmentKind kind) {
-    const std::size_t page_bytes = pager.options.page_elements * element_bytes;
-    const std::lock_guard lock(pager.mutex);
-    if (kind == SegmentKind::activation) return pager.arena.movable_page_bytes(range, page_bytes);
-    return pager.arena.can_become_pages(range, page_bytes) ? page_bytes : 0;
-}
-
 /// A store whose transfers do not end: its files and buffers stay as they are until the process ends.
 void keep_for_good(std::unique_ptr<PageStore> store) {
     static std::mutex mutex;
@@ -188,7 +178,6 @@ void Pager::Impl::adopt_pages(Segment& segment, std::span<const std::span<std::b
         segments.erase(&segment);
         throw;
     }
-    arena.hand_over(whole_granules(segment.range()));
     for (std::size_t i = 0; i < segment.page_count(); ++i) {
         Page& page = segment.page(i);
         page.frame = arena.adopt_into_frame(slots[i]);
@@ -211,17 +200,15 @@ std::vector<std::span<std::byte>> Pager::Impl::reserve_slots(std::span<std::byte
     return slots;
 }
 
-bool Pager::can_adopt(std::span<std::byte> range, std::size_t element_bytes, SegmentKind kind) const {
-    return adopted_page_bytes(*impl_, range, element_bytes, kind) != 0;
-}
+bool Pager::can_adopt_ranges() const noexcept { return !impl_->memory.keeps_place(); }
 
 std::shared_ptr<Segment> Pager::adopt_range(std::span<std::byte> range, std::size_t size_bytes,
                                             std::size_t element_bytes, SegmentRole role) {
     OFFLOAD_CHECK(range.size() == impl_->whole_granules(size_bytes), InvalidArgument, "a range of ", range.size(),
                   " bytes cannot become a segment of ", size_bytes);
-    const std::size_t page_bytes = adopted_page_bytes(*impl_, range, element_bytes, role.kind);
-    OFFLOAD_CHECK(page_bytes != 0, InvalidArgument, "a range of ", range.size(), " bytes is not made of pages of ",
-                  options_.page_elements * element_bytes);
+    OFFLOAD_CHECK(can_adopt_ranges(), InvalidArgument,
+                  "memory that keeps its place cannot become pages that move alone");
+    const std::size_t page_bytes = options_.page_elements * element_bytes;
     impl_->check_page_size(element_bytes);
     impl_->memory.hide_from_fork(range, true);
     std::vector<std::span<std::byte>> slots = impl_->reserve_slots(range, page_bytes);
@@ -279,9 +266,11 @@ void Pager::Impl::take_out_of_segment(Page& page) noexcept {
 void Pager::Impl::forget(Segment& segment) noexcept {
     const std::span<std::byte> range = whole_granules(segment.range());
     memory.set_target(range, nullptr);
+    bool is_in_block = false;
     {
         const std::lock_guard lock(mutex);
         if (!segments.contains(&segment)) return;
+        is_in_block = arena.has_range(range);
     }
     log_use(segment, 0, segment.page_count(), UseKind::drop);
     release_faulted(segment);
@@ -293,7 +282,7 @@ void Pager::Impl::forget(Segment& segment) noexcept {
         for (std::size_t i = 0; i < segment.page_count(); ++i) {
             if (segment.page(i).load().state() == PageState::mapped) take_out_of_segment(segment.page(i));
         }
-        memory.release(range);
+        if (!is_in_block) memory.release(range);
     }
     {
         MemoryLock lock(*this);
@@ -306,7 +295,11 @@ void Pager::Impl::forget(Segment& segment) noexcept {
                 arena.give_frame(page.frame, lock);
             }
         }
-        if (is_kept) arena.take_back(range, segment.page_bytes(), lock);
+        if (is_kept) {
+            arena.take_back(range, lock);
+        } else if (is_in_block) {
+            arena.take_addresses_back(range, lock);
+        }
     }
     {
         const std::lock_guard lock(mutex);

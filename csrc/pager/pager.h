@@ -155,8 +155,8 @@ public:
     // --- Segments -------------------------------------------------------------------------------------------------
     /// A new segment of zeros that owns no bytes yet. `element_bytes` fixes the page size.
     std::shared_ptr<Segment> create_segment(std::size_t size_bytes, std::size_t element_bytes, SegmentKind kind);
-    /// Whether adopt_range() can make pages of such elements of a live range. Those of activations may be smaller.
-    bool can_adopt(std::span<std::byte> range, std::size_t element_bytes, SegmentKind kind) const;
+    /// Whether adopt_range() can make pages of live ranges: of memory that moves in parts.
+    bool can_adopt_ranges() const noexcept;
     /// Makes a segment of the first `size_bytes` of a live range from allocate_range() without a copy: all pages
     /// mapped and dirty. The range is the segment's from now on.
     std::shared_ptr<Segment> adopt_range(std::span<std::byte> range, std::size_t size_bytes, std::size_t element_bytes,

@@ -46,9 +46,13 @@ public:
         ArenaLock lock(mutex_);
         Arena::give_range(range, lock);
     }
-    void take_back(std::span<std::byte> range, std::size_t page_bytes) {
+    void take_back(std::span<std::byte> range) {
         ArenaLock lock(mutex_);
-        Arena::take_back(range, page_bytes, lock);
+        Arena::take_back(range, lock);
+    }
+    void take_addresses_back(std::span<std::byte> range) {
+        ArenaLock lock(mutex_);
+        Arena::take_addresses_back(range, lock);
     }
     bool try_count_small(std::size_t size_bytes) {
         ArenaLock lock(mutex_);
@@ -121,10 +125,10 @@ TEST(Arena, RegisteredFramesAreLeftToTheirOwner) {
     EXPECT_TRUE(arena.try_take_range(kUnit));
 }
 
-// A range is made of the memory of free frames, not of new zeros, and says which pages it can become. Method: mark two
-// frames, give them back, take a range of two and a half.
+// A range is made of the memory of free frames, not of new zeros. Method: mark two frames, give them back, take a range
+// of two and a half.
 TEST(Arena, RangesArePutTogetherFromFreeFrames) {
-    LockedArena arena({.limit_bytes = 4 * kUnit, .piece_bytes = kUnit});
+    LockedArena arena({.limit_bytes = 4 * kUnit, .page_bytes = kUnit});
     const auto a = arena.try_take_frame(kUnit);
     const auto b = arena.try_take_frame(kUnit);
     a->slot[1] = std::byte{7};
@@ -138,20 +142,17 @@ TEST(Arena, RangesArePutTogetherFromFreeFrames) {
     EXPECT_EQ((*range)[2 * kUnit + 1], std::byte{0});
     EXPECT_EQ(arena.usage().free_frame_bytes, 0u);
     EXPECT_EQ(arena.usage().peak_bytes, 2 * kUnit + kUnit / 2);
-    EXPECT_TRUE(arena.can_become_pages(*range, kUnit));
-    EXPECT_TRUE(arena.can_become_pages(*range, kUnit / 2));
-    EXPECT_FALSE(arena.can_become_pages(*range, 2 * kUnit));
     arena.give_range(*range);
 }
 
 // The other way round: where the budget is used up, frames are made of an idle range. Method: mark a range of two and a
 // half frames, give it back, take frames.
 TEST(Arena, IdleRangesAreTakenApartIntoFrames) {
-    LockedArena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
+    LockedArena arena({.limit_bytes = 3 * kUnit, .page_bytes = kUnit});
     leave_marked_range(arena, 2 * kUnit + kUnit / 2);
     const auto a = arena.try_take_frame(kUnit);
-    EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
-    EXPECT_EQ(arena.usage().idle_range_bytes, 0u);
+    EXPECT_EQ(arena.usage().free_frame_bytes, 0u);
+    EXPECT_EQ(arena.usage().idle_range_bytes, kUnit + kUnit / 2);
     const auto b = arena.try_take_frame(kUnit);
     ASSERT_TRUE(a && b);
     EXPECT_EQ(a->slot[1], std::byte{7});
@@ -164,7 +165,7 @@ TEST(Arena, IdleRangesAreTakenApartIntoFrames) {
 // Frames of smaller pages serve as well, after the larger ones. Method: marked frames of one and of two units, a range
 // of four and a half.
 TEST(Arena, RangesArePutTogetherFromFramesOfSeveralSizes) {
-    LockedArena arena({.limit_bytes = 6 * kUnit, .piece_bytes = 2 * kUnit});
+    LockedArena arena({.limit_bytes = 6 * kUnit, .page_bytes = 2 * kUnit});
     std::vector<Frame> frames;
     for (const std::size_t size_bytes : {kUnit, 2 * kUnit, kUnit, kUnit}) {
         frames.push_back(*arena.try_take_frame(size_bytes));
@@ -179,30 +180,60 @@ TEST(Arena, RangesArePutTogetherFromFramesOfSeveralSizes) {
     EXPECT_EQ((*range)[4 * kUnit + 1], std::byte{0});
     EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
     EXPECT_EQ(arena.usage().peak_bytes, 5 * kUnit + kUnit / 2);
-    EXPECT_TRUE(arena.can_become_pages(*range, kUnit));
-    EXPECT_FALSE(arena.can_become_pages(*range, 2 * kUnit));
-    EXPECT_EQ(arena.movable_page_bytes(*range, 2 * kUnit), kUnit);
-    EXPECT_EQ(arena.movable_page_bytes(*range, kUnit), kUnit);
-    EXPECT_EQ(arena.movable_page_bytes(*range, 3 * kUnit), 0u);
     arena.give_range(*range);
 }
 
-// Frames that are smaller than usual are no pieces: a gradient could not become pages. Method: one of one unit beside
-// two of two; a range of one unit is new memory.
-TEST(Arena, FramesSmallerThanUsualAreNoPieces) {
-    LockedArena arena({.limit_bytes = 8 * kUnit, .piece_bytes = 2 * kUnit});
-    const auto a = arena.try_take_frame(2 * kUnit);
-    const auto b = arena.try_take_frame(2 * kUnit);
-    const auto last_page = arena.try_take_frame(kUnit);
-    ASSERT_TRUE(a && b && last_page);
-    last_page->slot[1] = std::byte{7};
-    arena.give_frame(*last_page);
-    const auto range = arena.try_take_range(kUnit);
-    ASSERT_TRUE(range);
-    EXPECT_EQ((*range)[1], std::byte{0});
-    EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
-    arena.give_range(*range);
-    for (const auto& frame : {a, b}) arena.give_frame(*frame);
+// A range that is smaller than a free frame lies in it, where it is, and so do others. Method: mark a frame of two
+// units in each half; two ranges of one.
+TEST(Arena, FreeFramesAreDividedWhereTheyAre) {
+    LockedArena arena({.limit_bytes = 2 * kUnit});
+    const auto frame = arena.try_take_frame(2 * kUnit);
+    for (std::size_t i = 1; i < 2 * kUnit; i += kUnit) frame->slot[i] = std::byte{7};
+    arena.give_frame(*frame);
+    const auto first = arena.try_take_range(kUnit);
+    ASSERT_TRUE(first);
+    EXPECT_EQ(first->data(), frame->slot.data());
+    EXPECT_EQ(arena.usage().idle_range_bytes, kUnit);
+    const auto second = arena.try_take_range(kUnit);
+    ASSERT_TRUE(second);
+    EXPECT_EQ(second->data(), frame->slot.data() + kUnit);
+    EXPECT_EQ((*first)[1], std::byte{7});
+    EXPECT_EQ((*second)[1], std::byte{7});
+    arena.give_range(*first);
+    arena.give_range(*second);
+    EXPECT_EQ(arena.try_take_range(2 * kUnit)->data(), frame->slot.data());
+}
+
+// New memory for a small range is more than that where there is room, and the rest serves others. Method: two ranges;
+// the second lies behind the first, and the peak does not grow.
+TEST(Arena, SmallRangesShareABlock) {
+    LockedArena arena({.limit_bytes = 512 * kUnit});
+    const auto first = arena.try_take_range(kUnit);
+    const std::size_t peak_bytes = arena.usage().peak_bytes;
+    EXPECT_EQ(peak_bytes, 4 * kUnit);
+    const auto second = arena.try_take_range(2 * kUnit);
+    ASSERT_TRUE(first && second);
+    EXPECT_EQ(second->data(), first->data() + kUnit);
+    EXPECT_EQ(arena.usage().peak_bytes, peak_bytes);
+    EXPECT_EQ(arena.usage().range_bytes, 3 * kUnit);
+    arena.give_range(*first);
+    arena.give_range(*second);
+}
+
+// Ranges of whole huge pages are not divided, whose parts the system would keep. Method: an idle one of two huge pages,
+// a range of one unit; it lies elsewhere, and the first is found again by its size only.
+TEST(Arena, HugeRangesAreNotDivided) {
+    LockedArena arena({.limit_bytes = 4 * kHugePageBytes});
+    const auto huge = arena.try_take_range(2 * kHugePageBytes);
+    arena.give_range(*huge);
+    const auto small = arena.try_take_range(kUnit);
+    ASSERT_TRUE(small);
+    EXPECT_FALSE(huge->data() <= small->data() && small->data() < huge->data() + huge->size());
+    const auto again = arena.try_take_range(2 * kHugePageBytes);
+    ASSERT_TRUE(again);
+    EXPECT_EQ(again->data(), huge->data());
+    arena.give_range(*again);
+    arena.give_range(*small);
 }
 
 // Where the budget is used up, frames are made of a larger free one. Method: mark one of two units, take two of one.
@@ -221,35 +252,38 @@ TEST(Arena, FreeFramesAreTakenApart) {
     EXPECT_FALSE(arena.try_take_frame(kSectorBytes));
 }
 
-// What an idle range is taken apart into is of use to the pages that there are. Method: a range that was put together
-// from a frame of one unit, where two could be; mark it, take a shorter range and a frame.
+// What an idle range of huge pages is taken apart into is of use to the pages that there are. Method: a range that was
+// put together from a frame of one huge page, where two could be; mark it, take a shorter range and a frame.
 TEST(Arena, IdleRangesBecomeFramesOfTheUsualSize) {
-    LockedArena arena({.limit_bytes = 4 * kUnit, .piece_bytes = 2 * kUnit});
-    arena.give_frame(*arena.try_take_frame(kUnit));
-    leave_marked_range(arena, 3 * kUnit);
-    const auto shorter = arena.try_take_range(2 * kUnit);
+    constexpr std::size_t kHuge = kHugePageBytes;
+    LockedArena arena({.limit_bytes = 3 * kHuge, .page_bytes = 2 * kHuge});
+    arena.give_frame(*arena.try_take_frame(kHuge));
+    leave_marked_range(arena, 3 * kHuge);
+    const auto shorter = arena.try_take_range(2 * kHuge);
     ASSERT_TRUE(shorter);
     EXPECT_EQ((*shorter)[1], std::byte{7});
-    EXPECT_EQ((*shorter)[kUnit + 1], std::byte{7});
-    const auto frame = arena.try_take_frame(kUnit);
+    EXPECT_EQ((*shorter)[kHuge + 1], std::byte{7});
+    const auto frame = arena.try_take_frame(kHuge);
     ASSERT_TRUE(frame);
     EXPECT_EQ(frame->slot[1], std::byte{7});
     arena.give_range(*shorter);
     arena.give_frame(*frame);
 }
 
-// The smaller last page of a tensor does not make its size the usual one. Method: frames of one unit and then of half
-// of one; an idle range becomes a shorter one, whose pages of one unit can move.
+// The smaller last page of a tensor does not make its size the usual one. Method: frames of two huge pages and then of
+// one; an idle range of six becomes one of four and a frame of two.
 TEST(Arena, LastPagesMakeNoSizeUsual) {
-    LockedArena arena({.limit_bytes = 5 * kUnit, .piece_bytes = 2 * kUnit});
-    arena.give_range(*arena.try_take_range(3 * kUnit));
-    const auto page = arena.try_take_frame(kUnit);
-    const auto last_page = arena.try_take_frame(kUnit / 2);
+    constexpr std::size_t kHuge = kHugePageBytes;
+    LockedArena arena({.limit_bytes = 9 * kHuge, .page_bytes = 2 * kHuge});
+    arena.give_range(*arena.try_take_range(6 * kHuge));
+    const auto page = arena.try_take_frame(2 * kHuge);
+    const auto last_page = arena.try_take_frame(kHuge);
     ASSERT_TRUE(page && last_page);
-    const auto range = arena.try_take_range(2 * kUnit);
+    const auto range = arena.try_take_range(4 * kHuge);
     ASSERT_TRUE(range);
-    EXPECT_TRUE(arena.can_become_pages(*range, kUnit));
-    EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
+    EXPECT_EQ(arena.usage().free_frame_bytes, 2 * kHuge);
+    EXPECT_EQ(arena.try_take_frame(2 * kHuge)->slot.size(), 2 * kHuge);
+    EXPECT_EQ(arena.usage().peak_bytes, 9 * kHuge);
     arena.give_range(*range);
     arena.give_frame(*page);
     arena.give_frame(*last_page);
@@ -260,9 +294,9 @@ TEST(Arena, LastPagesMakeNoSizeUsual) {
 // then older.
 TEST(Arena, WhatHasBeenIdleForLongestGoesFirst) {
     for (const bool larger_is_newer : {true, false}) {
-        LockedArena arena({.limit_bytes = 5 * kUnit, .piece_bytes = kUnit});
+        LockedArena arena({.limit_bytes = 6 * kUnit, .page_bytes = kUnit});
         const auto small = arena.try_take_range(2 * kUnit);
-        const auto large = arena.try_take_range(3 * kUnit);
+        const auto large = arena.try_take_range(4 * kUnit);
         arena.give_range(larger_is_newer ? *small : *large);
         arena.give_range(larger_is_newer ? *large : *small);
         const auto frame = arena.try_take_frame(kUnit);
@@ -276,10 +310,10 @@ TEST(Arena, WhatHasBeenIdleForLongestGoesFirst) {
     }
 }
 
-// A range that the system does not let be taken apart goes back to it. Method: mremap is refused; what lies at the
+// What the system does not let be taken out of a range goes back to it. Method: mremap is refused; what lies at the
 // addresses, what is counted.
 TEST(Arena, RangeThatCannotBeTakenApartIsGivenBack) {
-    LockedArena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
+    LockedArena arena({.limit_bytes = 3 * kUnit, .page_bytes = kUnit});
     const auto range = arena.try_take_range(3 * kUnit);
     std::fill(range->begin(), range->end(), std::byte{7});
     arena.give_range(*range);
@@ -292,45 +326,90 @@ TEST(Arena, RangeThatCannotBeTakenApartIsGivenBack) {
     });
     // Without filters of system calls (a kernel without seccomp) nothing makes a mapping fail: there is nothing to see.
     if (!is_refused) GTEST_SKIP() << "no seccomp here";
-    EXPECT_EQ(sectors_at(*range), 0u);
-    EXPECT_EQ(arena.usage().used_bytes(), 0u);
+    EXPECT_EQ(sectors_at(range->first(kUnit)), 0u);
+    EXPECT_EQ(sectors_at(range->subspan(kUnit)), 2 * kUnit / kSectorBytes);
+    EXPECT_EQ(arena.usage().used_bytes(), 2 * kUnit);
     EXPECT_TRUE(arena.try_take_frame(3 * kUnit));
 }
 
-// And ranges of one size become ranges of another by way of frames. Method: a marked idle range, a shorter one wanted.
-TEST(Arena, IdleRangesBecomeOtherRanges) {
-    LockedArena arena({.limit_bytes = 3 * kUnit, .piece_bytes = kUnit});
-    leave_marked_range(arena, 3 * kUnit);
-    const auto shorter = arena.try_take_range(2 * kUnit);
-    ASSERT_TRUE(shorter);
-    EXPECT_EQ((*shorter)[1], std::byte{7});
-    EXPECT_EQ((*shorter)[kUnit + 1], std::byte{7});
-    EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
-    arena.give_range(*shorter);
+// Where the budget is used up, a range is put together from shorter ones that are idle. Method: two marked ones that
+// are apart, one as long as both.
+TEST(Arena, IdleRangesBecomeALongerOne) {
+    LockedArena arena({.limit_bytes = 4 * kUnit});
+    const auto a = arena.try_take_range(kUnit);
+    const auto between = arena.try_take_range(kUnit);
+    const auto b = arena.try_take_range(2 * kUnit);
+    ASSERT_TRUE(a && between && b);
+    for (std::size_t i = 1; i < 2 * kUnit; i += kUnit) (*b)[i] = std::byte{7};
+    (*a)[1] = std::byte{7};
+    arena.give_range(*a);
+    arena.give_range(*b);
+    const auto longer = arena.try_take_range(3 * kUnit);
+    ASSERT_TRUE(longer);
+    for (std::size_t i = 1; i < 3 * kUnit; i += kUnit) EXPECT_EQ((*longer)[i], std::byte{7}) << i;
+    EXPECT_EQ(arena.usage().peak_bytes, 4 * kUnit);
+    EXPECT_EQ(arena.usage().idle_range_bytes, 0u);
+    arena.give_range(*longer);
+    arena.give_range(*between);
 }
 
-// Pages that come back as a range are no single mapping any more. Method: hand a range over, take it back as pages.
-TEST(Arena, RangeThatWasPagesKeepsTheirMappings) {
-    LockedArena arena({.limit_bytes = 2 * kUnit});
-    const auto range = arena.try_take_range(2 * kUnit);
-    EXPECT_TRUE(arena.can_become_pages(*range, 2 * kUnit));
-    arena.hand_over(*range);
-    for (int page = 0; page < 2; ++page) {
-        const Frame frame = arena.adopt_into_frame(AddressSpace::process().reserve(kUnit, nullptr));
-        AddressSpace::process().release(frame.slot);
-        arena.return_to_range(frame);
+// A range that cannot be had leaves what was gathered for it as it was. Method: the system has no memory for the rest.
+TEST(Arena, WhatWasGatheredIsNotLost) {
+    GatedMemory memory;
+    LockedArena arena({.limit_bytes = 4 * kUnit, .memory = &memory});
+    arena.give_frame(*arena.try_take_frame(kUnit));
+    memory.refuse_one(GatedMemory::Call::commit);
+    EXPECT_THROW(arena.try_take_range(3 * kUnit), OutOfTierMemory);
+    EXPECT_EQ(arena.usage().range_bytes, 0u);
+    EXPECT_EQ(arena.usage().available_bytes(), 4 * kUnit);
+    EXPECT_TRUE(arena.try_take_range(4 * kUnit));
+}
+
+// The same where the system fails while it is gathered. Method: a small frame and an idle range of huge pages, which
+// cannot be taken apart.
+TEST(Arena, WhatWasGatheredBeforeAnErrorIsNotLost) {
+    constexpr std::size_t kHuge = kHugePageBytes;
+    GatedMemory memory;
+    LockedArena arena({.limit_bytes = 3 * kHuge, .page_bytes = kHuge, .memory = &memory});
+    arena.give_range(*arena.try_take_range(2 * kHuge));
+    arena.give_frame(*arena.try_take_frame(kUnit));
+    memory.refuse_one(GatedMemory::Call::move);
+    EXPECT_THROW(arena.try_take_range(2 * kHuge + kHuge / 2), OutOfTierMemory);
+    EXPECT_EQ(arena.usage().free_frame_bytes, kUnit);
+    EXPECT_EQ(arena.usage().range_bytes, 0u);
+    EXPECT_TRUE(arena.try_take_frame(kUnit));
+}
+
+// Part of a block may be a segment's: it comes back with its memory, or without. Method: two parts of a block become
+// pages; one returns as they are, the other after its memory has left; who gets which addresses.
+TEST(Arena, PartsThatWereSegmentsComeBack) {
+    AddressSpace& space = AddressSpace::process();
+    LockedArena arena({.limit_bytes = 4 * kUnit});
+    const auto first = arena.try_take_range(kUnit);
+    const auto second = arena.try_take_range(2 * kUnit);
+    ASSERT_TRUE(first && second);
+    std::vector<Frame> frames;
+    for (const auto& range : {*first, *second}) {
+        EXPECT_TRUE(arena.has_range(range));
+        frames.push_back(arena.adopt_into_frame(space.reserve(range.size(), nullptr)));
     }
-    arena.take_back(*range, kUnit);
-    const auto again = arena.try_take_range(2 * kUnit);
-    ASSERT_EQ(again->data(), range->data());
-    EXPECT_TRUE(arena.can_become_pages(*again, kUnit));
-    EXPECT_FALSE(arena.can_become_pages(*again, 2 * kUnit));
-    AddressSpace::process().release(*again);
+    EXPECT_EQ(arena.usage().range_bytes, 0u);
+    space.release(frames[0].slot);
+    arena.return_to_range(frames[0]);
+    arena.take_back(*first);
+    EXPECT_EQ(arena.usage().idle_range_bytes, kUnit);
+    space.move(*second, frames[1].slot.data(), Protection::read_write);
+    arena.take_addresses_back(*second);
+    arena.give_frame(frames[1]);
+    EXPECT_FALSE(arena.has_range(*second));
+    EXPECT_EQ(arena.usage().used_bytes(), 3 * kUnit);
+    EXPECT_EQ(arena.try_take_range(kUnit)->data(), first->data());
+    EXPECT_EQ(arena.try_take_range(2 * kUnit)->data(), frames[1].slot.data());
 }
 
 // What does not fit leaves the free frames as they were. Method: ask for more than there is while a frame is in use.
 TEST(Arena, FramesStayFreeWhereTheRangeDoesNotFit) {
-    LockedArena arena({.limit_bytes = 3 * kUnit, .reserve_bytes = kUnit, .piece_bytes = kUnit});
+    LockedArena arena({.limit_bytes = 3 * kUnit, .reserve_bytes = kUnit, .page_bytes = kUnit});
     const auto free = arena.try_take_frame(kUnit);
     arena.give_frame(*free);
     EXPECT_FALSE(arena.try_take_range(3 * kUnit));
@@ -362,14 +441,14 @@ TEST(Arena, MemoryIsCountedUntilItIsGivenBack) {
     LockedArena arena({.limit_bytes = 4 * kUnit, .memory = &memory});
     arena.give_range(*arena.try_take_range(4 * kUnit));
     memory.shut(GatedMemory::Call::release);
-    auto first = std::async(std::launch::async, [&] { return arena.try_count_small(kUnit); });
+    auto first = std::async(std::launch::async, [&] { return arena.try_count_small(4 * kUnit); });
     EXPECT_TRUE(memory.comes_to_wait());
     auto second = std::async(std::launch::async, [&] { return arena.try_take_frame(kUnit); });
     EXPECT_EQ(second.wait_for(std::chrono::seconds(10)), std::future_status::ready);
     memory.open();
     EXPECT_TRUE(first.get());
     EXPECT_FALSE(second.get());
-    EXPECT_EQ(arena.usage().used_bytes(), kUnit);
+    EXPECT_EQ(arena.usage().used_bytes(), 4 * kUnit);
 }
 
 /// The process's memory, and how much of it was there at once: counted before it is made and after it is given back.
@@ -391,6 +470,12 @@ public:
             there_.erase(&from[i]);
             there_.insert(to + i);
         }
+    }
+    void decommit(std::span<std::byte> range) override {
+        std::this_thread::yield();
+        const std::lock_guard lock(mutex_);
+        GatedMemory::decommit(range);
+        for (std::size_t i = 0; i < range.size(); i += kSectorBytes) there_.erase(&range[i]);
     }
     void release(std::span<std::byte> range) noexcept override {
         std::this_thread::yield();
@@ -443,7 +528,7 @@ void use_a_little(LockedArena& arena, std::uint64_t seed) {
 TEST(Arena, ThreadsStayWithinTheLimitTogether) {
     for (const std::uint64_t seed : seeds({.usual = 10, .full = 200})) {
         CountedMemory memory;
-        LockedArena arena({.limit_bytes = 8 * kUnit, .piece_bytes = kUnit / 2 << seed % 3, .memory = &memory});
+        LockedArena arena({.limit_bytes = 8 * kUnit, .page_bytes = kUnit / 2 << seed % 3, .memory = &memory});
         std::vector<std::thread> threads;
         for (std::uint64_t i = 0; i < 4; ++i) threads.emplace_back([&, i] { use_a_little(arena, 4 * seed + i); });
         for (std::thread& thread : threads) thread.join();

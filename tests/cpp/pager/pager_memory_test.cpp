@@ -7,6 +7,8 @@
 #include <semaphore>
 #include <utility>
 
+#include "device/address_arena.h"
+#include "device/address_space.h"
 #include "pager/pager.h"
 #include "support/gated_engine.h"
 #include "support/pager_fixture.h"
@@ -116,10 +118,9 @@ TEST(PagerMemory, SegmentThatDiesInPlaceLeavesItsRange) {
     pager.free_range(next);
 }
 
-// An activation whose memory was put together from smaller pages has smaller pages; a gradient, of which an optimizer
-// uses page by page, cannot be. Method: free frames of 2-byte elements become a range; adopt it as either, evict it,
-// look at its bytes.
-TEST(PagerMemory, ActivationsHavePagesOfTheirPieces) {
+// A range that was put together from smaller pages becomes pages of its own size, whose memory is several mappings.
+// Method: free frames of 2-byte elements become a range; adopt it, evict it, look at its bytes.
+TEST(PagerMemory, RangesOfSmallerPagesBecomePages) {
     Pager pager(options_with(8, IoEngineKind::threads));  // registers no frames
     constexpr std::size_t kHalf = kPageBytes / 2;
     const auto weight = pager.create_segment(8 * kHalf, 2, SegmentKind::parameter);
@@ -128,17 +129,41 @@ TEST(PagerMemory, ActivationsHavePagesOfTheirPieces) {
     ASSERT_TRUE(comes_true([&] { return pager.statistics().memory.free_frame_bytes == 8 * kHalf; }));
     const auto range = pager.allocate_range(2 * kPageBytes);
     EXPECT_EQ(pager.statistics().memory.free_frame_bytes, 4 * kHalf);
-    EXPECT_FALSE(pager.can_adopt(range, 4, SegmentKind::gradient));
-    EXPECT_TRUE(pager.can_adopt(range, 2, SegmentKind::gradient));
-    ASSERT_TRUE(pager.can_adopt(range, 4, SegmentKind::activation));
+    ASSERT_TRUE(pager.can_adopt_ranges());
     const auto activation = pager.adopt_range(range, 2 * kPageBytes, 4, {.kind = SegmentKind::activation});
-    EXPECT_EQ(activation->page_bytes(), kHalf);
-    EXPECT_EQ(activation->page_count(), 4u);
+    EXPECT_EQ(activation->page_count(), 2u);
     fill(*activation, 5);
     EXPECT_EQ(pager.evict(activation), 0u);
     EXPECT_TRUE(comes_true([&] { return pager.statistics().store.stored_bytes == 8 * kHalf + 2 * kPageBytes; }));
     const PinGuard guard = pin(pager, activation, Access::read);
     EXPECT_TRUE(holds(*activation, 5));
+}
+
+// Tensors that share a block leave and come back by themselves, even where one begins in the granule of addresses in
+// which another ends. Method: three ranges of a granule and a sector become segments; evict them, touch one after the
+// other without a pin, look at all bytes, and see the block whole again at the end.
+TEST(PagerMemory, SegmentsShareABlock) {
+    constexpr std::size_t kRangeBytes = kAddressGranuleBytes + kSectorBytes;
+    Pager pager(options_with(4096));  // a block has room for three
+    std::vector<std::span<std::byte>> ranges;
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (int i = 0; i < 3; ++i) ranges.push_back(pager.allocate_range(kRangeBytes));
+    EXPECT_EQ(ranges[1].data(), ranges[0].data() + kRangeBytes);
+    EXPECT_EQ(ranges[2].data(), ranges[1].data() + kRangeBytes);
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+        segments.push_back(pager.adopt_range(ranges[i], kRangeBytes, 4, {.kind = SegmentKind::activation}));
+        fill(*segments.back(), static_cast<int>(i));
+    }
+    for (const auto& segment : segments) EXPECT_EQ(pager.evict(segment), 0u);
+    ASSERT_TRUE(comes_true([&] { return pager.statistics().memory.frame_bytes == 0; }));
+    const std::uint64_t faults = AddressSpace::process().fault_count();
+    for (std::size_t i = 0; i < segments.size(); ++i) EXPECT_TRUE(holds(*segments[i], static_cast<int>(i))) << i;
+    EXPECT_GE(AddressSpace::process().fault_count(), faults + 3);
+    segments.clear();
+    EXPECT_TRUE(comes_true([&] {
+        const ArenaUsage usage = pager.statistics().memory;
+        return usage.frame_bytes == 0 && usage.range_bytes == 0;
+    }));
 }
 
 // One of which a page has left gives back frames. Method: the same with an eviction between. The disk's thread may be
@@ -156,6 +181,23 @@ TEST(PagerMemory, SegmentThatDiesElsewhereLeavesFrames) {
     EXPECT_TRUE(comes_true([&] { return pager.statistics().memory.frame_bytes == 0; }));
     EXPECT_EQ(pager.statistics().memory.idle_range_bytes, 0u);
     EXPECT_EQ(pager.statistics().store.stored_bytes, 0u);
+}
+
+// And its addresses, which serve others. Method: the only range of its block dies elsewhere; sooner or later a new
+// segment of its size lies there.
+TEST(PagerMemory, SegmentThatDiesElsewhereLeavesItsAddresses) {
+    Pager pager(options_with(16));
+    auto gradient =
+        pager.adopt_range(pager.allocate_range(8 * kPageBytes), 8 * kPageBytes, 4, {.kind = SegmentKind::gradient});
+    const std::byte* const address = gradient->range().data();
+    fill(*gradient, 3);
+    EXPECT_EQ(pager.evict(gradient), 0u);
+    gradient.reset();
+    std::vector<std::shared_ptr<Segment>> others;  // each has addresses of its own
+    EXPECT_TRUE(comes_true([&] {
+        others.push_back(pager.create_segment(8 * kPageBytes, 4, SegmentKind::gradient));
+        return others.back()->range().data() == address;
+    }));
 }
 
 /// Runs `body` in a thread whose mappings cannot be moved. False where that cannot be had: without filters of system

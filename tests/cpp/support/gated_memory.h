@@ -13,7 +13,7 @@ namespace torch_offload::test {
 /// Threads: any.
 class GatedMemory : public Memory {
 public:
-    enum class Call : std::uint8_t { none, release, commit, move };
+    enum class Call : std::uint8_t { none, release, commit, move };  // decommitting is releasing
 
     /// The next call of that kind waits, and those that come meanwhile, until open().
     void shut(Call call) {
@@ -49,7 +49,10 @@ public:
         OFFLOAD_CHECK(pass(Call::commit), OutOfTierMemory, "refused");
         memory_.commit(range, huge_pages);
     }
-    void decommit(std::span<std::byte> range) override { memory_.decommit(range); }
+    void decommit(std::span<std::byte> range) override {
+        static_cast<void>(pass(Call::release));
+        memory_.decommit(range);
+    }
     void move(std::span<std::byte> from, std::byte* to, Protection protection) override {
         OFFLOAD_CHECK(pass(Call::move), OutOfTierMemory, "refused");
         memory_.move(from, to, protection);
