@@ -21,7 +21,7 @@ namespace torch_offload {
 /// is resident at exactly one address at a time (docs/adr/0001).
 ///
 /// There is one per process because the SIGSEGV disposition is one per process.
-/// Threads: any. No call takes the GIL or waits for I/O.
+/// Threads: any. No call takes the GIL or waits for I/O. Only poison() is for signal handlers.
 class AddressSpace final : public Memory {
 public:
     /// Made on first use: reserves the arena, installs the handler.

@@ -313,13 +313,14 @@ TEST(AddressSpaceFault, PoisonEndsAnAccess) {
     EXPECT_EQ(std::ranges::count(bytes, std::byte{0xFF}), static_cast<std::ptrdiff_t>(bytes.size()));
 }
 
-/// Pages that live at a slot or at their address in a segment; a fault brings them in, `evict` takes them out. The
-/// state word of each decides who moves it, as the pager's does.
+/// Pages that live at a slot or at their address in a segment; a fault has a thread bring them in, as the pager's does,
+/// `evict` takes them out. The state word of each decides who moves it.
 class PageSet : public FaultTarget {
 public:
     PageSet(std::size_t page_count, std::size_t page_bytes)
         : page_bytes_(page_bytes),
           states_(page_count),
+          wanted_(page_count),
           slots_(page_count * page_bytes),
           segment_(page_count * page_bytes, this) {
         space().commit(slots_.bytes());
@@ -327,11 +328,13 @@ public:
             const auto pattern = static_cast<std::byte>(page + 1);
             std::ranges::fill(slots_.bytes().subspan(page * page_bytes, page_bytes), pattern);
         }
+        mover_ = std::jthread([this](const std::stop_token& stop) { bring_in(stop); });
     }
 
     void resolve_fault(std::byte* address, bool) noexcept override {
-        const std::size_t page = static_cast<std::size_t>(address - segment_.begin()) / page_bytes_;
-        if (!transit(page, State::at_slot, State::at_segment)) sched_yield();
+        std::atomic<bool>& wanted = wanted_[static_cast<std::size_t>(address - segment_.begin()) / page_bytes_];
+        wanted = true;
+        while (wanted) sched_yield();
     }
 
     bool evict(std::size_t page) noexcept { return transit(page, State::at_segment, State::at_slot); }
@@ -343,6 +346,18 @@ public:
 
 private:
     enum class State { at_slot, moving, at_segment };
+
+    /// Until `stop`, what faults ask for.
+    void bring_in(const std::stop_token& stop) {
+        while (!stop.stop_requested()) {
+            for (std::size_t page = 0; page < wanted_.size(); ++page) {
+                if (!wanted_[page]) continue;
+                transit(page, State::at_slot, State::at_segment);
+                wanted_[page] = false;
+            }
+            std::this_thread::yield();
+        }
+    }
 
     /// True if this thread moved the page. If another one is moving it the access just comes again.
     bool transit(std::size_t page, State from, State to) noexcept {
@@ -362,9 +377,11 @@ private:
 
     std::size_t page_bytes_;
     std::vector<std::atomic<State>> states_;
+    std::vector<std::atomic<bool>> wanted_;
     Range slots_;
     Range segment_;
     std::atomic<int> moves_in_{0};
+    std::jthread mover_;  // ends first
 };
 
 // Threads that fault on one page at once bring it in once. Method: two threads, released together, 200 rounds.
