@@ -137,6 +137,7 @@ PIECES = (
     "Before is commit 3fd58da (ADR 0013). This machine computed at two thirds of its speed when the section above was "
     "measured."
 )
+BLOCKS = "Before is commit a061ebf289e1 (ADR 0016)."
 BENCHMARKS = (
     Benchmark("train_step", "A training step", IO, PLAIN),
     Benchmark("adapters", "LoRA over a base of twice the memory", IO, ADAPTERS),
@@ -145,6 +146,13 @@ BENCHMARKS = (
         "LoRA before and after temporaries are made of any page",
         f'--only "1.2 B" --before TREE {IO}',
         PIECES,
+        driver="adapters",
+    ),
+    Benchmark(
+        "adapters_before_blocks",
+        "LoRA before and after temporaries are parts of blocks",
+        f"--only smollm2-135m --before TREE --rounds 7 {IO}",
+        BLOCKS,
         driver="adapters",
     ),
     Benchmark("generate", "Generating with a model of twice the memory", IO, GENERATE),
