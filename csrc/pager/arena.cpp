@@ -101,29 +101,28 @@ bool Arena::release_part(std::span<std::byte> part, ArenaLock& lock) noexcept {
 }
 
 /// What has been idle for longest: what is wanted again and again, as in each layer of a model, is left alone.
-/// Pre: there is something idle.
-void Arena::release_idle(std::size_t wanted_bytes, ArenaLock& lock) {
-    std::span<std::byte> part = *ranges_.longest_idle(0);
+/// False if nothing is idle.
+bool Arena::release_idle(std::size_t wanted_bytes, ArenaLock& lock) {
+    const std::optional<std::span<std::byte>> longest = ranges_.longest_idle(0);
+    if (!longest) return false;
+    std::span<std::byte> part = *longest;
     if (ranges_.is_divided(part)) part = part.last(std::min(part.size(), round_up(wanted_bytes, kMinReleasedBytes)));
     ranges_.take_within(part);
     if (!release_part(part, lock)) charge(usage_.range_bytes, part.size());
     usage_.idle_range_bytes -= part.size();
+    return true;
 }
 
 /// Gives free memory back to the system until `size_bytes` more fit the limit. They do until the lock is given up
 /// again.
 bool Arena::make_space(std::size_t size_bytes, std::size_t reserve_bytes, ArenaLock& lock) {
     while (!has_space(size_bytes, reserve_bytes)) {
-        if (usage_.idle_range_bytes > 0 && ranges_.longest_idle(0)) {
-            release_idle(usage_.used_bytes() + reserve_bytes + size_bytes - usage_.limit_bytes, lock);
-        } else if (!free_frames_.empty()) {
-            const auto largest = std::prev(free_frames_.end());
-            const Frame frame = largest->second;
-            free_frames_.erase(largest);
-            release(frame.slot, usage_.free_frame_bytes, lock);
-        } else {
-            return false;
-        }
+        if (release_idle(usage_.used_bytes() + reserve_bytes + size_bytes - usage_.limit_bytes, lock)) continue;
+        if (free_frames_.empty()) return false;
+        const auto largest = std::prev(free_frames_.end());
+        const Frame frame = largest->second;
+        free_frames_.erase(largest);
+        release(frame.slot, usage_.free_frame_bytes, lock);
     }
     return true;
 }

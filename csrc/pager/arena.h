@@ -142,7 +142,7 @@ private:
     bool make_space(std::size_t size_bytes, std::size_t reserve_bytes, ArenaLock& lock);
     void release(std::span<std::byte> memory, std::size_t& account, ArenaLock& lock) noexcept;
     bool release_part(std::span<std::byte> part, ArenaLock& lock) noexcept;
-    void release_idle(std::size_t wanted_bytes, ArenaLock& lock);
+    bool release_idle(std::size_t wanted_bytes, ArenaLock& lock);
     RangeHeap::Division division_of(std::size_t size_bytes) const noexcept;
     void count_block(std::size_t block_bytes, std::size_t size_bytes) noexcept;
     void give_block_up(std::span<std::byte> block, std::size_t size_bytes, ArenaLock& lock) noexcept;
