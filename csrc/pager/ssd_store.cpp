@@ -19,6 +19,7 @@ namespace torch_offload {
 namespace {
 
 constexpr std::chrono::milliseconds kIdleWait{200};
+constexpr std::chrono::milliseconds kNoWait{0};
 constexpr std::chrono::milliseconds kBrokenPause{10};
 constexpr std::chrono::milliseconds kLongestTurn{500};  // of a thread that runs, by far
 constexpr std::size_t kReapBatch = 32;
@@ -179,6 +180,7 @@ void SsdStore::serve() {
         take_queue();
         submit_ready();
         if (stopping_.load(std::memory_order_acquire)) {
+            settle_arrived();
             if (in_flight() == 0 || is_stuck()) return;
         } else if (kicked_.exchange(false, std::memory_order_acq_rel)) {
             give_back_registered();
@@ -188,18 +190,18 @@ void SsdStore::serve() {
         }
         const IoLoad load_before = load();
         const bool was_reading = reads_in_flight() > 0;
-        const std::size_t count = engine_->reap(finished, longest_wait());
+        const std::size_t count = engine_->reap(finished, arrived_.empty() ? longest_wait() : kNoWait);
         const ArrivedBytes arrived = take_finished(std::span(finished).first(count));
         take_queue();
         submit_ready();  // before what has come is verified: the disk goes on meanwhile
-        settle_arrived();
+        const bool has_settled = settle_one();
         check_ages();
         answer_inquiry();
         const auto now = Clock::now();
         arbiter_.note(arrived.read + arrived.written, now - turn_start, load_before);
         if (was_reading) read_rate_.note(arrived.read, now - turn_start);  // whatever else the disk did meanwhile
         turn_start = now;
-        if (count > 0) kicked_.store(true, std::memory_order_release);
+        if (has_settled) kicked_.store(true, std::memory_order_release);
     }
 }
 
@@ -212,15 +214,21 @@ SsdStore::ArrivedBytes SsdStore::take_finished(std::span<IoRequest* const> finis
     return bytes;
 }
 
+/// False if nothing has arrived.
+bool SsdStore::settle_one() noexcept {
+    if (arrived_.empty()) return false;
+    Transfers one;
+    one.splice(one.begin(), arrived_, arrived_.begin());
+    if (one.front().request.direction == IoDirection::read) {
+        settle_read(one);
+    } else {
+        settle_write(one);
+    }
+    return true;
+}
+
 void SsdStore::settle_arrived() noexcept {
-    while (!arrived_.empty()) {
-        Transfers one;
-        one.splice(one.begin(), arrived_, arrived_.begin());
-        if (one.front().request.direction == IoDirection::read) {
-            settle_read(one);
-        } else {
-            settle_write(one);
-        }
+    while (settle_one()) {
     }
 }
 

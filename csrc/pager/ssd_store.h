@@ -108,6 +108,7 @@ private:
         std::size_t written = 0;
     };
     ArrivedBytes take_finished(std::span<IoRequest* const> finished) noexcept;
+    bool settle_one() noexcept;
     void settle_arrived() noexcept;
     IoLoad load() const noexcept;
     std::size_t in_flight() const noexcept { return in_flight_.load(std::memory_order_relaxed); }

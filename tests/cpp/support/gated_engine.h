@@ -17,7 +17,7 @@
 namespace torch_offload::test {
 
 /// Keeps bytes in memory by place. What is submitted waits for open() or for its turn in finish_one(). Waits for events
-/// only, but for open_after().
+/// only, however long, but for open_after(), and not at all where a caller has no time.
 /// Threads: any.
 class GatedEngine : public IoEngine {
 public:
@@ -33,12 +33,12 @@ public:
         return requests.size();
     }
 
-    std::size_t reap(std::span<IoRequest*> finished, std::chrono::milliseconds) override {
+    std::size_t reap(std::span<IoRequest*> finished, std::chrono::milliseconds timeout) override {
         std::unique_lock lock(mutex_);
         ++reaps_;
         const auto can_finish = [&] { return !waiting_.empty() && (is_open_ || allowed_ > 0); };
         const auto may_pause = [&] { return !waiting_.empty() && pause_.count() > 0; };
-        changed_.wait(lock, [&] { return woken_ || can_finish() || may_pause(); });
+        if (timeout.count() > 0) changed_.wait(lock, [&] { return woken_ || can_finish() || may_pause(); });
         woken_ = false;
         if (may_pause()) {
             std::this_thread::sleep_for(std::exchange(pause_, {}));
