@@ -424,7 +424,6 @@ bool SsdStore::prepare(Transfer& transfer) noexcept {
     const bool is_write = request.direction == IoDirection::write;
     try {
         transfer.stored = &stored_page(page);
-        register_frame(page.frame);
         if (is_write) prepare_write(transfer);
         if (!is_write && transfer.stored->home && !transfer.home_read) {
             const std::size_t index = transfer.segment->index_of(page);
@@ -446,7 +445,8 @@ bool SsdStore::prepare(Transfer& transfer) noexcept {
         request.offset_bytes = extent.offset_bytes;
         request.buffer = page.frame.slot;
     }
-    if (request.tail.empty()) {
+    if (request.tail.empty()) {  // what is in two pieces cannot use registered memory
+        register_frame(page.frame);
         request.fixed_index = page.frame.fixed_index;
         request.fixed_address = page.frame.slot.data();
     }
