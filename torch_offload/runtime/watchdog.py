@@ -235,8 +235,8 @@ class Watchdog:
             return
         if self._is_asked:
             self._is_asked = False
-            found = self._without_stacks(self._watched.dump())
-            self._tell(f"torch_offload: the engine of process {self._process}:\n{found}")
+            found = self._everything(self._watched.dump())
+            self._tell(f"torch_offload: SIGUSR1 asked process {self._process} what it does.\n{found}")
         if listening in ready:
             self._socket.answer(lambda: self._everything(self._watched.dump()))
         self.look()
@@ -252,10 +252,7 @@ class Watchdog:
 
     def _everything(self, dump: Mapping[str, Any]) -> str:
         stacks = f"Python stacks of process {os.getpid()}:\n{python_stacks()}"
-        return f"{stacks}\nThe engine:\n{self._without_stacks(dump)}"
-
-    def _without_stacks(self, dump: Mapping[str, Any]) -> str:
-        return "\n".join([dump_text(dump), *self._process_lines()])
+        return "\n".join([stacks, "The engine:", dump_text(dump), *self._process_lines()])
 
     def _process_lines(self) -> Iterator[str]:
         yield "process:"

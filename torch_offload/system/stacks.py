@@ -1,4 +1,4 @@
-"""The Python stacks of all threads of this process, and the signal that asks for them."""
+"""The Python stacks of this process, and the signal that asks for them."""
 
 import faulthandler
 import os
@@ -16,7 +16,10 @@ NUMBER = signal.SIGUSR1
 
 
 def python_stacks() -> str:
-    """Return what every thread runs, the most recent call first, and which thread of the system each is."""
+    """Return what every thread runs, the most recent call first, and which thread of the system each is.
+
+    Threads: any that holds the GIL, so that all others stand still; not for handlers of signals.
+    """
     threads = [f"0x{each.ident or 0:016x} is thread {each.native_id} ({each.name})" for each in threading.enumerate()]
     # A file without a name: what is written to a pipe or a socket may have to wait for its reader.
     with os.fdopen(os.memfd_create("torch_offload_stacks"), "rb") as file:
@@ -26,9 +29,11 @@ def python_stacks() -> str:
 
 
 class StackSignal:
-    """SIGUSR1: the Python stacks of all threads on stderr, at once, and whatever `ask` has others do.
+    """SIGUSR1: the Python stack of the main thread on stderr, at once, and whatever `ask` has others do.
 
-    Stacks come from the handler itself, so also while the interpreter is stuck; `ask` is called once it is not.
+    The stack comes from the handler itself, so also while the interpreter is stuck; `ask` is called once it is not.
+    That of the thread which runs the handler only: another thread's frames may be freed while they are read, which has
+    ended processes.
     Threads: the main one.
     """
 
@@ -48,7 +53,7 @@ class StackSignal:
         if stderr is None or threading.current_thread() is not threading.main_thread() or _is_handled():
             return
         signal.signal(NUMBER, self._handle)
-        faulthandler.register(NUMBER, file=stderr, all_threads=True, chain=True)
+        faulthandler.register(NUMBER, file=stderr, all_threads=False, chain=True)
         self._is_installed = True
 
     def remove(self) -> bool:

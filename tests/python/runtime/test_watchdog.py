@@ -365,7 +365,8 @@ def test_a_signal_shows_the_stacks_and_the_engine(tmp_path, scratch, runtime_dir
     text = errors.read_text()
     assert "Current thread" in text
     assert "script.py" in text
-    assert f"torch_offload: the engine of process {running.pid}:\nhost tier:\n  memory: 576 KiB limit" in text
+    assert f"torch_offload: SIGUSR1 asked process {running.pid} what it does.\nPython stacks of" in text
+    assert "\nThe engine:\nhost tier:\n  memory: 576 KiB limit" in text
     assert re.search(
         rf"process:\n  memory mappings: [\d,]+ of [\d,]+\n  free in {scratch}: [\d.]+ \w+\n  last warn", text
     )

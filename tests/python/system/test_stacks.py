@@ -2,7 +2,10 @@
 
 import faulthandler
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
@@ -10,6 +13,33 @@ from torch_offload.system import stacks
 from torch_offload.system.stacks import StackSignal, python_stacks
 
 pytestmark = pytest.mark.any_torch
+
+SIGNALS = 2000
+BUSY_SCRIPT = """
+import sys, threading
+from torch_offload.system.stacks import StackSignal
+
+def call(depth):
+    return depth and call(depth - 1)
+
+def call_on():
+    while True:
+        call(300)
+
+def begin_and_end():
+    while True:
+        thread = threading.Thread(target=call, args=(100,))
+        thread.start()
+        thread.join()
+
+asked = []
+StackSignal(lambda: asked.append(1)).install()
+for work in (call_on, call_on, begin_and_end):
+    threading.Thread(target=work, daemon=True).start()
+print("handled", flush=True)
+sys.stdin.read()
+print(len(asked))
+"""
 
 
 @pytest.fixture
@@ -41,6 +71,24 @@ def test_each_signal_shows_the_stacks_and_asks(stderr):
         assert asked == [1, 1]
         assert stderr.read_text()[before:].count("in test_each_signal_shows") == 2
         assert not stacks._is_handled()
+
+
+def test_threads_that_run_meanwhile_do_no_harm():
+    """Method: threads that call deep and end, a main thread that waits, and signals as fast as they are handled.
+
+    With the stacks of all threads from the handler the process dies by SIGSEGV within some hundred signals.
+    """
+    running = subprocess.Popen([sys.executable, "-c", BUSY_SCRIPT], stdin=-1, stdout=-1, stderr=-1, text=True)
+    assert running.stdout.readline() == "handled\n"
+    reader = threading.Thread(target=running.stderr.read)
+    reader.start()
+    for _ in range(SIGNALS):
+        running.send_signal(signal.SIGUSR1)
+        time.sleep(0.001)
+    running.stdin.close()
+    assert running.wait(timeout=60) == 0
+    reader.join()
+    assert int(running.stdout.read()) > 0
 
 
 def test_a_handler_that_python_does_not_know_stays(stderr, tmp_path):
