@@ -128,11 +128,18 @@ def traffic(plan: Plan, folder: str) -> list[dict[str, Any]]:
             for _ in range(plan.warmup_steps):
                 trained.ask("step")
             steps = [trained.ask("step") for _ in range(plan.rounds)]
-        moved = {
-            name: spread([sum(answer[name] for answer in step) / parameters for step in steps])
-            for name in ("read_bytes", "written_bytes")
-        }
-        found.append({"ranks": ranks, "budget_bytes": budget, "bytes_per_parameter": moved, "parameters": parameters})
+        counted = [{name: sum(answer[name] for answer in step) / parameters for name in step[0]} for step in steps]
+        moved = {name: spread([step[name] for step in counted]) for name in ("read_bytes", "written_bytes")}
+        by_kind = {name: spread([step[name] for step in counted]) for name in counted[0] if "_bytes_of_" in name}
+        found.append(
+            {
+                "ranks": ranks,
+                "budget_bytes": budget,
+                "parameters": parameters,
+                "bytes_per_parameter": moved,
+                "bytes_per_parameter_by_kind": {name: each for name, each in by_kind.items() if each["max"] > 0},
+            }
+        )
         progress(f"{ranks} ranks: {moved['read_bytes']['median']:.1f} read, {moved['written_bytes']['median']:.1f} B")
     return found
 

@@ -177,7 +177,11 @@ class Training:
         if not self.is_paged:
             return {}
         report = torch_offload.report()
-        return {"read_bytes": report.ssd_read_bytes, "written_bytes": report.ssd_written_bytes}
+        moved = {"read": report.read_bytes, "written": report.written_bytes}
+        by_kind = {
+            f"{way}_bytes_of_{kind}": size_bytes for way, kinds in moved.items() for kind, size_bytes in kinds.items()
+        }
+        return {"read_bytes": report.ssd_read_bytes, "written_bytes": report.ssd_written_bytes, **by_kind}
 
     def figures(self) -> dict[str, Any]:
         """Return what shows that it paged."""
