@@ -35,7 +35,7 @@ void HomeRead::fill(IoRequest& request) const noexcept {
 
 void HomeRead::put_in_place() noexcept {
     const std::size_t in_slot_bytes = std::min(page_bytes_, slot_.size() - lead_bytes_);
-    std::memmove(slot_.data(), slot_.data() + lead_bytes_, in_slot_bytes);
+    if (lead_bytes_ > 0) std::memmove(slot_.data(), slot_.data() + lead_bytes_, in_slot_bytes);
     if (tail_) std::memcpy(slot_.data() + in_slot_bytes, tail_->bytes, page_bytes_ - in_slot_bytes);
     std::memset(slot_.data() + page_bytes_, 0, slot_.size() - page_bytes_);
 }
