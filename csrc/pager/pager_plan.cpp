@@ -150,6 +150,7 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
     std::unordered_set<TraceId> seen;
     const std::size_t window_bytes = options.budget_bytes / 3;
     std::size_t planned_bytes = 0;
+    const double read_rate = store->status().read_rate;
     const std::lock_guard lock(mutex);
     const UsePredictor::Held uses = predictor->hold();
     const std::int64_t since_use_ns = uses.since_last_ns();
@@ -165,7 +166,7 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
         const std::int64_t due_ns = use->after_ns - since_use_ns;
         const std::size_t recorded_bytes = follows ? 0 : use->other_bytes;  // is in the memory above
         const std::size_t growth_bytes = recorded_bytes - std::min(recorded_bytes, other_bytes);
-        const bool is_soon = due_ns < kRoomAheadNs + transfer_ns(growth_bytes, store->status().read_rate);
+        const bool is_soon = due_ns < kRoomAheadNs + transfer_ns(growth_bytes, read_rate);
         if (is_soon) expected_other_bytes = std::max(expected_other_bytes, recorded_bytes);
         if (!seen.insert(use->id).second) continue;
         std::shared_ptr<Segment> segment = use->id < roles.size() ? roles[use->id].lock() : nullptr;
