@@ -53,12 +53,13 @@ TraceId work_role(const Segment& segment) {
 }  // namespace
 
 /// When the segment is next used; the lock is held, as for all that takes `uses`. What a caller said is used soon comes
-/// before all else. An activation is used nearer than it is, so much as it costs more to send it away. A segment
+/// before all else. An activation is used nearer than it is, so much as it costs more to send it away; the recording
+/// has one that is used right after it was made, as the last of a forward pass is, at one place for both. A segment
 /// without uses of its own in the rest of the pass (a moment, a finished gradient) is next used by its deferred work,
 /// which runs when the parameter it belongs to is first pinned: now, if it is pending, else in a pass that follows. A
-/// moment that passes use by itself, because the backward or the step updates it, is next used there.
-/// What is requested for each use, as routed experts are, is used by what the numbers say: what a pass without
-/// gradients used of it predicts little.
+/// moment that passes use by itself, because the backward or the step updates it, is next used there. What is requested
+/// for each use, as routed experts are, is used by what the numbers say: what a pass without gradients used of it
+/// predicts little.
 UsePosition Pager::Impl::next_use(const Segment& segment, const UsePredictor::Held& uses) const {
     if (segment.outstanding_since.load(std::memory_order_relaxed) != 0) return kOutstanding;
     const bool is_requested = segment.requested_uses.load(std::memory_order_relaxed) != 0;
@@ -69,9 +70,9 @@ UsePosition Pager::Impl::next_use(const Segment& segment, const UsePredictor::He
     const Distance own = uses->next_in_pass(segment.trace_id);
     const Distance anchor = is_anchored && segment.has_pending() ? uses->next_in_pass(segment.anchor_id) : kNever;
     const Distance soonest = std::min(own, anchor);
-    if (soonest != kNever) {
-        return uses->position_of(segment.kind() == SegmentKind::activation ? soonest / kMovesOfActivation : soonest);
-    }
+    const bool is_activation = segment.kind() == SegmentKind::activation;
+    if (soonest != kNever) return uses->position_of(is_activation ? soonest / kMovesOfActivation : soonest);
+    if (is_activation && uses->is_at_one_place(segment.trace_id)) return uses->position_of(0);
     const bool is_alone = segment.kind() == SegmentKind::state && uses->first_in_following(segment.trace_id) != kNever;
     const bool is_with_anchor = is_anchored && !is_alone;
     return uses->position_of(uses->first_in_following(is_with_anchor ? segment.anchor_id.load() : segment.trace_id));

@@ -40,7 +40,9 @@ public:
     Distance next(TraceId id, std::size_t position) const;
     /// How far `id` stands before `position`: 1 is just before it. kNever if it did not come yet.
     Distance last(TraceId id, std::size_t position) const;
-    bool has(TraceId id) const noexcept { return id < positions_.size() && !positions_[id].empty(); }
+    /// How often `id` stands in the pass.
+    std::size_t count(TraceId id) const noexcept { return id < positions_.size() ? positions_[id].size() : 0; }
+    bool has(TraceId id) const noexcept { return count(id) > 0; }
 
     /// Takes the pins, and leaves those that were here in their place, for their memory.
     void replace(std::vector<RecordedUse>& uses, std::int64_t pass_ns);

@@ -56,6 +56,8 @@ public:
 
     /// How far ahead `id` is used next in this pass; kNever if not in the rest of it.
     Distance next_in_pass(TraceId id) const { return predicted().next(id, cursor_); }
+    /// Whether the pass uses `id` at one place only, however often there: what is used again at once is noted once.
+    bool is_at_one_place(TraceId id) const noexcept { return predicted().count(id) == 1; }
     /// How far ahead `id` is first used in the passes that follow; kNever if it is in none of them.
     Distance first_in_following(TraceId id) const;
 

@@ -137,6 +137,33 @@ TEST(PagerPlan, MomentUsedByItselfGoesByThatUse) {
     EXPECT_FALSE(pager.is_resident(*moment));
 }
 
+// What the forward pass made last is used first by the backward pass, and stays. Method: passes that make an activation
+// and then use it with nothing in between; memory that is short right after it was made.
+TEST(PagerPlan, ActivationThatIsUsedAtOnceStays) {
+    constexpr std::size_t kPages = 2;
+    Pager pager(options_with(2 * kPages + 1), std::make_unique<SimEngine>(8, 1));  // one is kept free
+    const auto weight = filled_segment(pager, kPages, 1);
+    const auto made = pager.create_segment(kPages * kPageBytes, 4, SegmentKind::activation);
+    for (const auto& segment : {weight, made}) segment->trace_id = pager.new_trace_id();
+    const auto use = [&](const std::shared_ptr<Segment>& segment, Access access) {
+        pager.touch(segment);
+        const PinGuard used = pin(pager, segment, access);
+    };
+    for (int pass = 0; pass < 3; ++pass) {
+        use(weight, Access::read);
+        use(made, Access::overwrite);
+        use(made, Access::read);
+        use(weight, Access::read);
+        pager.end_step();
+    }
+    use(weight, Access::read);
+    use(made, Access::overwrite);
+    const auto more = pager.create_segment(kPages * kPageBytes, 4, SegmentKind::other);
+    const PinGuard pressing = pin(pager, more, Access::overwrite);
+    EXPECT_TRUE(pager.is_resident(*made));
+    EXPECT_FALSE(pager.is_resident(*weight));
+}
+
 // What is used late in a step is read shortly before, not at once: its memory serves others meanwhile; in a short step
 // still later. Method: a use 1,200, 600 or 240 ms after the step's begin; the read begins at the first use that is no
 // more than the margin before it.
