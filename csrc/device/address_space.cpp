@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -12,8 +11,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <new>
 #include <string>
 #include <utility>
@@ -24,6 +21,7 @@
 #include "device/address_arena.h"
 #include "device/fault_access.h"
 #include "device/mapping_seams.h"
+#include "device/process_limits.h"
 
 namespace torch_offload {
 namespace {
@@ -217,6 +215,10 @@ bool remap_or_cover(std::span<std::byte> from, std::byte* to) noexcept {
     return false;
 }
 
+/// Moving smaller pieces, a call each whenever they move, costs more than new memory in one, which costs a fault for
+/// each page once.
+constexpr std::size_t kMinPieceBytes = 256 * kKiB;
+
 constexpr int protection_bits(Protection protection) noexcept {
     switch (protection) {
         case Protection::none:
@@ -227,22 +229,6 @@ constexpr int protection_bits(Protection protection) noexcept {
             return PROT_READ | PROT_WRITE;
     }
     return PROT_NONE;
-}
-
-std::size_t count_mappings() {
-    std::ifstream maps("/proc/self/maps");
-    return static_cast<std::size_t>(std::count(std::istreambuf_iterator<char>(maps), {}, '\n'));
-}
-
-std::string memory_remedy() {
-    std::size_t limit = 0;
-    std::ifstream("/proc/sys/vm/max_map_count") >> limit;
-    const std::size_t mappings = count_mappings();
-    if (limit != 0 && mappings + mappings / 16 >= limit) {
-        return concat("the process has ", mappings, " mappings of ", limit,
-                      "; raise the limit: sysctl -w vm.max_map_count=", limit * 4);
-    }
-    return "check the address space limit (ulimit -v) and vm.overcommit_memory";
 }
 
 /// The kernel reports a lack of memory or of mappings as ENOMEM, from madvise as EAGAIN. The rest are defects.
@@ -327,13 +313,6 @@ struct Reserved {
     std::span<std::byte> table;
 };
 
-std::string address_limit() {
-    rlimit limit{};
-    if (::getrlimit(RLIMIT_AS, &limit) != 0) return "a number of bytes that is not known";
-    if (limit.rlim_cur == RLIM_INFINITY) return "as many as the system has";
-    return concat(limit.rlim_cur, " bytes of them in all");
-}
-
 /// As many addresses as the process may have, with the table for them. Neither uses memory.
 Reserved reserve_arena() {
     for (std::size_t size = kFirstArenaBytes; size >= kSmallestArenaBytes; size /= 2) {
@@ -391,6 +370,12 @@ struct AddressSpace::State {
         const std::lock_guard lock(mutex);
         seams.add_moved(from, to);
         return seams.pieces_of(from);
+    }
+
+    bool is_in_small_pieces(std::span<std::byte> range) {
+        const std::lock_guard lock(mutex);
+        const std::size_t count = seams.pieces_of(range).size();
+        return count > 1 && range.size() / count < kMinPieceBytes;
     }
 
     void note_seams(std::span<const std::byte> range) {
@@ -539,7 +524,12 @@ void AddressSpace::move(std::span<std::byte> from, std::byte* to, Protection pro
 }
 
 void AddressSpace::move_unused(std::span<std::byte> from, std::byte* to) {
-    state_->check_move(from, {to, from.size()});
+    const std::span<std::byte> target(to, from.size());
+    state_->check_move(from, target);
+    if (state_->is_in_small_pieces(from)) {
+        decommit(from);
+        return commit(target, HugePages::never);
+    }
     if (!move_all(state_->pieces_to_move(from, to), to)) throw_mapping_error("moving", from, errno);
     state_->forget_seams(from);
 }

@@ -58,7 +58,8 @@ public:
     /// Both lie in this arena. `from` may have any protection. After an error its bytes are where they were, and it may
     /// be PROT_NONE: protect() opens it again, at the limit of mappings too unless another thread takes the last ones.
     void move(std::span<std::byte> from, std::byte* to, Protection protection) override;
-    /// Pre: the memory is readable and writable. What stays behind are zeros, until `from` is released.
+    /// Pre: the memory is readable and writable. What stays behind are zeros, until `from` is released. What came in
+    /// many small pieces is given back to the system, and new memory arrives as one.
     void move_unused(std::span<std::byte> from, std::byte* to) override;
 
     void protect(std::span<std::byte> range, Protection protection) override;

@@ -58,7 +58,7 @@ public:
     /// used.
     virtual void move(std::span<std::byte> from, std::byte* to, Protection protection) = 0;
     /// The same, readable and writable, for memory that nobody uses and addresses that nobody knows: an access to
-    /// either before this returns is not told.
+    /// either before this returns is not told. What it holds may be lost, and all of it if this throws.
     virtual void move_unused(std::span<std::byte> from, std::byte* to) { move(from, to, Protection::read_write); }
     /// Whether what was committed can be used where it was committed, too, while it has moved elsewhere. Only the whole
     /// of it moves then, away from there and back.

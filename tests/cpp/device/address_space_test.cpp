@@ -224,6 +224,33 @@ TEST(AddressSpaceMoveMany, SeveralMappingsMoveAsOne) {
     EXPECT_EQ(copy_of(part.bytes()), std::vector<std::byte>(begin, begin + static_cast<std::ptrdiff_t>(kMiB)));
 }
 
+/// A range that arrived in pieces of that size, moved as memory that nobody uses; returns whether its bytes came along.
+bool comes_along(std::size_t piece_bytes) {
+    const Range joined(kMiB);
+    for (std::byte* to = joined.begin(); to < joined.begin() + kMiB; to += piece_bytes) {
+        const Range piece(piece_bytes);
+        space().commit(piece.bytes());
+        fill(piece.bytes(), 1);
+        space().move(piece.bytes(), to, Protection::read_write);
+    }
+    const std::vector<std::byte> before = copy_of(joined.bytes());
+    const Range target(kMiB);
+    space().move_unused(joined.bytes(), target.begin());
+    EXPECT_EQ(smaps_bytes(joined.bytes(), "Rss"), 0u);
+    const std::vector<std::byte> after = copy_of(target.bytes());
+    fill(target.bytes(), 2);
+    EXPECT_EQ(smaps_bytes(target.bytes(), "Rss"), kMiB);
+    EXPECT_TRUE(after == before || after == std::vector<std::byte>(kMiB));
+    return after == before;
+}
+
+// Unused memory in so many pieces that each move would take long is made anew, and resident once. Method: a mebibyte in
+// pieces of two sizes; new memory is zero.
+TEST(AddressSpaceMoveMany, UnusedMemoryInSmallPiecesIsMadeAnew) {
+    EXPECT_TRUE(comes_along(256 * kKiB));
+    EXPECT_FALSE(comes_along(128 * kKiB));
+}
+
 // If one of the mappings cannot move, all of them are where they were. Method: the system refuses to move the second.
 TEST(AddressSpaceMoveMany, SeveralMappingsMoveWholeOrNotAtAll) {
     constexpr std::size_t kSecondBytes = kMiB / 4;
