@@ -31,6 +31,8 @@ CASES = {
     "activations stay": Case(activations="keep"),
     "uneven shards": Case(ranks=3),
     "partly frozen": Case(is_partly_frozen=True),
+    "divided matrices": Case(layout="tensor parallel"),
+    "divided matrices in shards": Case(ranks=4, layout="both"),
 }
 
 

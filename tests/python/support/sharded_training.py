@@ -1,4 +1,4 @@
-"""Training with `fully_shard` in several processes, in memory and paged."""
+"""Training with `fully_shard`, with matrices divided among ranks, or both, in memory and paged."""
 
 import gc
 import logging
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torch_offload
 from support.bits import digest
@@ -48,6 +49,12 @@ class Case:
     wraps_first: bool = False
     is_partly_frozen: bool = False
     activations: str = "page"
+    layout: str = "shards"
+    """Or "tensor parallel": each matrix is divided; "both": shards of what pairs of ranks have divided."""
+
+    def data_of(self, rank: int) -> int:
+        """Return the number of the rows that a rank trains on: who divides a matrix shares them."""
+        return {"tensor parallel": 0, "both": rank // 2}.get(self.layout, rank)
 
     @property
     def budget_bytes(self) -> int:
@@ -85,7 +92,17 @@ def new_model(case: Case) -> nn.Sequential:
 
 
 def shard(model: nn.Sequential, case: Case) -> None:
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (case.ranks,))}
+    if case.layout == "both":
+        mesh = init_device_mesh("cpu", (case.ranks // 2, 2), mesh_dim_names=("outer", "inner"))
+    else:
+        mesh = init_device_mesh("cpu", (case.ranks,))
+    if case.layout in ("tensor parallel", "both"):
+        matrices = mesh["inner"] if case.layout == "both" else mesh
+        for block in model:
+            parallelize_module(block, matrices, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if case.layout == "tensor parallel":
+        return
+    options: dict[str, Any] = {"mesh": mesh["outer"] if case.layout == "both" else mesh}
     if case.is_mixed:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model:
@@ -107,7 +124,7 @@ def new_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
 def train(rank: int, model: nn.Sequential, case: Case, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
     """Return what there is to compare: of each step loss and norm, then weights, gradients and states."""
     optimizer = optimizer or new_optimizer(model, case)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(case.data_of(rank))
     seen: list[Tensor] = []
     for _ in range(STEPS):
         for _ in range(case.micro_steps):
