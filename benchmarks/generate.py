@@ -1,6 +1,6 @@
 """What generating and evaluating take with a model of twice the memory, beside the other ways to run one.
 
-    python benchmarks/generate.py --json --ssd /mnt/nvme > benchmarks/results/generate.json     (some 20 minutes)
+    python benchmarks/generate.py --json --ssd /mnt/nvme > benchmarks/results/generate.json     (some 30 minutes)
     python benchmarks/generate.py --smoke
 
 A random-init Llama of 1.2 B parameters in bf16 is saved once. Processes that take turns:
@@ -14,7 +14,9 @@ one that generates with a model of some kilobytes) and half of the weights. Each
 nobody has read before: pages of the system's cache count in the group that had them read. A step is eight tokens for
 one row, eight for each of sixteen rows, or the loss of 2,048 tokens. The least bytes of a pass are those of furthest
 next use over the engine's own list of uses. The limit of a step is what it takes in memory or what its bytes take at
-the disk's rate (harness/disk.py), whichever is more. Ratios are medians of those within a round.
+the disk's rate (harness/disk.py), whichever is more. That of its passes is the same pass by pass, added up: a prompt of
+many tokens computes for longer than it reads, a token reads for longer than it computes, and there is no memory to read
+for the one during the other. Ratios are medians of those within a round.
 
 llama.cpp is measured where llama-cpp-python is installed, in the environment that runs this: cmake builds it in some
 ten minutes (`pip install llama-cpp-python`). Its process does without torch and has the same limit, so more of its file
@@ -187,14 +189,21 @@ def measure(plan: Plan, task: Task, folder: Path, base_bytes: int, probe: DiskPr
     return sizes | told | summarise(rounds, plan)
 
 
+def limit_of(plain: dict[str, Any], paged: dict[str, Any], read_rate: float) -> float:
+    """Return the seconds below which what computes like `plain` and reads like `paged` cannot come."""
+    return max(float(plain["seconds"]), paged["ssd_read_bytes"] / read_rate)
+
+
 def summarise(rounds: list[Round], plan: Plan) -> dict[str, Any]:
     used, is_disturbed = usable(rounds, wanted=plan.rounds)
     names = used[0]["steps"]
-    shares = []
+    shares, shares_of_passes = [], []
     for row in used:
         paged, plain = row["steps"]["paged"], row["steps"]["plain"]
-        limit = max(plain["seconds"], paged["ssd_read_bytes"] / row["disk"]["read_bytes_per_second"])
-        shares.append(limit / paged["seconds"])
+        read_rate = row["disk"]["read_bytes_per_second"]
+        shares.append(limit_of(plain, paged, read_rate) / paged["seconds"])
+        pairs = zip(plain["passes"], paged["passes"], strict=True)
+        shares_of_passes.append(sum(limit_of(*pair, read_rate) for pair in pairs) / paged["seconds"])
     return {
         "disturbed": is_disturbed,
         "seconds": {name: spread([row["steps"][name]["seconds"] for row in used]) for name in names},
@@ -204,6 +213,7 @@ def summarise(rounds: list[Round], plan: Plan) -> dict[str, Any]:
         },
         "read_bytes": {name: spread([row["steps"][name]["read_bytes"] for row in used]) for name in names},
         "share_of_limit": spread(shares),
+        "share_of_limit_of_passes": spread(shares_of_passes),
         "disk": {key: spread([row["disk"][key] for row in used]) for key in used[0]["disk"]},
     }
 
@@ -224,6 +234,8 @@ def bars_of(result: dict[str, Any], *, judges_time: bool) -> list[dict[str, Any]
     if task["least_share"]:
         share = result["share_of_limit"]["median"]
         bars.append(at_least(f"share of the limit, {label}", share, task["least_share"]))
+        share_of_passes = result["share_of_limit_of_passes"]["median"]
+        bars.append(at_least(f"share of the limit of its passes, {label}", share_of_passes, task["least_share"]))
         if task["rows"] == 1:
             for name, least in PEERS.items():
                 if name in result["over_paged"]:

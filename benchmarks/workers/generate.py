@@ -5,9 +5,12 @@ Reads one command per line from stdin ("step", "replay" or "finish") and answers
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import tempfile
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +57,28 @@ def load(options: argparse.Namespace, scratch: str) -> LlamaForCausalLM:
     return model
 
 
+class PassClock:
+    """Notes when the model's forward passes begin and what was read by then: what lies between belongs to the first."""
+
+    def __init__(self, model: torch.nn.Module, pages_read: Callable[[], int]) -> None:
+        self.pages_read = pages_read
+        self.begun: list[tuple[float, int]] = []
+        model.register_forward_pre_hook(lambda *_: self.note())
+
+    def note(self) -> None:
+        self.begun.append((time.perf_counter(), self.pages_read()))
+
+    def take(self) -> list[dict[str, float]]:
+        """Return the seconds and the bytes of each pass, the last until now."""
+        self.note()
+        parts = [
+            {"seconds": after[0] - before[0], "ssd_read_bytes": after[1] - before[1]}
+            for before, after in itertools.pairwise(self.begun)
+        ]
+        self.begun.clear()
+        return parts
+
+
 class GenerateWorker:
     """A model that only runs forward."""
 
@@ -64,6 +89,7 @@ class GenerateWorker:
         self.model = load(options, self.scratch.name).eval()
         torch.manual_seed(1)
         self.ids = torch.randint(0, self.model.config.vocab_size, (options.rows, options.prompt))
+        self.passes = PassClock(self.model, self.pages_read)
 
     @torch.no_grad()
     def run(self) -> torch.Tensor:
@@ -87,6 +113,7 @@ class GenerateWorker:
         result = self.run()
         measured = CpuSeconds.now().since(started)
         return measured | {
+            "passes": self.passes.take(),
             "result_sha256": hashlib.sha256(result.reshape(-1).view(torch.uint8).numpy()).hexdigest(),
             "read_bytes": read_bytes_of_process() - from_disk,
             "ssd_read_bytes": self.pages_read() - pages,
