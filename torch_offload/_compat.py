@@ -159,6 +159,11 @@ def owners_of_sharded(parameter: Any) -> Iterator[tuple[Any, str]]:
     yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
+def forget_reduced(group: Any) -> None:
+    """Have a group of sharded parameters keep no gradients that it has summed over groups of ranks."""
+    group._all_reduce_state = None
+
+
 def padded_shard(parameter: Any) -> Any:
     """Return what all ranks have equally much of: the memory of a shard, flat."""
     return parameter._sharded_param_data

@@ -235,6 +235,14 @@ GATHERED_PARAMETERS = ReplacedFunction(
     until=Until.ENGINE_OF_SHARDS_CLOSES,
     alternative="A hook of torch on the memory that `fully_shard` gathers into.",
 )
+REDUCED_GRADIENTS = ReplacedFunction(
+    owner="torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+    name="post_backward",
+    parameters=("self",),
+    reason="Torch keeps what it summed over replicas until the backward ends, beside paged gradients with the same.",
+    until=Until.ENGINE_OF_SHARDS_CLOSES,
+    alternative="Streams of its own for CUDA only: on the CPU the sum is there when the call returns.",
+)
 OPTIMIZER_LOADED_STATE = ReplacedFunction(
     owner="torch.optim:Optimizer",
     name="_process_value_according_to_param_policy",
@@ -374,6 +382,7 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     HIGHER_ORDER_KEYS,
     SHARDED_PARAMETER,
     GATHERED_PARAMETERS,
+    REDUCED_GRADIENTS,
     OPTIMIZER_LOADED_STATE,
     OPTIMIZER_LOAD,
     SAFETENSORS_POINTERS,

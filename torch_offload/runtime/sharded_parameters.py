@@ -111,6 +111,7 @@ class ShardedParameters:
                 ) from error
         if shards and not self._is_installed:
             self._patches.replace(replaced_functions.GATHERED_PARAMETERS, self._after_gathering)
+            self._patches.replace(replaced_functions.REDUCED_GRADIENTS, _forget_after_reducing)
             self._is_installed = True
         return shards
 
@@ -144,6 +145,13 @@ class ShardedParameters:
         """Let no graph make pages of memory that torch frees and takes again by itself."""
         for gathered in parameter.all_gather_outputs:
             self._engine.keep_out(gathered)
+
+
+def _forget_after_reducing(original: Any, group: Any, *args: Any, **options: Any) -> None:
+    """Free the gradients of replicas once they are summed; those of a GPU may still be read on another stream."""
+    original(group, *args, **options)
+    if group.device.type == "cpu":
+        _compat.forget_reduced(group)
 
 
 def _parameters_in(shards: Shards) -> list[Any]:

@@ -1,6 +1,6 @@
 """Training with `fully_shard`, each rank within 40 % of its state: every bit is that of the same run in memory.
 
-Method: two or three processes over gloo. Counters show that pages left and came back, and that no fault fetched them;
+Method: two to four processes over gloo. Counters show that pages left and came back, and that no fault fetched them;
 that updates were deferred and norms taken from what was kept.
 """
 
@@ -31,6 +31,8 @@ CASES = {
     "activations stay": Case(activations="keep"),
     "uneven shards": Case(ranks=3),
     "partly frozen": Case(is_partly_frozen=True),
+    "replicated shards": Case(ranks=4, layout="replicated shards"),
+    "replicas": Case(layout="replicas"),
     "divided matrices": Case(layout="tensor parallel"),
     "divided matrices in shards": Case(ranks=4, layout="both"),
 }

@@ -1,4 +1,4 @@
-"""Training with `fully_shard`, with matrices divided among ranks, or both, in memory and paged."""
+"""Training with `fully_shard` or `replicate`, with matrices divided among ranks, or both, in memory and paged."""
 
 import gc
 import logging
@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
@@ -50,16 +51,23 @@ class Case:
     is_partly_frozen: bool = False
     activations: str = "page"
     layout: str = "shards"
-    """Or "tensor parallel": each matrix is divided; "both": shards of what pairs of ranks have divided."""
+    """Or "replicated shards": of each half of the ranks; "replicas": what torch calls `replicate`; "tensor parallel":
+    each matrix is divided; "both": shards of what pairs of ranks have divided.
+    """
 
     def data_of(self, rank: int) -> int:
         """Return the number of the rows that a rank trains on: who divides a matrix shares them."""
         return {"tensor parallel": 0, "both": rank // 2}.get(self.layout, rank)
 
     @property
+    def parts(self) -> int:
+        """How many ranks have different weights."""
+        return {"replicas": 1, "replicated shards": self.ranks // 2}.get(self.layout, self.ranks)
+
+    @property
     def budget_bytes(self) -> int:
         """40 % of a rank's state, and activations where they stay."""
-        return int(0.4 * STATE_BYTES / self.ranks) + (ACTIVATION_BYTES if self.activations == "keep" else 0)
+        return int(0.4 * STATE_BYTES / self.parts) + (ACTIVATION_BYTES if self.activations == "keep" else 0)
 
     def config(self, folder: str) -> Config:
         return Config(
@@ -91,23 +99,29 @@ def new_model(case: Case) -> nn.Sequential:
     return model
 
 
-def shard(model: nn.Sequential, case: Case) -> None:
-    if case.layout == "both":
-        mesh = init_device_mesh("cpu", (case.ranks // 2, 2), mesh_dim_names=("outer", "inner"))
-    else:
-        mesh = init_device_mesh("cpu", (case.ranks,))
-    if case.layout in ("tensor parallel", "both"):
-        matrices = mesh["inner"] if case.layout == "both" else mesh
-        for block in model:
-            parallelize_module(block, matrices, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+def meshes(case: Case) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Return the ranks that divide each matrix, and those that torch's `fully_shard` or `replicate` gets."""
+    if case.layout in ("shards", "replicas"):
+        return None, init_device_mesh("cpu", (case.ranks,))
     if case.layout == "tensor parallel":
+        return init_device_mesh("cpu", (case.ranks,)), None
+    mesh = init_device_mesh("cpu", (2, case.ranks // 2), mesh_dim_names=("outer", "inner"))
+    return (None, mesh) if case.layout == "replicated shards" else (mesh["inner"], mesh["outer"])
+
+
+def shard(model: nn.Sequential, case: Case) -> None:
+    matrices, shards = meshes(case)
+    for block in model if matrices is not None else ():
+        parallelize_module(block, matrices, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if shards is None:
         return
-    options: dict[str, Any] = {"mesh": mesh["outer"] if case.layout == "both" else mesh}
+    divide = replicate if case.layout == "replicas" else fully_shard
+    options: dict[str, Any] = {"mesh": shards}
     if case.is_mixed:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+        divide(block, **options)
+    divide(model, **options)
 
 
 def local(tensor: Tensor) -> Tensor:
