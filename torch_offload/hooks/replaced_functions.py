@@ -227,6 +227,14 @@ SHARDED_PARAMETER = ReplacedFunction(
     until=Until.ENGINE_CLOSES,
     alternative="A hook of `fully_shard` on each shard that it makes.",
 )
+PADDED_PARAMETER = ReplacedFunction(
+    owner="torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+    name="reset_sharded_param",
+    parameters=("self",),
+    reason="A paged shard is copied to where all ranks have equally much: the copy is paged before the next is made.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A hook of `fully_shard` on each shard that it makes.",
+)
 GATHERED_PARAMETERS = ReplacedFunction(
     owner="torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
     name="init_all_gather_outputs",
@@ -381,6 +389,7 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     ALLOW_SAVED_TENSOR_HOOKS,
     HIGHER_ORDER_KEYS,
     SHARDED_PARAMETER,
+    PADDED_PARAMETER,
     GATHERED_PARAMETERS,
     REDUCED_GRADIENTS,
     OPTIMIZER_LOADED_STATE,

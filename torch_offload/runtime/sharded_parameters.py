@@ -76,6 +76,7 @@ class ShardedParameters:
     def _page_as_made(self) -> None:
         try:
             self._patches.replace(replaced_functions.SHARDED_PARAMETER, self._after_sharding)
+            self._patches.replace(replaced_functions.PADDED_PARAMETER, self._after_padding)
         except OffloadError as error:  # they are paged before the first forward then, or refused there
             logger.info("shards are not paged as they are made: %s", error)
 
@@ -83,9 +84,20 @@ class ShardedParameters:
         is_paged = _C.is_managed(paged_part(whole))
         original(parameter, whole, *args, **options)
         if is_paged:
-            label = f"shard of {self._label_of(whole) or 'a parameter'}"
-            self._engine.manage(paged_part(parameter.sharded_param), kind="parameter", label=label, of_module=True)
-            self._page_padded(parameter)
+            self._page_shard(parameter, f"shard of {self._label_of(whole) or 'a parameter'}")
+
+    def _after_padding(self, original: Any, parameter: Any) -> None:
+        """A shard that got other memory, and is paged there, may be padded in memory that is other again."""
+        owner, name = next(_compat.owners_of_sharded(parameter))
+        shard = getattr(owner, name)
+        is_paged, label = _C.is_managed(paged_part(shard)), self._label_of(shard)
+        original(parameter)
+        if is_paged:
+            self._page_shard(parameter, label or "a shard")
+
+    def _page_shard(self, parameter: Any, label: str) -> None:
+        self._engine.manage(paged_part(parameter.sharded_param), kind="parameter", label=label, of_module=True)
+        self._page_padded(parameter)
 
     def in_module(self, module: nn.Module) -> Shards:
         """Return what is sharded in a module, which may be inside one that is.

@@ -220,11 +220,12 @@ class WrappedModule:
         return (tensor.requires_grad and known.gradient_hook is None) or not _C.is_managed(tensor)
 
     def let_go(self, tensor: torch.Tensor) -> tuple[str, str] | None:
-        """Forget a tensor and return its label and kind; None if it was not known."""
-        known = self._tracked.get(id(tensor))
-        if known is None or known.tensor() is not tensor:
+        """Forget a tensor and return its label and kind; None if it was not known, nor is this rank's part of it."""
+        part = paged_part(tensor)
+        known = self._tracked.get(id(part))
+        if known is None or known.tensor() is not part:
             return None
-        del self._tracked[id(tensor)]
+        del self._tracked[id(part)]
         if known.gradient_hook is not None:
             known.gradient_hook.remove()
         return known.label, known.kind
@@ -235,7 +236,7 @@ class WrappedModule:
         Raises:
             OffloadError: As from ``Engine.manage``.
         """
-        self._adopt(label, tensor, kind, [])
+        self._adopt(label, paged_part(tensor), kind, [], tensor)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield label and tensor of everything tracked that is still alive."""

@@ -86,6 +86,19 @@ def test_a_module_that_is_sharded_after_it_was_wrapped(scratch):
         assert figures["norms_from_cache"] == WEIGHTS * STEPS
 
 
+@pytest.mark.filterwarnings("ignore:torch_offload leaves these tensors in memory.*on device meta:UserWarning")
+def test_shards_get_memory_after_they_were_wrapped(scratch):
+    """As a model is loaded that no process could hold whole: its shards are pages as soon as they have memory."""
+    case = Case(ranks=3, is_on_meta=True)
+    outcomes = run_ranks(case, str(scratch))
+    for plain, paged, figures in outcomes:
+        assert plain == paged
+        assert figures["faults"] == 0
+        assert figures["memory"]["peak_bytes"] <= case.budget_bytes
+        assert figures["norms_from_cache"] == WEIGHTS * STEPS
+    assert sum(figures["shards_bytes"] for _, _, figures in outcomes) == SHARDS_BYTES
+
+
 def test_training_goes_on_after_unwrapping(scratch):
     case = Case()
     for outcome in in_each_rank(run_unwrapped, case, str(scratch), ranks=case.ranks):

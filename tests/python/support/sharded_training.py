@@ -48,6 +48,8 @@ class Case:
     micro_steps: int = 1
     is_mixed: bool = False
     wraps_first: bool = False
+    is_on_meta: bool = False
+    """The model has no memory until it is sharded and wrapped."""
     is_partly_frozen: bool = False
     activations: str = "page"
     layout: str = "shards"
@@ -93,7 +95,8 @@ class Block(nn.Module):
 
 def new_model(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    with torch.device("meta" if case.is_on_meta else "cpu"):
+        model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     for block in model if case.is_partly_frozen else ():
         block.up.requires_grad_(False)
     return model
@@ -122,6 +125,15 @@ def shard(model: nn.Sequential, case: Case) -> None:
     for block in model:
         divide(block, **options)
     divide(model, **options)
+
+
+def fill(model: nn.Module, rank: int) -> None:
+    """Give the shards of a model without memory some, and this rank's numbers."""
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local(parameter).normal_(std=0.05, generator=generator)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -163,6 +175,8 @@ def run(rank: int, case: Case, folder: str) -> tuple[list[str], list[str], dict[
     join_group(rank, folder, ranks=case.ranks)
     model = new_model(case)
     shard(model, case)
+    if case.is_on_meta:
+        fill(model, rank)
     plain = train(rank, model, case)
     model = new_model(case)
     if not case.wraps_first:
@@ -170,6 +184,8 @@ def run(rank: int, case: Case, folder: str) -> tuple[list[str], list[str], dict[
     torch_offload.wrap(model, config=case.config(folder))
     if case.wraps_first:
         shard(model, case)
+    if case.is_on_meta:
+        fill(model, rank)
     shards_bytes = sum(local(weight).nbytes for weight in model.parameters() if _C.is_managed(paged_part(weight)))
     paged = train(rank, model, case)
     figures = PROCESS.session.statistics() | {"shards_bytes": shards_bytes}
