@@ -12,6 +12,7 @@
 
 #include "autograd/derived_tensors.h"
 #include "autograd/error_bridge.h"
+#include "autograd/gradient_hook.h"
 #include "autograd/list_call.h"
 #include "autograd/managed_arguments.h"
 #include "autograd/operator_table.h"
@@ -40,6 +41,7 @@ void call_pinned(const c10::OperatorHandle& op, const OperatorTraits& traits, c1
         call_kernel(op, traits, keys, stack);
     }
     managed.manage_replaced();
+    if (traits.overwrite == Overwrite::copy && managed.must_succeed()) gradient_replaced(stack->back().toTensor());
     if (traits.is_collective) managed.hold_for(torch::jit::last(*stack, op.schema().returns().size()));
 }
 

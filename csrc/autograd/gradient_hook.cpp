@@ -65,6 +65,12 @@ void gradient_complete(const at::Tensor& parameter, const at::Tensor& gradient, 
     if (covers_storage(gradient)) keep_norm(*engine, gradient, block);
 }
 
+void gradient_replaced(const at::Tensor& tensor) {
+    Block* block = block_of(tensor);
+    if (!block || block->segment->kind() != SegmentKind::gradient || block->engine->in_optimizer_step()) return;
+    keep_norm(*block->engine, tensor, *block);
+}
+
 std::optional<at::Tensor> kept_norm(const at::Tensor& gradient) {
     const Block* block = block_of(gradient);
     if (!block || block->is_raw_exposed.load() || gradient.is_inference()) return std::nullopt;

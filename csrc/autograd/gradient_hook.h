@@ -29,6 +29,10 @@ struct GradientNorm {
 /// Threads: the one that runs the backward pass of this parameter.
 void gradient_complete(const at::Tensor& parameter, const at::Tensor& gradient, bool is_used_next = false);
 
+/// Keeps the norm of a gradient of pages that was just copied over, all of it: by what a reduction over ranks made,
+/// say. Does nothing for other tensors, and inside an optimizer step. Pre: the caller has it pinned.
+void gradient_replaced(const at::Tensor& tensor);
+
 /// A fresh copy of the kept norm of `gradient`, if it still is what `_foreach_norm` would compute here and now.
 std::optional<at::Tensor> kept_norm(const at::Tensor& gradient);
 

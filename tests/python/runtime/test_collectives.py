@@ -76,6 +76,7 @@ MODEL_BYTES = LAYERS * WIDTH * WIDTH * 4
 """Of the gradients, too, which DistributedDataParallel keeps in memory."""
 DATA_PARALLEL_BUDGET_BYTES = MODEL_BYTES * 7 // 4
 """Less than the model beside a copy of it, and 44 % of a rank's state."""
+DATA_PARALLEL_STEPS = 3
 
 
 def train_data_parallel(rank: int, folder: str) -> tuple[list[list[str]], dict[str, int]]:
@@ -90,26 +91,35 @@ def train_data_parallel(rank: int, folder: str) -> tuple[list[list[str]], dict[s
             torch_offload.wrap(module, config=config)
         parallel = DistributedDataParallel(module)
         optimizer = torch.optim.AdamW(parallel.parameters(), fused=True)
-        for step in range(3):
+        for step in range(DATA_PARALLEL_STEPS):
             parallel(torch.full((4, WIDTH), 0.5 + step + rank)).square().mean().backward()
             nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
         trained.append([digest(parameter) for parameter in module.parameters()])
     report = torch_offload.report()
-    figures = {"faults": report.faults, "read_bytes": report.ssd_read_bytes, "peak_bytes": report.host_peak_bytes}
+    figures = {
+        "faults": report.faults,
+        "norms": PROCESS.session.statistics()["norms_from_cache"],
+        "read_bytes": report.ssd_read_bytes,
+        "peak_bytes": report.host_peak_bytes,
+    }
     dist.destroy_process_group()
     return trained, figures
 
 
 def test_data_parallel_training_in_less_than_twice_the_model(scratch):
-    """DistributedDataParallel is made without the model beside a copy of it in memory, and trains with equal bits."""
+    """DistributedDataParallel is made without the model beside a copy of it in memory, and trains with equal bits.
+
+    The norms are those of the reduced gradients, kept as these are copied over the process's own.
+    """
     outcomes = in_each_rank(train_data_parallel, str(scratch))
     (weights, _), _ = outcomes[0]
     for trained, figures in outcomes:
         assert trained == [weights, weights]
         assert figures["faults"] == 0
         assert figures["read_bytes"] > MODEL_BYTES
+        assert figures["norms"] == LAYERS * DATA_PARALLEL_STEPS
         assert figures["peak_bytes"] <= DATA_PARALLEL_BUDGET_BYTES
 
 
