@@ -55,6 +55,15 @@ class Pin:
     def release(self) -> None: ...
 
 @final
+class RankWait:
+    """A context in which the thread waits for other ranks."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+@final
 class SavedTensor:
     """Entry of the graph for a tensor that ``Engine.save_for_backward`` saved."""
 
@@ -170,6 +179,8 @@ class Engine:
     def evict(self, tensor: torch.Tensor) -> int:
         """Send the tensor's pages to SSD and wait; returns the bytes that stayed because they are pinned."""
     def prefetch(self, tensor: torch.Tensor) -> None: ...
+    def waits_for_ranks(self) -> RankWait:
+        """A context in which this thread waits for other processes: timed, its cores are offered to deferred work."""
     def pin(self, tensor: torch.Tensor, *, read_only: bool = False) -> Pin:
         """Page the tensor in, apply what is pending, and keep it mapped for raw access and system calls.
 

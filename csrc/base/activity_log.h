@@ -26,8 +26,9 @@ enum class ActivityLane : std::uint8_t {
     stall_memory,
     stall_update,
     stall_fault,
+    stall_network,
 };
-inline constexpr std::size_t kActivityLaneCount = 10;
+inline constexpr std::size_t kActivityLaneCount = 11;
 
 /// Nanoseconds on the clock of every activity, which is that of `CLOCK_MONOTONIC`. Async-signal-safe.
 inline std::int64_t activity_now_ns() noexcept {

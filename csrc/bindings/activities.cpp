@@ -8,8 +8,8 @@ namespace torch_offload {
 namespace {
 
 constexpr std::array<const char*, kActivityLaneCount> kLaneNames = {
-    "ssd_read",       "ssd_write",  "to_device",    "to_host",      "update",
-    "optimizer_step", "stall_read", "stall_memory", "stall_update", "stall_fault"};
+    "ssd_read",   "ssd_write",    "to_device",    "to_host",     "update",       "optimizer_step",
+    "stall_read", "stall_memory", "stall_update", "stall_fault", "stall_network"};
 
 py::tuple as_tuple(const Activity& activity) {
     const std::string_view label = activity.label();

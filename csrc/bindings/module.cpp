@@ -31,6 +31,7 @@
 #include "bindings/ssd_probe.h"
 #include "bindings/statistics.h"
 #include "bindings/unraised_errors.h"
+#include "pager/rank_wait.h"
 
 namespace py = pybind11;
 
@@ -120,6 +121,24 @@ void bind_pin(py::module_& module) {
         .def("__enter__", [](py::object self) { return self; })
         .def("__exit__", [](Pin& self, const py::args&) { self.release(); })
         .def("release", &Pin::release);
+}
+
+// --- Waits for other ranks ----------------------------------------------------------------------------------------
+
+/// A context of Python. In a forked child, whose ranks are not the parent's, it does nothing.
+struct RankWaitScope {
+    std::shared_ptr<Engine> engine;
+    std::optional<RankWait> wait;
+
+    void enter() {
+        if (!in_forked_child()) wait.emplace(engine->pager());
+    }
+};
+
+void bind_rank_wait(py::module_& module) {
+    py::class_<RankWaitScope>(module, "RankWait", py::is_final())
+        .def("__enter__", &RankWaitScope::enter)
+        .def("__exit__", [](RankWaitScope& self, const py::args&) { self.wait.reset(); });
 }
 
 // --- Engine -------------------------------------------------------------------------------------------------------
@@ -261,7 +280,9 @@ EngineClass make_engine_class(py::module_& module) {
             "start_activity_log", [](Engine& self, std::size_t capacity) { self.activity_log().start(capacity); },
             py::arg("capacity"))
         .def("activity_log", &activities_of)
-        .def("managed_count", &Engine::live_segments);
+        .def("managed_count", &Engine::live_segments)
+        .def("waits_for_ranks",
+             [](Engine& self) { return std::make_unique<RankWaitScope>(self.shared_from_this(), std::nullopt); });
     return engine;
 }
 
@@ -384,6 +405,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "is_managed", [](const at::Tensor& tensor) { return has_paged_keys(tensor) && block_of(tensor) != nullptr; },
         py::arg("tensor"));
     bind_pin(m);
+    bind_rank_wait(m);
     bind_activities(m);
     bind_engine(m);
     bind_ssd_probe(m);

@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::array<const char*, kSegmentKindCount> kKindNames = {"parameter", "gradient", "state", "activation",
                                                                    "other"};
-constexpr std::array<const char*, kStallCauseCount> kCauseNames = {"read", "memory", "update", "fault"};
+constexpr std::array<const char*, kStallCauseCount> kCauseNames = {"read", "memory", "update", "fault", "network"};
 constexpr std::array<const char*, 5> kUseNames = {"read", "write", "create", "drop", "pass"};
 constexpr double kNanosecondsPerSecond = 1e9;
 
@@ -66,6 +66,7 @@ void add_compute(py::dict& result, const PagerStatistics& pager) {
     result["clean_drops"] = pager.clean_drops;
     result["prefetches"] = pager.prefetches;
     result["stall_seconds"] = seconds_by_cause(pager.stall_ns);
+    result["updates_in_rank_waits"] = pager.updates_in_rank_waits;
     result["own_update_seconds"] = static_cast<double>(pager.own_update_ns) / kNanosecondsPerSecond;
 }
 

@@ -523,6 +523,7 @@ PagerStatistics Pager::statistics() const {
     for (std::size_t cause = 0; cause < kStallCauseCount; ++cause) {
         result.stall_ns[cause] = impl_->stalls->ns[cause].get();
     }
+    result.updates_in_rank_waits = impl_->service->updates_in_rank_waits();
     result.own_update_ns = impl_->own_updates.get();
     result.pins = impl_->tally.accessed();
     result.misses = impl_->misses.get();

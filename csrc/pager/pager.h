@@ -241,6 +241,7 @@ public:
 private:
     friend class Segment;
     friend class PinGuard;
+    friend class RankWait;
     friend class UpdateLatch;
     PagerOptions options_;
     std::unique_ptr<Impl> impl_;

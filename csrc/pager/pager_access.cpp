@@ -21,7 +21,8 @@ UseKind use_of(Access access) {
 
 constexpr ActivityLane lane_of(StallCause cause) noexcept {
     constexpr std::array<ActivityLane, kStallCauseCount> kLanes = {
-        ActivityLane::stall_read, ActivityLane::stall_memory, ActivityLane::stall_update, ActivityLane::stall_fault};
+        ActivityLane::stall_read, ActivityLane::stall_memory, ActivityLane::stall_update, ActivityLane::stall_fault,
+        ActivityLane::stall_network};
     return kLanes[static_cast<std::size_t>(cause)];
 }
 

@@ -22,7 +22,8 @@ struct PagerStatistics {
     std::uint64_t clean_drops = 0;  // evictions without I/O
     std::uint64_t prefetches = 0;   // pages read ahead of use
     std::uint64_t stall_ns[kStallCauseCount] = {};
-    std::uint64_t own_update_ns = 0;  // in which threads of the program applied deferred work themselves
+    std::uint64_t updates_in_rank_waits = 0;  // pages whose deferred work ran while the program waited for other ranks
+    std::uint64_t own_update_ns = 0;          // in which threads of the program applied deferred work themselves
 };
 
 }  // namespace torch_offload

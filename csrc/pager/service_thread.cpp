@@ -99,6 +99,7 @@ bool ServiceThread::run_one_update(UpdateTime time) {
     if (!page.load().has(PageWord::kPending)) return true;
     try {
         pager_.resolve_pending(*segment, update.second, false);
+        if (rank_waiters_.load(std::memory_order_acquire) > 0) updates_in_rank_waits_.increment();
     } catch (const std::exception& error) {
         OFFLOAD_LOG(info, "deferred work ahead of need failed, left to the next use: ", error.what());
     }

@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/counters.h"
 #include "pager/pager.h"
 
 namespace torch_offload {
@@ -32,6 +33,11 @@ public:
     /// The program waits: updates may run. Async-signal-safe.
     void wake() noexcept;
     bool is_stopping() const noexcept { return stopping_.load(std::memory_order_acquire); }
+    /// A thread of the program begins to wait for other ranks, and ends.
+    void begin_rank_wait() noexcept { rank_waiters_.fetch_add(1, std::memory_order_acq_rel); }
+    void end_rank_wait() noexcept { rank_waiters_.fetch_sub(1, std::memory_order_acq_rel); }
+    /// Pages whose deferred work it applied meanwhile.
+    std::uint64_t updates_in_rank_waits() const noexcept { return updates_in_rank_waits_.get(); }
     bool is_current() const noexcept { return std::this_thread::get_id() == thread_id_; }
 
 private:
@@ -47,6 +53,8 @@ private:
     using Update = std::pair<std::weak_ptr<Segment>, std::size_t>;
     std::deque<Update> updates_[2];  // by UpdateTime
     std::atomic<std::size_t> update_count_{0};
+    std::atomic<int> rank_waiters_{0};
+    Counter updates_in_rank_waits_;
     std::atomic<bool> stopping_{false};
     std::thread thread_;
     std::thread::id thread_id_;

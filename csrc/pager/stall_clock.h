@@ -1,4 +1,4 @@
-// Where the program's time goes while it waits for the pager. Layer pager: includes base.
+// Where the program's time goes while it waits for the pager, or for other processes. Layer pager: includes base.
 #pragma once
 
 #include <chrono>
@@ -10,9 +10,9 @@
 namespace torch_offload {
 
 /// What a thread of the program waited for: a read; free memory, which writes make; deferred work that another
-/// thread applies; an access behind the dispatcher. Each nanosecond counts once.
-enum class StallCause : std::uint8_t { read, memory, update, fault };
-inline constexpr std::size_t kStallCauseCount = 4;
+/// thread applies; an access behind the dispatcher; other processes, in a collective. Each nanosecond counts once.
+enum class StallCause : std::uint8_t { read, memory, update, fault, network };
+inline constexpr std::size_t kStallCauseCount = 5;
 
 struct StallTotals {
     Counter ns[kStallCauseCount];  // by StallCause

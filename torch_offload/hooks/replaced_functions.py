@@ -219,6 +219,14 @@ HIGHER_ORDER_KEYS = ReplacedFunction(
     until=Until.ENGINE_CLOSES,
     alternative="Backend fallbacks for higher-order operators.",
 )
+COLLECTIVE_WAIT = ReplacedFunction(
+    owner="torch._C._distributed_c10d:Work",
+    name="wait",
+    parameters=None,
+    reason="A wait for other ranks is time in which deferred updates run, and is reported as such.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A hook of torch on waiting for a collective.",
+)
 SHARDED_PARAMETER = ReplacedFunction(
     owner="torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
     name="_init_sharded_param",
@@ -388,6 +396,7 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     FORBID_SAVED_TENSOR_HOOKS,
     ALLOW_SAVED_TENSOR_HOOKS,
     HIGHER_ORDER_KEYS,
+    COLLECTIVE_WAIT,
     SHARDED_PARAMETER,
     PADDED_PARAMETER,
     GATHERED_PARAMETERS,

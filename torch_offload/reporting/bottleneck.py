@@ -28,6 +28,10 @@ _CAUSES = {
         "page faults of code behind the dispatcher (numpy, compiled kernels)",
         "move such access out of the step, or give more memory (--ram)",
     ),
+    "network": (
+        "waiting for other ranks",
+        "compare the reports of all ranks: the one that waits least for the others is what they wait for",
+    ),
 }
 
 

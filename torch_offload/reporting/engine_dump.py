@@ -12,6 +12,7 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "memory": "memory, or for a page to leave it",
         "update": "another thread to let go of a page",
         "fault": "an access behind the dispatcher",
+        "network": "other ranks, in a collective",
     }
 )
 """What is waited for, by the engine's word."""

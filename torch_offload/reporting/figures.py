@@ -67,7 +67,8 @@ class Figures(Traffic):
         prefetches: Pages read ahead of use.
         evictions: Pages that left memory.
         clean_drops: Of those, pages that left without a write.
-        stall_seconds: Seconds in which the program waited, by cause: ``read``, ``memory``, ``update``, ``fault``.
+        stall_seconds: Seconds in which the program waited, by cause: ``read``, ``memory``, ``update``, ``fault``,
+            ``network`` (for other ranks, in a collective).
         counters: Everything else that the engine counts, by name: deferred work, norms, adoptions, and what the disk
             did wrong (``retried_reads``, ``retried_writes``, ``healed_mismatches``, ``quarantined_bytes``).
         device: The device's figures, None where the module computes in the host's memory. Pins, misses, faults,

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "pager/pager.h"
+#include "pager/rank_wait.h"
 #include "support/fake_clock.h"
 #include "support/gated_engine.h"
 #include "support/pager_fixture.h"
@@ -400,6 +401,38 @@ TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaits) {
     EXPECT_TRUE(comes_true([&] { return applied == 1; }));
     disk.open();
     program.join();
+    pager.clear_pending_work();
+}
+
+// The same while it waits for other ranks: timed as such, and its cores are free meanwhile.
+TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaitsForRanks) {
+    Pager pager(options_with(64), std::make_unique<SimEngine>(8, 1));
+    const auto updated = with_role(pager, 1);
+    for (int step = 0; step < 2; ++step) {
+        pager.touch(updated);
+        pager.end_step();
+    }
+    std::atomic<int> applied{0};
+    pager.set_pending_work(
+        [&](Segment&, std::size_t index, bool may_wait) {
+            UpdateLatch latch = pager.latch_for_update({&updated, 1}, index, may_wait);
+            if (!latch) return false;
+            latch.finish();
+            ++applied;
+            return true;
+        },
+        [&](Segment&) { return std::vector<std::shared_ptr<Segment>>{updated}; });
+    ASSERT_TRUE(pager.set_pending(*updated, 0));
+    pager.end_step();
+    ASSERT_TRUE(comes_true([&] { return updated->page(0).load().has(PageWord::kUpdateQueued); }));
+    EXPECT_EQ(applied, 0);
+    {
+        const RankWait wait(pager);
+        EXPECT_TRUE(comes_true([&] { return applied == 1; }));
+    }
+    const PagerStatistics after = pager.statistics();
+    EXPECT_EQ(after.updates_in_rank_waits, 1u);
+    EXPECT_GT(after.stall_ns[static_cast<std::size_t>(StallCause::network)], 0u);
     pager.clear_pending_work();
 }
 

@@ -123,6 +123,32 @@ def test_data_parallel_training_in_less_than_twice_the_model(scratch):
         assert figures["peak_bytes"] <= DATA_PARALLEL_BUDGET_BYTES
 
 
+def waited(rank: int, folder: str) -> list[float]:
+    """Return the seconds for which this rank had waited for the other: after forwards, a collective, an own wait."""
+    join_group(rank, folder)
+    module = nn.Linear(WIDTH, WIDTH)
+    torch_offload.wrap(module, config=Config(ram="8MiB", ssd=folder, min_paged_bytes=0, page_elements=1 << 14))
+    found = []
+
+    def note() -> None:
+        found.append(torch_offload.report().stall_seconds["network"])
+
+    module(torch.ones(1, WIDTH))
+    note()
+    dist.all_reduce(torch.ones(1))
+    note()
+    dist.all_reduce(module.weight.detach(), async_op=True).wait()
+    note()
+    dist.destroy_process_group()
+    return found
+
+
+def test_waits_for_other_ranks_are_stalls_of_their_own(scratch):
+    for before, after_collective, after_wait in in_each_rank(waited, str(scratch)):
+        assert before == 0
+        assert 0 < after_collective < after_wait
+
+
 def train_sharded(folder: str, is_sharded_first: bool) -> list[str]:
     """Shard and wrap a module whose shards stay in memory, in a group of one process, train it for three steps and
     return what was warned of.
