@@ -10,7 +10,13 @@ A Llama over gloo, one thread a rank, with DDP and with `fully_shard` (FSDP2), i
   gradients and 15 %.
 - **traffic**: the bytes of all ranks' scratch files for each parameter and step, at 1, 2 and 4 ranks of FSDP2 that
   share the same memory.
+- **memory**: four ranks of FSDP2 in one memory group, limited to what four take that train next to nothing, what the
+  four may take for pages, and 2 % of that.
 - **overhead**: steps of two ranks with everything in memory, beside steps of two that page nothing, in turns.
+- **schedules**: pipelines of two and of four ranks by torch's own schedules, in 36 % of a rank's state: bits, bytes of
+  a step, and how many of the deferred updates run while a rank waits for another.
+- **collectives**: every collective of torch on two ranks, waited for at once and later, on pages that are away before
+  and sent away while it is under way, with random delays: bits.
 """
 
 import os
@@ -23,18 +29,25 @@ from pathlib import Path
 from typing import Any
 
 from harness.machine import CpuSeconds
+from harness.memory_group import LimitsUnavailable, MemoryGroup, end_cleanly_on_signals
 from harness.options import driver_parser
 from harness.provenance import machine
 from harness.reporting import at_least, at_most, emit, is_quiet, progress, spread, usable
-from harness.worker_process import WorkerProcess, option_words, worker_command
+from harness.worker_process import WorkerFailed, WorkerProcess, option_words, worker_command
 from models.bare_llama import Shape
 
 MIN_EQUAL = 120
 MAX_RATIO_OF_BYTES = 1.3  # between counts of ranks that share the same memory
 MAX_OVERHEAD = 1.02
+MAX_LOOPED_RATIO = 0.5  # bytes of LoopedBFS over those of 1F1B
+MIN_IN_WAITS = 0.8  # of the deferred updates of a pipeline
+LIMIT_TOLERANCE = 1.02  # of what all ranks may take for pages
 SHARE = 0.4
 KINDS_OF_STATE = 4
 RESIDENT_BUDGET_BYTES = 4 << 30
+NO_LIMIT_BYTES = 1 << 40
+SMALLEST_HIDDEN = 16
+SMALLEST_BUDGET_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,14 @@ class Plan:
     compared_ranks: tuple[int, ...] = (2, 3)
     traffic_hidden: int = 512
     traffic_ranks: tuple[int, ...] = (1, 2, 4)
+    limited_ranks: int = 4
+    limited_steps: int = 12
+    pipeline_ranks: tuple[int, ...] = (2, 4)
+    pipeline_layers: int = 16
+    pipeline_width: int = 256
+    micro_batches: int = 8
+    pipeline_steps: int = 3
+    repeated_collectives: int = 200
     warmup_steps: int = 3
     rounds: int = 9
     steps_of_round: int = 3
@@ -56,21 +77,25 @@ class Plan:
 
 SMOKE = Plan(
     hidden=128, layers=10, rows=1, tokens=16, every=29, compared_ranks=(2,), traffic_hidden=128, traffic_ranks=(1, 2),
-    warmup_steps=1, rounds=1, steps_of_round=1,
+    limited_ranks=2, limited_steps=2, pipeline_ranks=(2,), pipeline_layers=8, pipeline_width=128, pipeline_steps=1,
+    repeated_collectives=3, warmup_steps=1, rounds=1, steps_of_round=1,
 )  # fmt: skip
 
 
 class Group:
     """The ranks of a group, which take each command together."""
 
-    def __init__(self, name: str, folder: str, ranks: int, **options: Any) -> None:
+    def __init__(
+        self, name: str, folder: str, ranks: int, *, worker: str, limit: MemoryGroup | None, **options: Any
+    ) -> None:
         self.workers: list[WorkerProcess] = []
         self._pool = ThreadPoolExecutor(ranks)
         group = Path(folder, f"{name}.group")
         words = option_words({"ranks": ranks, "group": group, "ssd": folder, **options})
 
         def start(rank: int) -> WorkerProcess:
-            command = [*worker_command("rank"), *words, "--rank", str(rank)]
+            command = [*worker_command(worker), *words, "--rank", str(rank)]
+            command = command if limit is None else limit.command(command)
             return WorkerProcess(f"{name}-{rank}", command, log_directory=folder)
 
         self.workers = list(self._pool.map(start, range(ranks)))
@@ -84,8 +109,10 @@ class Group:
 
 
 @contextmanager
-def group(name: str, folder: str, ranks: int, **options: Any) -> Iterator[Group]:
-    made = Group(name, folder, ranks, **options)
+def group(
+    name: str, folder: str, ranks: int, *, worker: str = "rank", limit: MemoryGroup | None = None, **options: Any
+) -> Iterator[Group]:
+    made = Group(name, folder, ranks, worker=worker, limit=limit, **options)
     try:
         yield made
     finally:
@@ -117,13 +144,20 @@ def identity(plan: Plan, folder: str) -> list[dict[str, Any]]:
     return found
 
 
+def parameters_of(plan: Plan) -> int:
+    return Shape(plan.traffic_hidden, 2 * plan.traffic_hidden, plan.layers, 4, 512).parameters
+
+
+def budget_of_rank(plan: Plan, ranks: int) -> int:
+    return int(SHARE * KINDS_OF_STATE * 4 * parameters_of(plan) / ranks)
+
+
 def traffic(plan: Plan, folder: str) -> list[dict[str, Any]]:
     """Return the bytes of a step for each count of ranks."""
     shape = sizes(plan, plan.traffic_hidden)
     found = []
     for ranks in plan.traffic_ranks:
-        parameters = Shape(plan.traffic_hidden, 2 * plan.traffic_hidden, plan.layers, 4, 512).parameters
-        budget = int(SHARE * KINDS_OF_STATE * 4 * parameters / ranks)
+        parameters, budget = parameters_of(plan), budget_of_rank(plan, ranks)
         with group(f"traffic{ranks}", folder, ranks, train="paged", budget_bytes=budget, **shape) as trained:
             for _ in range(plan.warmup_steps):
                 trained.ask("step")
@@ -142,6 +176,41 @@ def traffic(plan: Plan, folder: str) -> list[dict[str, Any]]:
         )
         progress(f"{ranks} ranks: {moved['read_bytes']['median']:.1f} read, {moved['written_bytes']['median']:.1f} B")
     return found
+
+
+def memory(plan: Plan, folder: str) -> dict[str, Any]:
+    """Train in a memory group that has room for the budgets of all ranks and for what they take without a model."""
+    ranks, shape = plan.limited_ranks, sizes(plan, plan.traffic_hidden)
+    smallest = shape | {"hidden": SMALLEST_HIDDEN}
+    base_bytes = run_limited("base", folder, NO_LIMIT_BYTES, ranks, 2, budget_bytes=SMALLEST_BUDGET_BYTES, **smallest)
+    budget = budget_of_rank(plan, ranks)
+    limit_bytes = base_bytes["group_peak_bytes"] + int(LIMIT_TOLERANCE * ranks * budget)
+    found = run_limited("limited", folder, limit_bytes, ranks, plan.limited_steps, budget_bytes=budget, **shape)
+    progress(f"{ranks} ranks: {found['group_peak_bytes'] >> 20} of {limit_bytes >> 20} MiB, killed: {found['failure']}")
+    return {"base": base_bytes, "limit_bytes": limit_bytes, "node_budget_bytes": ranks * budget, **found}
+
+
+def run_limited(name: str, folder: str, limit_bytes: int, ranks: int, steps: int, **options: Any) -> dict[str, Any]:
+    """Train within a limit that the system enforces."""
+    limit = MemoryGroup(name, limit_bytes, may_swap=False)
+    answers: list[dict[str, Any]] = []
+    failure = None
+    try:
+        with group(name, folder, ranks, limit=limit, device="meta", train="paged", **options) as trained:
+            for _ in range(steps):
+                answers += trained.ask("step")
+    except WorkerFailed as error:
+        failure = str(error)
+    finally:
+        peak_bytes = limit.peak_bytes()
+        limit.remove()
+    return {
+        "steps": len(answers) // ranks,
+        "failure": failure,
+        "group_peak_bytes": peak_bytes,
+        "peak_over_budget": max((each["peak_bytes"] / each["budget_bytes"] for each in answers), default=None),
+        "moved_bytes": sum(each["read_bytes"] + each["written_bytes"] for each in answers),
+    }
 
 
 def overhead(plan: Plan, folder: str) -> dict[str, Any]:
@@ -167,6 +236,85 @@ def overhead(plan: Plan, folder: str) -> dict[str, Any]:
     return {"ratio": spread([row["ratio"] for row in counted]), "disturbed": is_disturbed, "rounds": rounds}
 
 
+def schedules(plan: Plan, folder: str) -> list[dict[str, Any]]:
+    """Return what each schedule moves in a step, as a multiple of the weights of all stages."""
+    return [row for ranks in plan.pipeline_ranks for row in pipeline(plan, folder, ranks)]
+
+
+def pipeline(plan: Plan, folder: str, ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield what each schedule was on all ranks together."""
+    options = {
+        "layers": plan.pipeline_layers,
+        "width": plan.pipeline_width,
+        "micro_batches": plan.micro_batches,
+        "steps": plan.pipeline_steps,
+        "warmup": plan.warmup_steps,
+    }
+    with group(f"stages{ranks}", folder, ranks, worker="stages", **options) as stages:
+        for _ in range(stages.workers[0].description["schedules"]):
+            answers = stages.ask("compare")
+            counted = {name: sum(answer["counted"][name] for answer in answers) for name in answers[0]["counted"]}
+            updates, updates_in_waits = counted.pop("applied_pages"), counted.pop("updates_in_rank_waits")
+            weights_bytes = sum(answer["weights_bytes"] for answer in answers)
+            moved = {name: total / weights_bytes for name, total in counted.items()}
+            row = {
+                "ranks": ranks,
+                "schedule": answers[0]["schedule"],
+                "stages": answers[0]["stages"],
+                "is_equal": all(answer["is_equal"] for answer in answers),
+                "faults": sum(answer["faults"] for answer in answers),
+                "least_evictions": min(answer["evictions"] for answer in answers),
+                "peak_over_budget": max(answer["peak_bytes"] / answer["budget_bytes"] for answer in answers),
+                "moved_over_weights": moved,
+                "all_moved_over_weights": sum(moved.values()),
+                "updates_in_rank_waits": updates_in_waits / updates,
+            }
+            progress(f"{ranks} ranks, {row['schedule']}: {row['all_moved_over_weights']:.1f} times the weights a step")
+            yield row
+
+
+def schedule_bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = {(row["ranks"], row["schedule"]): row for row in rows}
+    few, many = min(row["ranks"] for row in rows), max(row["ranks"] for row in rows)
+    moved = [found[few, name]["all_moved_over_weights"] for name in ("LoopedBFS", "1F1B")]
+    updates = found[many, "1F1B"]["updates_in_rank_waits"]
+    return [
+        at_most(f"bytes of LoopedBFS over those of 1F1B, {few} ranks", moved[0] / moved[1], MAX_LOOPED_RATIO),
+        at_least(f"share of deferred updates while {many} ranks of 1F1B wait for one another", updates, MIN_IN_WAITS),
+    ]
+
+
+def collectives(plan: Plan, folder: str) -> dict[str, Any]:
+    """Return what every collective of two ranks was, called on pages that were away and were sent away at once."""
+    rows = []
+    with group("collectives", folder, 2, worker="collectives", repeats=plan.repeated_collectives) as exercised:
+        description = exercised.workers[0].description
+        for _ in range(description["cases"]):
+            answers = exercised.ask("exercise")
+            row = {
+                "operator": answers[0]["operator"],
+                "is_async": answers[0]["is_async"],
+                "called": any(answer["called"] for answer in answers),
+                **{name: sum(answer[name] for answer in answers) for name in ("runs", "different", "stayed")},
+            }
+            rows.append(row)
+            progress(f"{row['operator']}: {row['different']} of {row['runs']} differ, in use {row['stayed']}")
+    figures = {name: sum(answer[name] for answer in answers) for name in ("faults", "evictions", "misses")}
+    return {"rows": rows, "not_exercised": description["not_exercised"], **figures}
+
+
+def collectives_bars(found: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = found["rows"]
+    later = [row["stayed"] for row in rows if row["is_async"]]
+    return [
+        at_most("runs of collectives that differ from those in memory", sum(row["different"] for row in rows), 0),
+        at_most("faults in all collectives", found["faults"], 0),
+        at_most("collectives of torch that were not called", sum(not row["called"] for row in rows), 0),
+        at_most("collectives of torch that are not known", len(found["not_exercised"]), 0),
+        at_least("runs in which pages had to stay until the collective had ended", sum(later), 1),
+    ]
+
+
 def other_share(begin: CpuSeconds, end: CpuSeconds, worked: float) -> float:
     """Return the share of the machine that neither this process nor the ranks, which `worked` so long, had."""
     spent = end.machine - begin.machine + end.stolen - begin.stolen
@@ -174,14 +322,14 @@ def other_share(begin: CpuSeconds, end: CpuSeconds, worked: float) -> float:
     return others / ((end.wall - begin.wall) * (os.cpu_count() or 1))
 
 
-def identity_bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def paging_bars(what: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not rows:
         return []
     return [
-        at_most("combinations that differ from the same ranks in memory", sum(not row["is_equal"] for row in rows), 0),
-        at_most("faults in all of them", sum(row["faults"] for row in rows), 0),
-        at_least("fewest evictions on a rank of one", min(row["least_evictions"] for row in rows), 1),
-        at_most("peak of pages over a rank's budget", max(row["peak_over_budget"] for row in rows), 1),
+        at_most(f"{what} that differ from the same ranks in memory", sum(not row["is_equal"] for row in rows), 0),
+        at_most(f"faults in all {what}", sum(row["faults"] for row in rows), 0),
+        at_least(f"fewest evictions on a rank in one of the {what}", min(row["least_evictions"] for row in rows), 1),
+        at_most(f"peak of pages over a rank's budget, {what}", max(row["peak_over_budget"] for row in rows), 1),
     ]
 
 
@@ -195,25 +343,43 @@ def full_bars(parts: dict[str, Any]) -> list[dict[str, Any]]:
         totals = [sum(part["median"] for part in row["bytes_per_parameter"].values()) for row in parts["traffic"]]
         ratio = max(totals) / min(totals)
         bars.append(at_most("bytes at one count of ranks over those at another", ratio, MAX_RATIO_OF_BYTES))
+    if "memory" in parts:
+        found = parts["memory"]
+        bars.append(at_least("steps of ranks that one memory group limits", found["steps"], Plan.limited_steps))
     if "overhead" in parts:
         ratio = parts["overhead"]["ratio"]["median"]
         bars.append(at_most("FSDP2 step with all in memory over plain", ratio, MAX_OVERHEAD))
-    return bars
+    return [*bars, *(schedule_bars(parts["schedules"]) if "schedules" in parts else [])]
 
 
-PARTS = {"identity": identity, "traffic": traffic, "overhead": overhead}
+PARTS = {
+    "identity": identity,
+    "traffic": traffic,
+    "memory": memory,
+    "overhead": overhead,
+    "schedules": schedules,
+    "collectives": collectives,
+}
 
 
 def main() -> None:
     parser = driver_parser(__doc__, smoke="a tiny model, few combinations")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
     options = parser.parse_args()
+    end_cleanly_on_signals()
     plan = SMOKE if options.smoke else Plan()
     with tempfile.TemporaryDirectory(dir=options.ssd) as folder:
-        parts = {name: PARTS[name](plan, folder) for name in options.parts}
-    bars = [*identity_bars(parts.get("identity", [])), *([] if options.smoke else full_bars(parts))]
+        parts, missing = {}, [f"{name}: left out" for name in PARTS if name not in options.parts]
+        for name in options.parts:
+            try:
+                parts[name] = PARTS[name](plan, folder)
+            except LimitsUnavailable as error:
+                missing.append(f"{name}: {error}")
+    compared = {"combinations": parts.get("identity", []), "schedules": parts.get("schedules", [])}
+    bars = [bar for what, rows in compared.items() for bar in paging_bars(what, rows)]
+    bars += collectives_bars(parts["collectives"]) if "collectives" in parts else []
+    bars += [] if options.smoke else full_bars(parts)
     result = {"benchmark": "distributed", "machine": machine(options.ssd), "plan": asdict(plan), **parts, "bars": bars}
-    missing = [f"{name}: left out" for name in PARTS if name not in parts]
     emit(result | ({"not_measured": missing} if missing else {}), as_json=options.json)
 
 

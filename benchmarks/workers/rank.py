@@ -7,15 +7,14 @@ the next of the cases that all ranks have in the same order; else "step", which 
 import argparse
 import hashlib
 import itertools
-import os
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.ranks import add_rank_options, join_group
 from harness.worker_process import serve
 from models.bare_llama import BareLlama, Shape
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from torch.distributed.tensor import DTensor
 import torch_offload
 from torch_offload import Config
 
-PATIENCE = timedelta(minutes=5)
 COMPARED_STEPS = 2
 KINDS_OF_STATE = 4  # weights, gradients, two moments
 SHARE = 0.4  # of a rank's state that FSDP2 gets
@@ -70,11 +68,7 @@ class Rank:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", f"file://{options.group}", rank=options.rank, world_size=options.ranks, timeout=PATIENCE
-        )
+        join_group(options)
         self.options = options
         self.shape = Shape(
             hidden=options.hidden,
@@ -131,12 +125,14 @@ class Training:
         self.is_paged = is_paged
         self.ranks = rank.options.ranks
         self.rows, self.tokens = rank.options.rows, rank.options.tokens
-        self.module = BareLlama(rank.shape)
+        self.module = new_model(rank.shape, rank.options.device)
         self.budget_bytes = rank.options.budget_bytes or budget_bytes(rank.shape, case, self.ranks)
         if case.is_sharded:
             shard(self.module, self.ranks, is_mixed=case.sharding == "fsdp bf16")
         if is_paged:
             torch_offload.wrap(self.module, config=self.config(rank.scratch.name))
+        if rank.options.device == "meta":
+            fill(self.module)
         self.model = self.module if case.is_sharded else nn.parallel.DistributedDataParallel(self.module)
         self.optimizer = new_optimizer(self.module, case)
         self.generator = torch.Generator().manual_seed(rank.options.rank)
@@ -205,6 +201,19 @@ def budget_bytes(shape: Shape, case: Case, ranks: int) -> int:
     return int((1 + SHARE_BESIDE_GRADIENTS * KINDS_OF_STATE) * weights_bytes)
 
 
+def new_model(shape: Shape, device: str) -> BareLlama:
+    with torch.device(device):
+        return BareLlama(shape)
+
+
+def fill(model: BareLlama) -> None:
+    """Give the shards of a model on the meta device memory and values."""
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local(parameter).normal_(std=0.02)
+
+
 def shard(model: BareLlama, ranks: int, *, is_mixed: bool) -> None:
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (ranks,))}
     if is_mixed:
@@ -233,13 +242,15 @@ def local(tensor: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("rank", "ranks", "hidden", "layers", "rows", "tokens"):
+    add_rank_options(parser)
+    for name in ("hidden", "layers", "rows", "tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--every", type=int, default=1, help="take one case in so many")
     parser.add_argument("--train", choices=("no", "plain", "paged"), default="no")
+    parser.add_argument(
+        "--device", choices=("cpu", "meta"), default="cpu", help="meta: memory comes once it is sharded and wrapped"
+    )
     parser.add_argument("--budget-bytes", type=int, default=0, help="default: what the case is given")
-    parser.add_argument("--group", required=True, help="file by which the ranks find one another")
-    parser.add_argument("--ssd", required=True)
     serve(lambda: Rank(parser.parse_args()))
 
 

@@ -200,6 +200,17 @@ def test_distributed_compares_ranks(scratch):
     assert [row["ranks"] for row in result["traffic"]] == [1, 2]
     assert all(row["bytes_per_parameter"]["read_bytes"]["median"] > 0 for row in result["traffic"])
     assert result["overhead"]["rounds"]
+    assert [row["schedule"] for row in result["schedules"]] == ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"]
+    assert all(row["all_moved_over_weights"] > 0 for row in result["schedules"])
+    assert {row["operator"] for row in result["collectives"]["rows"]} >= {
+        "c10d::allreduce_",
+        "_c10d_functional::broadcast",
+    }
+    if "memory" in result:
+        assert result["memory"]["steps"] == 2
+        assert result["memory"]["moved_bytes"] > 0
+    else:  # where no memory cgroup can be made
+        assert [line.partition(":")[0] for line in result["not_measured"]] == ["memory"]
 
 
 def test_load_save_moves_a_model_of_three_times_the_budget(scratch):

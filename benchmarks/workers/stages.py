@@ -1,0 +1,186 @@
+"""A rank of a pipeline over gloo: holds some of its stages and trains them by torch's own schedules.
+
+Reads one command per line from stdin and answers each with a JSON line: "compare" trains by the next schedule, in
+memory and paged. All ranks have the same schedules in the same order.
+"""
+
+import argparse
+import hashlib
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from harness.ranks import add_rank_options, join_group
+from harness.worker_process import serve
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+
+import torch_offload
+from torch_offload import Config
+from torch_offload.runtime.process import PROCESS
+
+ROWS = 4
+KINDS_OF_STATE = 4  # weights, gradients, two moments
+SHARE = 0.36  # of a rank's state that its pages get
+KINDS = ("parameter", "gradient", "state")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One of torch's."""
+
+    name: str
+    kind: Any
+    has_one_stage: bool  # on each rank; else each layer is a stage
+
+
+SCHEDULES = (
+    Schedule("1F1B", Schedule1F1B, has_one_stage=True),
+    Schedule("GPipe", ScheduleGPipe, has_one_stage=True),
+    Schedule("Interleaved1F1B", ScheduleInterleaved1F1B, has_one_stage=False),
+    Schedule("LoopedBFS", ScheduleLoopedBFS, has_one_stage=False),
+)
+
+
+class Block(nn.Module):
+    """A layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.down(torch.relu(self.up(value)))
+
+
+class Stages:
+    """One process of the group.
+
+    Args:
+        options: Of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        join_group(options)
+        self.options = options
+        self.scratch = tempfile.TemporaryDirectory(dir=options.ssd)
+        self.schedules = iter(SCHEDULES)
+
+    def describe(self) -> dict[str, Any]:
+        return {"schedules": len(SCHEDULES)}
+
+    def compare(self) -> dict[str, Any]:
+        """Train by the next schedule in memory and paged; counts are those of a step, on this rank."""
+        schedule = next(self.schedules)
+        plain = Training(self, schedule, is_paged=False).train()
+        training = Training(self, schedule, is_paged=True)
+        paged = training.train()
+        answer = {"schedule": schedule.name, "is_equal": plain == paged, **training.figures()}
+        training.unwrap()
+        return answer
+
+
+class Training:
+    """The stages of this rank, with their optimizer and what they are trained on."""
+
+    def __init__(self, rank: Stages, schedule: Schedule, *, is_paged: bool) -> None:
+        options = rank.options
+        self.steps, self.warmup = options.steps, options.warmup
+        self.rank, self.ranks = options.rank, options.ranks
+        self.is_paged = is_paged
+        self.stages = self.ranks if schedule.has_one_stage else options.layers
+        modules = self.make_modules(options.layers, options.width)
+        self.module = nn.ModuleList(modules.values())
+        self.weights_bytes = sum(parameter.nbytes for parameter in self.module.parameters())
+        self.budget_bytes = int(SHARE * KINDS_OF_STATE * self.weights_bytes)
+        if is_paged:
+            config = Config(ram=self.budget_bytes, ssd=rank.scratch.name, page_elements=1 << 16)
+            torch_offload.wrap(self.module, config=config)
+        device = torch.device("cpu")
+        stages = [PipelineStage(module, index, self.stages, device) for index, module in modules.items()]
+        held = stages[0] if schedule.has_one_stage else stages
+        self.schedule = schedule.kind(held, options.micro_batches, loss_fn=nn.functional.mse_loss)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-3, fused=True)
+        generator = torch.Generator().manual_seed(3)
+        shape = (options.micro_batches * ROWS, options.width)
+        self.inputs = torch.randn(shape, generator=generator)
+        self.targets = torch.randn(shape, generator=generator)
+        self.counted: Counter[str] = Counter()
+
+    def make_modules(self, layers: int, width: int) -> dict[int, nn.Sequential]:
+        """Return this rank's stages by their number, with numbers that do not depend on how they are divided."""
+        torch.manual_seed(0)
+        blocks = [Block(width) for _ in range(layers)]
+        of_stage = layers // self.stages
+        return {
+            stage: nn.Sequential(*blocks[stage * of_stage : (stage + 1) * of_stage])
+            for stage in range(self.rank, self.stages, self.ranks)
+        }
+
+    def train(self) -> list[str]:
+        """Return digests of losses, weights and states; count what the steps after the first ones do."""
+        seen: list[Tensor] = []
+        for step in range(self.warmup + self.steps):
+            before = self.counters()
+            seen += self.step()
+            if step >= self.warmup:
+                self.counted.update({name: total - before[name] for name, total in self.counters().items()})
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                states = [value for value in self.optimizer.state[parameter].values() if isinstance(value, Tensor)]
+                seen += [parameter, *states]
+            return [hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest() for tensor in seen]
+
+    def step(self) -> list[Tensor]:
+        losses: list[Tensor] = []
+        inputs = (self.inputs,) if self.rank == 0 else ()
+        is_last = (self.stages - 1) % self.ranks == self.rank
+        self.schedule.step(*inputs, **({"target": self.targets, "losses": losses} if is_last else {}))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses
+
+    def counters(self) -> dict[str, int]:
+        """Return the engine's, which only grow."""
+        if not self.is_paged or PROCESS.session is None:
+            return {}
+        statistics = PROCESS.session.statistics()
+        moved = {f"{way}_of_{kind}": statistics[way][kind] for way in ("read_bytes", "written_bytes") for kind in KINDS}
+        return moved | {name: statistics[name] for name in ("applied_pages", "updates_in_rank_waits")}
+
+    def figures(self) -> dict[str, Any]:
+        """Return what shows that it paged."""
+        report = torch_offload.report()
+        return {
+            "weights_bytes": self.weights_bytes,
+            "stages": self.stages,
+            "counted": {name: total / self.steps for name, total in self.counted.items()},
+            "faults": report.faults,
+            "evictions": report.evictions,
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": report.host_peak_bytes,
+        }
+
+    def unwrap(self) -> None:
+        torch_offload.unwrap(self.module)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_rank_options(parser)
+    for name in ("layers", "width", "micro-batches", "steps", "warmup"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    serve(lambda: Stages(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
