@@ -290,7 +290,10 @@ def probe(
 def report(
     *,
     path: Annotated[
-        Path, typer.Argument(metavar="[PATH]", help="A report, or a directory whose newest report is meant.")
+        Path,
+        typer.Argument(
+            metavar="[PATH]", help="A report, or a directory: its newest, beside those of all ranks of that launch."
+        ),
     ] = Path(f"{REPORT_NAME}.json"),
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML page.")] = None,
     tbw: Annotated[
@@ -301,10 +304,14 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the report of a run: as a table, as JSON or as an HTML page."""
+    """Show the report of a run, or those of all ranks of one: as a table, as JSON or as an HTML page of one of them."""
     from torch_offload.reporting import saved_reports
 
     with _plain_errors():
+        ranks = saved_reports.of_ranks(path) if html is None and tbw is None and plan is None else None
+        if ranks is not None:
+            _show(ranks, as_json=as_json)
+            return
         saved = saved_reports.load(path)
         if plan is not None:
             saved = saved_reports.with_plan(saved, plan)

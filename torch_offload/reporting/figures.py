@@ -8,6 +8,7 @@ from torch_offload.activations.recompute import ActivationChoice
 from torch_offload.reporting.bottleneck import Bottleneck, Wear, bottleneck_of, wear_of
 from torch_offload.reporting.prediction import Comparison, Prediction, compare
 from torch_offload.reporting.timeline import Timeline, Traffic, by_purpose
+from torch_offload.system.environment import Rank
 
 if TYPE_CHECKING:
     from torch_offload import _C
@@ -77,6 +78,7 @@ class Figures(Traffic):
             where the engine does not decide it.
         timeline: Samples over time, where they were recorded (``Config.report``, the status line).
         prediction: Of the plan that the run was given (``Config.plan``).
+        rank: Of the process among those that train together, None for one that trains alone.
         activities: What :meth:`Report.write_trace` writes, where recorded (``Config.trace``). Not part of the JSON
             and of copies.
     """
@@ -102,6 +104,7 @@ class Figures(Traffic):
     activations: ActivationChoice | None = None
     timeline: Timeline | None = None
     prediction: Prediction | None = None
+    rank: Rank | None = None
     activities: "_C.ActivityRecord | None" = field(default=None, compare=False, repr=False)
 
     @property

@@ -23,6 +23,7 @@ from torch_offload.reporting.saved_format import SavedReport, fields_of
 from torch_offload.reporting.table import table_of
 from torch_offload.reporting.timeline import Timeline, by_purpose
 from torch_offload.system.atomic_files import write_whole
+from torch_offload.system.environment import Rank
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,6 +48,7 @@ class Report(Figures, Result):
         timeline: Timeline | None = None,
         activations: ActivationChoice | None = None,
         prediction: Prediction | None = None,
+        rank: Rank | None = None,
         activities: "_C.ActivityRecord | None" = None,
     ) -> "Report":
         """Sort the engine's statistics into a report."""
@@ -68,6 +70,7 @@ class Report(Figures, Result):
             activations=activations,
             timeline=timeline,
             prediction=prediction,
+            rank=rank,
             activities=activities,
             **known,
         )
@@ -77,6 +80,7 @@ class Report(Figures, Result):
         content = dataclasses.asdict(dataclasses.replace(self, activities=None))
         del content["activities"]
         content["prediction"] = None if self.prediction is None else self.prediction.model_dump()
+        content["rank"] = None if self.rank is None else self.rank.model_dump()
         comparison = {"comparison": None if self.comparison is None else self.comparison.to_dict()}
         return content | {name: getattr(self, name) for name in _TOTALS} | comparison
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from torch_offload.reporting.prediction import Prediction
+from torch_offload.system.environment import Rank
 
 MAX_NAME_CHARACTERS = 1024
 MAX_NAMES = 256
@@ -94,6 +95,7 @@ class SavedReport(_Saved):
     activations: SavedActivations | None = None
     timeline: SavedTimeline | None = None
     prediction: Prediction | None = None
+    rank: Rank | None = None
     comparison: Annotated[Any, Field(exclude=True)] = None
     ssd_read_bytes: Annotated[Count | None, Field(exclude=True)] = None
     ssd_written_bytes: Annotated[Count | None, Field(exclude=True)] = None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch_offload.errors import ConfigError
 from torch_offload.reporting.prediction import Prediction
+from torch_offload.reporting.rank_reports import RankReports
 from torch_offload.reporting.report import Report
 
 REPORT_NAME = "torch-offload-report"
@@ -34,13 +35,36 @@ def load(path: Path) -> Report:
         ConfigError: If there is none. The message names the command that writes one.
     """
     if path.is_dir():
-        reports = [entry for entry in path.glob(f"{REPORT_NAME}*.json") if entry.is_file()]
+        reports = _reports_in(path)
         if not reports:
             raise ConfigError(f"no report in {path}; write one with: torch-offload run --report {path} SCRIPT")
-        path = max(reports, key=lambda entry: entry.stat().st_mtime)
+        path = max(reports, key=_time_of)
     if not path.exists():
         raise ConfigError(f"there is no report {path}; write one with: torch-offload run --report {path} SCRIPT")
     return Report.read_json(path)
+
+
+def of_ranks(path: Path) -> RankReports | None:
+    """Read what the ranks of the newest launch wrote in a directory, of each rank the newest; None if it was no launch.
+
+    Raises:
+        ConfigError: If one of its reports cannot be read.
+    """
+    newest = load(path)
+    if not path.is_dir() or newest.rank is None:
+        return None
+    reports = [Report.read_json(file) for file in sorted(_reports_in(path), key=_time_of)]
+    launched = (report for report in reports if report.rank is not None and report.rank.launch == newest.rank.launch)
+    by_rank = {report.rank.number: report for report in launched if report.rank is not None}
+    return RankReports(reports=tuple(by_rank[number] for number in sorted(by_rank)))
+
+
+def _reports_in(directory: Path) -> list[Path]:
+    return [entry for entry in directory.glob(f"{REPORT_NAME}*.json") if entry.is_file()]
+
+
+def _time_of(file: Path) -> int:
+    return file.stat().st_mtime_ns
 
 
 def with_plan(report: Report, plan: Path) -> Report:

@@ -39,7 +39,7 @@ from torch_offload.runtime.sharded_parameters import ShardedParameters, paged_pa
 from torch_offload.runtime.tensor_parts import all_parts_of, parts_beside
 from torch_offload.runtime.tracked_module import WrappedModule
 from torch_offload.runtime.unpickling import UnpickledTensors
-from torch_offload.system import gpu, resources
+from torch_offload.system import environment, gpu, resources
 
 logger = logging.getLogger(__name__)
 
@@ -322,6 +322,7 @@ class Session:
             timeline=timeline,
             activations=choice,
             prediction=self._prediction,
+            rank=environment.rank(),
             activities=self.engine.activity_log(),
         )
 

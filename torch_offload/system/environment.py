@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from torch_offload.config import Config
 from torch_offload.errors import ConfigError
@@ -22,6 +22,8 @@ from torch_offload.system.kernel_files import field_of
 LOADING_IN_SEQUENCE = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
 """Read by transformers at each load: no thread converts tensors ahead of those that are paged, since what waits to be
 registered cannot leave memory."""
+
+MAX_LAUNCH_CHARACTERS = 256
 
 LAUNCH = "TORCH_OFFLOAD_LAUNCH"
 """Settings of a launcher for its child processes, as JSON. `_site/sitecustomize.py` looks for it."""
@@ -137,6 +139,31 @@ def process_count() -> int:
     """Return how many processes of this machine train together, as torchrun and accelerate say it."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(count)) if count.isdigit() else 1
+
+
+class Rank(BaseModel):
+    """A process among those that train together.
+
+    Attributes:
+        number: From 0.
+        count: Of the processes, on all machines.
+        launch: The same in all that one launcher started on this machine, and another in another run.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    number: int = Field(ge=0)
+    count: int = Field(ge=1)
+    launch: str = Field(max_length=MAX_LAUNCH_CHARACTERS)
+
+
+def rank() -> Rank | None:
+    """Return which process this is, as torchrun and accelerate say it; None for one that trains alone."""
+    number, count = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not (number.isdigit() and count.isdigit() and int(count) > 1):
+        return None
+    launch = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')} {os.getppid()}"
+    return Rank(number=int(number), count=int(count), launch=launch[-MAX_LAUNCH_CHARACTERS:])
 
 
 def is_first_process() -> bool:
