@@ -7,6 +7,7 @@ library at the top and nothing of this package.
 import importlib
 import importlib.util
 from collections.abc import Iterator
+from datetime import timedelta
 from types import ModuleType
 from typing import Any, Final
 
@@ -129,6 +130,21 @@ def local_part(tensor: Any) -> Any:
 def set_local_part(tensor: Any, local: Any) -> None:
     """Give a DTensor other memory with the same numbers."""
     tensor._local_tensor = local
+
+
+def first_of_ranks(key: str, text: str, *, patience: timedelta) -> str:
+    """Keep a text for all ranks of the default group, and return it, or what another rank had kept before.
+
+    Raises:
+        RuntimeError: If the store does not answer in time.
+        ValueError: If the group has none.
+    """
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    store.set_timeout(patience)
+    kept: bytes = store.compare_set(key, "", text)
+    return kept.decode(errors="replace")
 
 
 def sharded_parameters(module: Any) -> list[Any]:

@@ -29,7 +29,7 @@ from torch_offload.hooks.registrations import Listener, Listening, Registrations
 from torch_offload.reporting.prediction import Prediction
 from torch_offload.reporting.report import Report
 from torch_offload.reporting.timeline import Timeline
-from torch_offload.runtime import data_parallel, rank_waits, raw_access, transformers_saving
+from torch_offload.runtime import data_parallel, rank_failures, rank_waits, raw_access, transformers_saving
 from torch_offload.runtime.backward_updates import BackwardUpdates
 from torch_offload.runtime.optimizer_hooks import OptimizerHooks
 from torch_offload.runtime.passes import Passes
@@ -152,6 +152,8 @@ class Session:
         self._patches.replace(replaced_functions.SWAP_TENSORS, self._swapped)
         data_parallel.broadcast_in_small_pieces(self._patches)
         rank_waits.note_waits(self._patches, self.engine)
+        rank_failures.install()
+        self._until_closed.callback(rank_failures.remove)
         self._sharded.install()
         if self._activations is not None:
             self._patches.replace(replaced_functions.FORBID_SAVED_TENSOR_HOOKS, self._activations.stand_aside)
