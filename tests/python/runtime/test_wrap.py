@@ -382,7 +382,7 @@ def test_the_report_counts_and_can_be_written_as_json(config):
     assert content["ssd_written_bytes"] == sum(content["written_bytes"].values()) > 0
     assert 0 <= content["hit_rate"] <= 1
     assert content["evictions"] > 0
-    assert set(content["stall_seconds"]) == {"read", "memory", "update", "fault"}
+    assert set(content["stall_seconds"]) == {"read", "memory", "update", "fault", "network"}
     assert set(content["read_bytes"]) == {"parameter", "gradient", "state", "activation", "other"}
     assert "of 8 MiB" in str(report)
     torch_offload.unwrap(module)
