@@ -207,8 +207,10 @@ def test_distributed_compares_ranks(scratch):
         "_c10d_functional::broadcast",
     }
     if "memory" in result:
-        assert result["memory"]["steps"] == 2
-        assert result["memory"]["moved_bytes"] > 0
+        found = result["memory"]  # whether a tiny model keeps to a tiny limit says nothing
+        assert found["base"]["steps"] == 2
+        assert 0 < found["group_peak_bytes"] <= found["limit_bytes"]
+        assert found["steps"] == 2 or found["failure"]
     else:  # where no memory cgroup can be made
         assert [line.partition(":")[0] for line in result["not_measured"]] == ["memory"]
 
