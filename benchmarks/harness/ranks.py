@@ -1,11 +1,17 @@
-"""What every rank of a group over gloo does first, and options of its command."""
+"""What every rank of a group over gloo does: options of its command, joining, and what it answers."""
 
 import argparse
+import hashlib
 import os
+from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+import torch_offload
 
 PATIENCE = timedelta(minutes=5)
 
@@ -24,3 +30,18 @@ def join_group(options: argparse.Namespace) -> None:
     dist.init_process_group(
         "gloo", f"file://{options.group}", rank=options.rank, world_size=options.ranks, timeout=PATIENCE
     )
+
+
+def digests_of(tensors: Iterable[Tensor]) -> list[str]:
+    return [hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest() for tensor in tensors]
+
+
+def paging_figures(budget_bytes: int) -> dict[str, Any]:
+    """Return what shows that this rank paged."""
+    report = torch_offload.report()
+    return {
+        "faults": report.faults,
+        "evictions": report.evictions,
+        "budget_bytes": budget_bytes,
+        "peak_bytes": report.host_peak_bytes,
+    }

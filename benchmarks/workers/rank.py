@@ -5,7 +5,6 @@ the next of the cases that all ranks have in the same order; else "step", which 
 """
 
 import argparse
-import hashlib
 import itertools
 import tempfile
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.ranks import add_rank_options, join_group
+from harness.ranks import add_rank_options, digests_of, join_group, paging_figures
 from harness.worker_process import serve
 from models.bare_llama import BareLlama, Shape
 from torch import Tensor, nn
@@ -167,7 +166,7 @@ class Training:
             for parameter in self.module.parameters():
                 states = [value for value in self.optimizer.state[parameter].values() if isinstance(value, Tensor)]
                 seen += [local(tensor) for tensor in (parameter, *states)]
-            return [hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for tensor in seen]
+            return digests_of(seen)
 
     def moved_bytes(self) -> dict[str, int]:
         if not self.is_paged:
@@ -181,13 +180,7 @@ class Training:
 
     def figures(self) -> dict[str, Any]:
         """Return what shows that it paged."""
-        report = torch_offload.report()
-        return {
-            "faults": report.faults,
-            "evictions": report.evictions,
-            "budget_bytes": report.budget_bytes,
-            "peak_bytes": report.host_peak_bytes,
-        }
+        return paging_figures(self.budget_bytes)
 
     def unwrap(self) -> None:
         torch_offload.unwrap(self.module)

@@ -5,14 +5,13 @@ memory and paged. All ranks have the same schedules in the same order.
 """
 
 import argparse
-import hashlib
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness.ranks import add_rank_options, join_group
+from harness.ranks import add_rank_options, digests_of, join_group, paging_figures
 from harness.worker_process import serve
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
@@ -138,7 +137,7 @@ class Training:
             for parameter in self.module.parameters():
                 states = [value for value in self.optimizer.state[parameter].values() if isinstance(value, Tensor)]
                 seen += [parameter, *states]
-            return [hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest() for tensor in seen]
+            return digests_of(seen)
 
     def step(self) -> list[Tensor]:
         losses: list[Tensor] = []
@@ -159,15 +158,11 @@ class Training:
 
     def figures(self) -> dict[str, Any]:
         """Return what shows that it paged."""
-        report = torch_offload.report()
         return {
             "weights_bytes": self.weights_bytes,
             "stages": self.stages,
             "counted": {name: total / self.steps for name, total in self.counted.items()},
-            "faults": report.faults,
-            "evictions": report.evictions,
-            "budget_bytes": self.budget_bytes,
-            "peak_bytes": report.host_peak_bytes,
+            **paging_figures(self.budget_bytes),
         }
 
     def unwrap(self) -> None:
