@@ -145,11 +145,12 @@ std::vector<std::shared_ptr<Segment>> Pager::Impl::updated_above(const Segment& 
     return updated;
 }
 
-/// What the recording says comes next, as much as a share of the budget holds.
+/// What the recording says comes next, as much as a share of the budget holds; while the program waits for other ranks,
+/// as much as all of it.
 Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
     Outlook outlook{.margin_ns = kMaxMarginNs};
     std::unordered_set<TraceId> seen;
-    const std::size_t window_bytes = options.budget_bytes / 3;
+    const std::size_t window_bytes = options.budget_bytes / (service->is_in_rank_wait() ? 1 : 3);
     std::size_t planned_bytes = 0;
     const double read_rate = store->status().read_rate;
     const std::lock_guard lock(mutex);
@@ -240,7 +241,8 @@ void Pager::Impl::keep_free(std::size_t free_bytes, UsePosition keep_before) {
 }
 
 /// Reads what cannot wait any longer. What is read before it has to be takes the place of pages that could have been
-/// used meanwhile, so each byte read early is likely to move twice.
+/// used meanwhile, so each byte read early is likely to move twice. Deferred work has to read and write its pages once,
+/// whenever it is: while the program waits for other ranks nothing else wants the disk and the cores for it.
 void Pager::Impl::look_ahead() noexcept {
     try {
         read_what_is_due();
@@ -263,8 +265,10 @@ void Pager::Impl::read_what_is_due() {
     const auto unprotected = first_with(kMaxMarginNs);
     const UsePosition keep_before = unprotected == outlook.segments.begin() ? 0 : std::prev(unprotected)->use + 1;
     keep_free(spare_bytes() + outlook.growth_bytes, std::max(keep_before, kOutstanding + 1));
-    for (auto next = outlook.segments.begin(); next != relaxed; ++next) {
-        if (!read_ahead(next->segment, next->use, UpdateTime::while_program_waits)) return;
+    const bool is_idle = service->is_in_rank_wait();
+    for (auto next = outlook.segments.begin(); next != outlook.segments.end(); ++next) {
+        const bool is_wanted = next < relaxed || (is_idle && next->segment->has_pending());
+        if (is_wanted && !read_ahead(next->segment, next->use, UpdateTime::while_program_waits)) return;
     }
 }
 

@@ -9,6 +9,7 @@ namespace torch_offload {
 RankWait::RankWait(Pager& pager) : service_(*pager.impl_->service) {
     service_.begin_rank_wait();
     wait_ = std::make_unique<ProgramWait>(*pager.impl_, StallCause::network);
+    pager.impl_->store->kick();
 }
 
 RankWait::~RankWait() {

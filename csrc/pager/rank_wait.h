@@ -10,7 +10,8 @@ class ProgramWait;
 class ServiceThread;
 
 /// While it lives, the calling thread waits for other ranks: timed as `StallCause::network`, listed, and its cores are
-/// offered to deferred work, as in a wait for the pager.
+/// offered to deferred work, as in a wait for the pager. What deferred work needs is read for it, also long before it
+/// would have to be.
 /// Threads: made and destroyed by the same one.
 class RankWait {
 public:

@@ -99,7 +99,10 @@ bool ServiceThread::run_one_update(UpdateTime time) {
     if (!page.load().has(PageWord::kPending)) return true;
     try {
         pager_.resolve_pending(*segment, update.second, false);
-        if (rank_waiters_.load(std::memory_order_acquire) > 0) updates_in_rank_waits_.increment();
+        if (is_in_rank_wait()) {
+            updates_in_rank_waits_.increment();
+            pager_.store->kick();  // what it held is free for the next one
+        }
     } catch (const std::exception& error) {
         OFFLOAD_LOG(info, "deferred work ahead of need failed, left to the next use: ", error.what());
     }

@@ -36,6 +36,7 @@ public:
     /// A thread of the program begins to wait for other ranks, and ends.
     void begin_rank_wait() noexcept { rank_waiters_.fetch_add(1, std::memory_order_acq_rel); }
     void end_rank_wait() noexcept { rank_waiters_.fetch_sub(1, std::memory_order_acq_rel); }
+    bool is_in_rank_wait() const noexcept { return rank_waiters_.load(std::memory_order_acquire) > 0; }
     /// Pages whose deferred work it applied meanwhile.
     std::uint64_t updates_in_rank_waits() const noexcept { return updates_in_rank_waits_.get(); }
     bool is_current() const noexcept { return std::this_thread::get_id() == thread_id_; }

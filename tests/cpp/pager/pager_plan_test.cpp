@@ -404,6 +404,19 @@ TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaits) {
     pager.clear_pending_work();
 }
 
+/// The deferred work on one segment counts how often it is applied.
+void count_applied(Pager& pager, const std::shared_ptr<Segment>& updated, std::atomic<int>& applied) {
+    pager.set_pending_work(
+        [&pager, updated, &applied](Segment&, std::size_t index, bool may_wait) {
+            UpdateLatch latch = pager.latch_for_update({&updated, 1}, index, may_wait);
+            if (!latch) return false;
+            latch.finish();
+            ++applied;
+            return true;
+        },
+        [updated](Segment&) { return std::vector<std::shared_ptr<Segment>>{updated}; });
+}
+
 // The same while it waits for other ranks: timed as such, and its cores are free meanwhile.
 TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaitsForRanks) {
     Pager pager(options_with(64), std::make_unique<SimEngine>(8, 1));
@@ -413,15 +426,7 @@ TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaitsForRanks) {
         pager.end_step();
     }
     std::atomic<int> applied{0};
-    pager.set_pending_work(
-        [&](Segment&, std::size_t index, bool may_wait) {
-            UpdateLatch latch = pager.latch_for_update({&updated, 1}, index, may_wait);
-            if (!latch) return false;
-            latch.finish();
-            ++applied;
-            return true;
-        },
-        [&](Segment&) { return std::vector<std::shared_ptr<Segment>>{updated}; });
+    count_applied(pager, updated, applied);
     ASSERT_TRUE(pager.set_pending(*updated, 0));
     pager.end_step();
     ASSERT_TRUE(comes_true([&] { return updated->page(0).load().has(PageWord::kUpdateQueued); }));
@@ -434,6 +439,27 @@ TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaitsForRanks) {
     EXPECT_EQ(after.updates_in_rank_waits, 1u);
     EXPECT_GT(after.stall_ns[static_cast<std::size_t>(StallCause::network)], 0u);
     pager.clear_pending_work();
+}
+
+// What it needs is read for it then, long before it would have to be. Method: deferred work on what the step uses at
+// its end, whose page is on the disk when the step begins.
+TEST_P(PagerDeadlines, DeferredWorkIsReadForWhileTheProgramWaitsForRanks) {
+    ASSERT_NO_FATAL_FAILURE(step());
+    ASSERT_NO_FATAL_FAILURE(step());
+    ASSERT_EQ(pager_.evict(late_), 0u);
+    std::atomic<int> applied{0};
+    count_applied(pager_, late_, applied);
+    ASSERT_TRUE(pager_.set_pending(*late_, 0));
+    pager_.touch(early_.front());
+    ASSERT_NO_FATAL_FAILURE(await_look_ahead());
+    EXPECT_EQ(pager_.statistics().prefetches, 0u);
+    {
+        const RankWait wait(pager_);
+        EXPECT_TRUE(comes_true([&] { return applied == 1; }));
+    }
+    EXPECT_EQ(pager_.statistics().prefetches, 1u);
+    EXPECT_EQ(pager_.statistics().updates_in_rank_waits, 1u);
+    pager_.clear_pending_work();
 }
 
 }  // namespace
