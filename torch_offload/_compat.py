@@ -7,6 +7,7 @@ library at the top and nothing of this package.
 import importlib
 import importlib.util
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Final
@@ -120,6 +121,7 @@ def settle_vector_math() -> None:
 # --- Names of torch.distributed that are its own ----------------------------------------------------------------------
 SHARDING_MODULE: Final = "torch.distributed.fsdp._fully_shard._fsdp_param"
 """Makes the shards of `fully_shard`."""
+STORE_PATIENCE_SECONDS: Final = 5
 
 
 def local_part(tensor: Any) -> Any:
@@ -132,19 +134,42 @@ def set_local_part(tensor: Any, local: Any) -> None:
     tensor._local_tensor = local
 
 
-def first_of_ranks(key: str, text: str, *, patience: timedelta) -> str:
+def first_of_ranks(key: str, text: str) -> str:
     """Keep a text for all ranks of the default group, and return it, or what another rank had kept before.
 
     Raises:
         RuntimeError: If the store does not answer in time.
         ValueError: If the group has none.
     """
+    with _store() as store:
+        kept: bytes = store.compare_set(key, "", text)
+    return kept.decode(errors="replace")
+
+
+def kept_of_ranks(key: str) -> str | None:
+    """Return what a rank of the default group has kept, None where none has.
+
+    Raises:
+        RuntimeError: If the store does not answer in time.
+        ValueError: If the group has none.
+    """
+    with _store() as store:
+        kept: bytes | None = store.get(key) if store.check([key]) else None
+    return None if kept is None else kept.decode(errors="replace")
+
+
+@contextmanager
+def _store() -> Iterator[Any]:
+    """Have what the ranks of the default group found one another by, with little patience: its process may be gone."""
     from torch.distributed import distributed_c10d
 
-    store = distributed_c10d._get_default_store()
-    store.set_timeout(patience)
-    kept: bytes = store.compare_set(key, "", text)
-    return kept.decode(errors="replace")
+    store: Any = distributed_c10d._get_default_store()
+    usual = store.timeout
+    store.set_timeout(timedelta(seconds=STORE_PATIENCE_SECONDS))
+    try:
+        yield store
+    finally:
+        store.set_timeout(usual)
 
 
 def sharded_parameters(module: Any) -> list[Any]:

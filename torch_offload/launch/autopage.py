@@ -23,7 +23,7 @@ from torch_offload.hooks.import_watcher import ImportWatcher
 from torch_offload.hooks.registrations import Listener
 from torch_offload.integrations.trainer_optimizer import TrainerOptimizer
 from torch_offload.launch.fit import Fit
-from torch_offload.runtime import preflight
+from torch_offload.runtime import preflight, rank_failures
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.session import Session
 from torch_offload.runtime.tensor_parts import is_not_quantized_yet, is_ordinary, parts_of
@@ -130,6 +130,7 @@ class Autopage:
 def begin(launch: Launch) -> None:
     """Page from now on, in this process. A second call changes nothing."""
     if PROCESS.autopage is None:
+        rank_failures.install()
         PROCESS.autopage = Autopage(launch)
 
 

@@ -12,7 +12,7 @@ from torch_offload import _C
 from torch_offload.config import Directories, Settings, format_size
 from torch_offload.errors import OffloadError, OutOfTierMemory
 from torch_offload.reporting.report import Report
-from torch_offload.runtime import preflight
+from torch_offload.runtime import preflight, rank_failures
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.settings import check_arguments, requested
 from torch_offload.runtime.sharded_parameters import paged_part
@@ -61,6 +61,7 @@ def wrap(
     if not isinstance(module, nn.Module):
         raise TypeError(f"wrap needs a torch.nn.Module, got {type(module).__name__}")
     check_arguments("wrap", unknown)
+    rank_failures.install()
     request = requested(config, gpu=gpu, ram=ram, ssd=ssd)
     session = PROCESS.joinable(request)
     if session is not None and session.is_wrapped(module):

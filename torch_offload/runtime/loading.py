@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 
 from torch_offload.config import Config, Directories, Settings
-from torch_offload.runtime import preflight
+from torch_offload.runtime import preflight, rank_failures
 from torch_offload.runtime.api import wrap
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.session import Session
@@ -65,6 +65,7 @@ def loading(
         TierIOError: If the scratch file cannot be made, or inside the block, written.
     """
     check_arguments("loading", unknown)
+    rank_failures.install()
     request = requested(config, gpu=gpu, ram=ram, ssd=ssd)
     if PROCESS.joinable(request) is None:
         request = preflight.resolve(request)

@@ -3,7 +3,6 @@
 import atexit
 import logging
 import sys
-from datetime import timedelta
 
 import torch
 
@@ -13,22 +12,17 @@ from torch_offload.system.terminal import one_line, tell
 logger = logging.getLogger(__name__)
 
 KEY = "torch_offload/first failure"
-PATIENCE_SECONDS = 5
-"""With a store whose process may be gone."""
 MAX_CHARACTERS = 2000
 
 
 def install() -> None:
     """When this process ends by an exception that nobody caught, tell the other ranks, or say what they told.
 
-    What is told goes through the store by which torch's ranks found one another. Processes of one group only.
+    What is told goes through the store by which torch's ranks found one another. Processes of one group only. Safe to
+    call twice.
     """
-    atexit.register(_at_exit)
-
-
-def remove() -> None:
-    """Tell nothing. Safe to call twice."""
     atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
 
 
 def _at_exit() -> None:
@@ -37,7 +31,7 @@ def _at_exit() -> None:
         return
     own = f"rank {torch.distributed.get_rank()}: {type(error).__name__}: {error}"[:MAX_CHARACTERS]
     try:
-        first = _compat.first_of_ranks(KEY, own, patience=timedelta(seconds=PATIENCE_SECONDS))
+        first = _compat.first_of_ranks(KEY, own)
     except (RuntimeError, ValueError) as failure:  # the process that had the store is gone
         logger.info("what ended this rank was not told to the others: %s", failure)
         return
