@@ -29,12 +29,13 @@ from torch_offload.hooks.registrations import Listener, Listening, Registrations
 from torch_offload.reporting.prediction import Prediction
 from torch_offload.reporting.report import Report
 from torch_offload.reporting.timeline import Timeline
-from torch_offload.runtime import data_parallel, rank_failures, rank_waits, raw_access, transformers_saving
+from torch_offload.runtime import data_parallel, rank_waits, raw_access, transformers_saving
 from torch_offload.runtime.backward_updates import BackwardUpdates
 from torch_offload.runtime.optimizer_hooks import OptimizerHooks
 from torch_offload.runtime.passes import Passes
 from torch_offload.runtime.pending_modules import PendingModules
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
+from torch_offload.runtime.rank_agreement import RankAgreement
 from torch_offload.runtime.sharded_parameters import ShardedParameters, paged_part
 from torch_offload.runtime.tensor_parts import all_parts_of, parts_beside
 from torch_offload.runtime.tracked_module import WrappedModule
@@ -131,6 +132,7 @@ class Session:
             self.engine, self._unpickled, refresh=self._refresh, label_of=self._label_of, updates=self.updates
         )
         self._passes = Passes(self.engine)
+        self._agreement = RankAgreement(budget_bytes=config.compute_bytes)
         self._activations = PagedActivations(self.engine) if config.pages_activations else None
         self.activation_policy = self._activation_policy_of()
         self.pending = PendingModules(self.engine, config, provisional)
@@ -152,8 +154,6 @@ class Session:
         self._patches.replace(replaced_functions.SWAP_TENSORS, self._swapped)
         data_parallel.broadcast_in_small_pieces(self._patches)
         rank_waits.note_waits(self._patches, self.engine)
-        rank_failures.install()
-        self._until_closed.callback(rank_failures.remove)
         self._sharded.install()
         if self._activations is not None:
             self._patches.replace(replaced_functions.FORBID_SAVED_TENSOR_HOOKS, self._activations.stand_aside)
@@ -180,6 +180,7 @@ class Session:
         self._steps.abandon_raised()
         self._check_stepped(wrapped)
         self._passes.begin_forward(wrapped, arguments, options)
+        self._agreement.begin_forward()
 
     def _check_stepped(self, wrapped: WrappedModule) -> None:
         """Refuse to run a module that a backward has updated before the step; checkpointing runs it in the backward."""
@@ -190,6 +191,7 @@ class Session:
 
     def _end_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         self._passes.end_step()
+        self._agreement.end_step()
         if self.activation_policy is not None:
             self.activation_policy.end_step()
 
