@@ -151,7 +151,9 @@ class Config(BaseModel):
     accelerate start on this machine."""
     ssd: tuple[Path, ...] = ()
     """Directory on a real disk for an unnamed scratch file, which nothing outlives; several directories on disks of
-    their own share the pages evenly. Empty: the first usual directory for temporary files that is on a disk."""
+    their own share the pages evenly. ``{local_rank}`` in a path is the number of the process among those that torchrun
+    or accelerate start on this machine, 0 in others. Empty: the first usual directory for temporary files that is on a
+    disk."""
     keep_free: Bytes | None = None
     """What pages leave free on the file system of each ``ssd`` directory; beyond it the disk counts as full. None: 5 %
     of the file system, at least 1 GiB."""
@@ -326,8 +328,12 @@ class Config(BaseModel):
 
     @property
     def scratch_directory(self) -> Path | None:
-        """The first directory for pages, None while none is chosen."""
-        return self.ssd[0] if self.ssd else None
+        """The first directory for pages, None while none is chosen; of several processes that of the first one."""
+        return self.directories_of(0)[0] if self.ssd else None
+
+    def directories_of(self, local_rank: int) -> tuple[Path, ...]:
+        """Return the directories for pages of one of the processes on this machine."""
+        return tuple(Path(str(directory).replace("{local_rank}", str(local_rank))) for directory in self.ssd)
 
     @property
     def pages_activations(self) -> bool:

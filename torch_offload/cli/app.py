@@ -116,7 +116,7 @@ def run(
             raise ConfigError("nothing to run; name a script, an installed command, or a module with -m")
         if module is None:
             command[0] = script_path(command[0])
-        check_directories(config.ssd)
+        check_directories(config.directories_of(environment.local_rank()))
         if fit:
             _measure_machine(config)
     context.obj.append(ScriptRun(config, command, is_module=module is not None, optimizer=optimizer, fit=fit))

@@ -214,7 +214,7 @@ def resolved(config: Config, processes: int) -> tuple[Config, tuple[Path, ...]]:
         )
     directory = ssd_benchmark.directory_for(config.scratch_directory, file_bytes=0)
     ram = resources.default_ram_bytes() if config.ram is None else config.ram
-    return config.replace(ram=max(1, ram // processes)), (directory, *config.ssd[1:])
+    return config.replace(ram=max(1, ram // processes)), (directory, *config.directories_of(0)[1:])
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:

@@ -57,7 +57,9 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
     ram = _ram_bytes(config)
     _warn_of_small_memory(ram)
     needed_bytes = max(0, sum(tensor.untyped_storage().nbytes() for tensor in paged) - ram)
-    directories = config.ssd or (_default_directory(config, needed_bytes=needed_bytes),)
+    directories = config.directories_of(environment.local_rank()) or (
+        _default_directory(config, needed_bytes=needed_bytes),
+    )
     check_directories(directories)
     free_bytes = resources.room_for_pages(directories, keep_free=config.keep_free, max_spill=config.max_spill)
     if free_bytes < needed_bytes:

@@ -20,6 +20,7 @@ from torch_offload.reporting.saved_reports import report_file, trace_file
 from torch_offload.runtime.monitors import Monitors
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
 from torch_offload.runtime.session import Session
+from torch_offload.system import environment
 from torch_offload.system.terminal import echo
 
 logger = logging.getLogger(__name__)
@@ -192,6 +193,8 @@ def _difference(requested: Config, running: Config) -> str | None:
         value, current = getattr(requested, name), getattr(running, name)
         if isinstance(value, Path):
             value = value.resolve()
+        if name == "ssd":
+            value = requested.directories_of(environment.local_rank())
         if value is not None and value != current:
             return f"the engine runs with {name}={current!r}, not {value!r}"
     return None

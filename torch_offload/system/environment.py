@@ -166,9 +166,15 @@ def rank() -> Rank | None:
     return Rank(number=int(number), count=int(count), launch=launch[-MAX_LAUNCH_CHARACTERS:])
 
 
+def local_rank() -> int:
+    """Return the number of this process among those of this machine that train together; 0 for one that is alone."""
+    number = os.environ.get("LOCAL_RANK", "")
+    return int(number) if number.isdigit() else 0
+
+
 def is_first_process() -> bool:
     """Whether this process is the first of those of this machine that train together, or the only one."""
-    return os.environ.get("LOCAL_RANK", "0") in ("0", "-1")
+    return local_rank() == 0
 
 
 def cache_directory() -> Path:

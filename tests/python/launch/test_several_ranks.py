@@ -39,8 +39,10 @@ def run_both(command: list[str], folder: Path, scratch: Path, *, ram_of_rank: in
 
 
 def run_paged(command: list[str], scratch: Path, *, ram_of_rank: int) -> None:
-    """Run under the launcher; every rank pages."""
-    ended = start_paged(command, ram=str(RANKS * ram_of_rank), ssd=scratch).end()
+    """Run under the launcher; every rank pages, to a directory of its own."""
+    for rank in range(RANKS):
+        (scratch / f"disk{rank}").mkdir(exist_ok=True)
+    ended = start_paged(command, ram=str(RANKS * ram_of_rank), ssd=scratch / "disk{local_rank}").end()
     assert ended.status == 0, ended.errors[-5000:]
     assert len(ended.reports) == RANKS
     for report in ended.reports:

@@ -62,3 +62,17 @@ def test_a_directory_that_cannot_be_used_is_named(scratch: Path) -> None:
     missing = scratch / "missing"
     with pytest.raises(ConfigError, match=f"ssd: {missing}"):
         torch_offload.wrap(make_module(), config=Config(ram=8 * MIB, ssd=[scratch, missing]))
+
+
+@pytest.mark.parametrize(("local_rank", "directory"), [("1", "disk1"), ("-1", "disk0")])
+def test_a_directory_of_the_process_is_named_by_its_number(scratch: Path, monkeypatch, local_rank, directory) -> None:
+    """Pages go there, and a second module with the same settings joins."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    (scratch / directory).mkdir()
+    config = Config(ram=24 * MIB, ssd=scratch / "disk{local_rank}", page_elements=1 << 16)
+    modules = [torch_offload.wrap(make_module(), config=config) for _ in range(2)]
+    train(modules[0], 1)
+    assert_was_paged()
+    assert [size > 0 for size in nameless_files(scratch / directory)] == [True]
+    for module in modules:
+        torch_offload.unwrap(module)
