@@ -22,18 +22,16 @@ A Llama over gloo, one thread a rank, with DDP and with `fully_shard` (FSDP2), i
 import os
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from harness.machine import CpuSeconds
 from harness.memory_group import LimitsUnavailable, MemoryGroup, end_cleanly_on_signals
 from harness.options import driver_parser
 from harness.provenance import machine
+from harness.rank_group import group
 from harness.reporting import at_least, at_most, emit, is_quiet, progress, spread, usable
-from harness.worker_process import WorkerFailed, WorkerProcess, option_words, worker_command
+from harness.worker_process import WorkerFailed
 from models.bare_llama import Shape
 
 MIN_EQUAL = 120
@@ -47,6 +45,7 @@ KINDS_OF_STATE = 4
 RESIDENT_BUDGET_BYTES = 4 << 30
 NO_LIMIT_BYTES = 1 << 40
 SMALLEST_HIDDEN = 16
+PAGE_ELEMENTS_OF_MEMORY = 1 << 16  # smaller pages, as the other parts have, take more of the system's own memory
 SMALLEST_BUDGET_BYTES = 4 << 20
 
 
@@ -80,43 +79,6 @@ SMOKE = Plan(
     limited_ranks=2, limited_steps=2, pipeline_ranks=(2,), pipeline_layers=8, pipeline_width=128, pipeline_steps=1,
     repeated_collectives=3, warmup_steps=1, rounds=1, steps_of_round=1,
 )  # fmt: skip
-
-
-class Group:
-    """The ranks of a group, which take each command together."""
-
-    def __init__(
-        self, name: str, folder: str, ranks: int, *, worker: str, limit: MemoryGroup | None, **options: Any
-    ) -> None:
-        self.workers: list[WorkerProcess] = []
-        self._pool = ThreadPoolExecutor(ranks)
-        group = Path(folder, f"{name}.group")
-        words = option_words({"ranks": ranks, "group": group, "ssd": folder, **options})
-
-        def start(rank: int) -> WorkerProcess:
-            command = [*worker_command(worker), *words, "--rank", str(rank)]
-            command = command if limit is None else limit.command(command)
-            return WorkerProcess(f"{name}-{rank}", command, log_directory=folder)
-
-        self.workers = list(self._pool.map(start, range(ranks)))
-
-    def ask(self, command: str) -> list[dict[str, Any]]:
-        return list(self._pool.map(lambda worker: worker.ask(command), self.workers))
-
-    def close(self) -> None:
-        list(self._pool.map(WorkerProcess.close, self.workers))
-        self._pool.shutdown()
-
-
-@contextmanager
-def group(
-    name: str, folder: str, ranks: int, *, worker: str = "rank", limit: MemoryGroup | None = None, **options: Any
-) -> Iterator[Group]:
-    made = Group(name, folder, ranks, worker=worker, limit=limit, **options)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def sizes(plan: Plan, hidden: int) -> dict[str, int]:
@@ -183,7 +145,7 @@ def memory(plan: Plan, folder: str) -> dict[str, Any]:
     ranks, shape = plan.limited_ranks, sizes(plan, plan.traffic_hidden)
     smallest = shape | {"hidden": SMALLEST_HIDDEN}
     base_bytes = run_limited("base", folder, NO_LIMIT_BYTES, ranks, 2, budget_bytes=SMALLEST_BUDGET_BYTES, **smallest)
-    budget = budget_of_rank(plan, ranks)
+    budget, shape["page_elements"] = budget_of_rank(plan, ranks), PAGE_ELEMENTS_OF_MEMORY
     limit_bytes = base_bytes["group_peak_bytes"] + int(LIMIT_TOLERANCE * ranks * budget)
     found = run_limited("limited", folder, limit_bytes, ranks, plan.limited_steps, budget_bytes=budget, **shape)
     progress(f"{ranks} ranks: {found['group_peak_bytes'] >> 20} of {limit_bytes >> 20} MiB, killed: {found['failure']}")

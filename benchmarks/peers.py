@@ -3,6 +3,7 @@
     python benchmarks/peers.py --json --ssd /mnt/nvme --dtype fp32 > benchmarks/results/peers_fp32.json
     python benchmarks/peers.py --json --ssd /mnt/nvme --dtype bf16 > benchmarks/results/peers_bf16.json
     python benchmarks/peers.py --json --ssd /mnt/nvme --sequence 128 --update backward --peers deepspeed
+    python benchmarks/peers.py --json --ssd /mnt/nvme --ranks 2 --peers deepspeed
     python benchmarks/peers.py --smoke
 
 A random-init Llama of 218 M parameters, batch 1 x 256 tokens, AdamW. Needs root (a memory cgroup, a swap file: both
@@ -21,6 +22,10 @@ Rows, each in a process of its own, all alive at once and taking turns step by s
     ours_at_swap       in a cgroup of the same limit that may not swap
 A process limit becomes a budget: the limit less 2 %, less what the process holds without the model.
 
+With --ranks each row is a process for each rank over gloo, with its share of the cores: plain torch and ours divide the
+model by `fully_shard`, and each of our processes is limited to the peak of DeepSpeed's largest. There is no
+ours_at_half. The group of swap has what the further ranks hold without a model on top.
+
 DeepSpeed is faster with more memory. So of all settings that were tried (harness/deepspeed_search.py) each of which no
 other one is both faster and smaller also takes turns with ours, limited to the memory at which that one peaked. The row
 is the fastest whose memory leaves room for the other rows beside it, none of which takes more than plain torch.
@@ -28,6 +33,7 @@ is the fastest whose memory leaves room for the other rows beside it, none of wh
 
 import argparse
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -49,6 +55,7 @@ from harness.memory_group import (
 from harness.options import driver_parser
 from harness.process_memory import PLAIN_HUGE
 from harness.provenance import machine
+from harness.rank_group import RanksAsOne
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import Workers
 from harness.worker_process import WorkerFailed, WorkerProcess, worker_command
@@ -58,11 +65,12 @@ import torch_offload
 
 SWAP_SHARE = 0.40
 MIN_FREE_BYTES = 24 << 30
+RANKS_BAR = 2.0  # DeepSpeed over ours at its peak
+RANKS_SWAP_BAR = 5.0
 BARS = {"fp32": {"ours_at_peer": 4.0, "ours_at_half": 2.5}, "bf16": {"ours_at_peer": 3.0, "ours_at_half": 1.5}}
 SWAP_BAR = 6.0
 PEERS = ("deepspeed", "swap")
 FIRST_PORT = 29511
-OTHER_ROWS = 4  # alive beside DeepSpeed's, each of which takes what plain torch takes, or less
 MIN_IN_HUGE_PAGES = 0.5  # of the state, without which plain_huge is no other than plain
 
 
@@ -74,6 +82,7 @@ class Plan:
     dtype: str
     peers: tuple[str, ...]
     update: str = ""  # of Config, for our rows
+    ranks: int = 1
     rounds: int = 5
     most_rounds: int = 10
     warmup: int = 2
@@ -90,7 +99,10 @@ class Rows:
         self.workers = Workers()
         self.limits: dict[str, float] = {}
         self.groups: dict[str, MemoryGroup] = {}
-        self.nvme: dict[Path, WorkerProcess | None] = {}  # of DeepSpeed, by folder; none where it did not start
+        self.started = 0  # groups of ranks
+        self.nvme: dict[
+            Path, WorkerProcess | RanksAsOne | None
+        ] = {}  # of DeepSpeed, by folder; none where it did not start
         self.stack = ExitStack()
 
     def __enter__(self) -> "Rows":
@@ -105,20 +117,40 @@ class Rows:
         words = [word for name in names for word in (f"--{name}", str(values[name]))]
         return [*words, "--dtype", self.plan.dtype, "--ssd", self.scratch]
 
-    def add(self, name: str, *options: str, group: MemoryGroup | None = None) -> WorkerProcess:
+    def add(self, name: str, *options: str, group: MemoryGroup | None = None) -> WorkerProcess | RanksAsOne:
         """Start a worker of ours and let it warm up."""
         if group is not None:
             self.groups[name] = group
         return self.keep(self.start(name, *options, group=group))
 
-    def start(self, name: str, *options: str, group: MemoryGroup | None = None, **environment: str) -> WorkerProcess:
+    def start(
+        self, name: str, *options: str, group: MemoryGroup | None = None, **environment: str
+    ) -> WorkerProcess | RanksAsOne:
         """Start a worker of ours that the caller ends."""
         page_elements = str(self.plan.workload.page_elements)
-        command = [*worker_command("step"), *self.shape(), "--page-elements", page_elements, *options]
+        ranks = self.plan.ranks
+        worker = worker_command("step" if ranks == 1 else "sharded_step")
+        command = [*worker, *self.shape(), "--page-elements", page_elements, *options]
         command = command if group is None else group.command(command)
-        return WorkerProcess(name, command, log_directory=self.scratch, **environment)
+        if ranks == 1:
+            return WorkerProcess(name, command, log_directory=self.scratch, **environment)
+        self.started += 1
+        met = ["--ranks", str(ranks), "--group", str(Path(self.scratch, f"{name}-{self.started}.group"))]
+        commands = [[*command, *met, "--rank", str(rank)] for rank in range(ranks)]
+        environments = [environment | {"OMP_NUM_THREADS": str(self.threads)}] * ranks
+        return RanksAsOne(name, commands, environments, log_directory=self.scratch)
 
-    def start_limited(self, name: str, limit_bytes: float) -> WorkerProcess:
+    @property
+    def beside_deepspeed(self) -> int:
+        """How many other rows are alive, each of which takes what plain torch takes, or less."""
+        return 2 + (self.plan.ranks == 1) + ("swap" in self.plan.peers)
+
+    @property
+    def threads(self) -> int:
+        """What a rank has of the cores."""
+        return max(1, (os.cpu_count() or 1) // self.plan.ranks)
+
+    def start_limited(self, name: str, limit_bytes: float) -> WorkerProcess | RanksAsOne:
         """Start a paged worker whose process is limited, which the caller ends."""
         return self.start(name, "--process-limit-bytes", str(int(limit_bytes)), *self.optimizer())
 
@@ -131,14 +163,14 @@ class Rows:
         kind = ["--optimizer", "offload"] if self.plan.dtype == "bf16" else []
         return [*kind, "--update", self.plan.update] if self.plan.update else kind
 
-    def keep(self, worker: WorkerProcess) -> WorkerProcess:
+    def keep(self, worker: WorkerProcess | RanksAsOne) -> WorkerProcess | RanksAsOne:
         self.workers[worker.name] = worker
         self.stack.callback(worker.close)
         worker.warm_up(self.plan.warmup)
         progress(f"{worker.name}: {worker.description} peak {worker.peak_resident_bytes / 1e9:.2f} GB")
         return worker
 
-    def start_deepspeed(self, settings: dict[str, Any], name: str = "deepspeed") -> WorkerProcess:
+    def start_deepspeed(self, settings: dict[str, Any], name: str = "deepspeed") -> WorkerProcess | RanksAsOne:
         for used, ended in list(self.nvme.items()):
             if ended is None or ended.process.poll() is not None:  # of settings tried before
                 shutil.rmtree(used)
@@ -150,7 +182,14 @@ class Rows:
         words = [*self.shape(), "--ssd", str(folder), "--settings", deepspeed_setup.as_option(settings)]
         environment = deepspeed_setup.environment(self.venv)
         environment["MASTER_PORT"] = str(FIRST_PORT + len(self.nvme))
-        worker = WorkerProcess(name, [*script, *words], log_directory=self.scratch, **environment)
+        ranks = self.plan.ranks
+        worker: WorkerProcess | RanksAsOne
+        if ranks == 1:
+            worker = WorkerProcess(name, [*script, *words], log_directory=self.scratch, **environment)
+        else:
+            environment |= {"OMP_NUM_THREADS": str(self.threads), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+            environments = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+            worker = RanksAsOne(name, [[*script, *words]] * ranks, environments, log_directory=self.scratch)
         self.nvme[folder] = worker
         return worker
 
@@ -194,7 +233,9 @@ def beside_ours(rows: Rows, row: dict[str, Any], probe: DiskProbe) -> dict[str, 
         return row | {"failure_beside_ours": str(failure)}  # such as a limit that our base does not fit
 
 
-def compared(rows: Rows, starts: dict[str, Callable[[], WorkerProcess]], probe: DiskProbe) -> dict[str, Any]:
+def compared(
+    rows: Rows, starts: dict[str, Callable[[], WorkerProcess | RanksAsOne]], probe: DiskProbe
+) -> dict[str, Any]:
     """Let two workers take turns and end; return spreads of each, of the first over the second, and the rounds."""
     with Workers() as workers:
         for name, start_worker in starts.items():
@@ -230,7 +271,7 @@ def start(rows: Rows, settings: dict[str, Any] | None) -> None:
         rows.add("in_memory", *rows.optimizer())
     if has_optimizer:
         rows.add_ours("ours_at_peer", peer_bytes)
-        if "deepspeed" in plan.peers:
+        if "deepspeed" in plan.peers and plan.ranks == 1:
             rows.add_ours("ours_at_half", peer_bytes / 2)
     if "swap" in plan.peers and plan.dtype == "fp32":
         start_swap(rows)
@@ -238,10 +279,12 @@ def start(rows: Rows, settings: dict[str, Any] | None) -> None:
 
 def start_swap(rows: Rows) -> None:
     """Start plain torch under a limit with swap, and ours under the same limit without."""
-    limit_bytes = int(SWAP_SHARE * rows.plan.workload.state_bytes)
+    ranks = rows.plan.ranks
+    further_bytes = (ranks - 1) * rows.workers["ours_at_peer"].description["base_bytes"]
+    limit_bytes = int(SWAP_SHARE * rows.plan.workload.state_bytes) + further_bytes
     rows.stack.enter_context(SwapFile(rows.scratch, int(1.5 * rows.plan.workload.state_bytes)))
     rows.add("swap", group=rows.make_group("swap", limit_bytes, may_swap=True))
-    rows.add_ours("ours_at_swap", limit_bytes, group=rows.make_group("ours", limit_bytes, may_swap=False))
+    rows.add_ours("ours_at_swap", limit_bytes / ranks, group=rows.make_group("ours", limit_bytes, may_swap=False))
 
 
 def summarise(rows: Rows, rounds: list[dict[str, Any]], final: dict[str, Any]) -> dict[str, Any]:
@@ -296,9 +339,10 @@ def ratio(rounds: list[dict[str, Any]], slow: str, fast: str) -> dict[str, float
 
 def bars_of(plan: Plan, result: dict[str, Any], used: list[dict[str, Any]], *, is_timed: bool) -> list[dict[str, Any]]:
     bars = []
-    wanted = [("deepspeed", name, target) for name, target in BARS[plan.dtype].items() if "deepspeed" in plan.peers]
+    of_deepspeed = BARS[plan.dtype] if plan.ranks == 1 else {"ours_at_peer": RANKS_BAR}
+    wanted = [("deepspeed", name, target) for name, target in of_deepspeed.items() if "deepspeed" in plan.peers]
     if "swap" in plan.peers and plan.dtype == "fp32":
-        wanted.append(("swap", "ours_at_swap", SWAP_BAR))
+        wanted.append(("swap", "ours_at_swap", SWAP_BAR if plan.ranks == 1 else RANKS_SWAP_BAR))
     for peer, name, target in wanted if is_timed else ():
         bars.append(at_least(f"{peer} over {name}, {plan.dtype}", ratio(used, peer, name)["median"], target))
     rows, huge = result["rows"], result["plain_huge"]
@@ -325,8 +369,8 @@ def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | Non
     probe = DiskProbe(scratch, probe_bytes=plan.probe_bytes)
     with Rows(plan, scratch, venv) as rows:
         huge = compare_huge_pages(rows, probe)
-        others_bytes = OTHER_ROWS * huge["highest_resident_bytes"]["plain"]
-        most_bytes = machine(scratch)["memory_bytes"] - others_bytes
+        others_bytes = rows.beside_deepspeed * huge["highest_resident_bytes"]["plain"]
+        most_bytes = machine(scratch)["memory_bytes"] / plan.ranks - others_bytes
         deepspeed = choose_deepspeed(rows, settings, probe, most_bytes=most_bytes) if "deepspeed" in plan.peers else {}
         start(rows, deepspeed.get("settings"))
         rounds = rows.workers.take_turns(wanted=rows.plan.rounds, most=rows.plan.most_rounds, probe=probe)
@@ -336,6 +380,7 @@ def measure(plan: Plan, scratch: str, venv: Path, settings: dict[str, Any] | Non
             "workload": asdict(plan.workload),
             "dtype": plan.dtype,
             "update": plan.update,
+            "ranks": plan.ranks,
             "disturbed": is_disturbed,
             "disk": {key: spread([row["disk"][key] for row in used]) for key in used[0]["disk"]},
             "plain_huge": huge,
@@ -362,6 +407,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=256, help="tokens of a step (default: %(default)s)")
     parser.add_argument("--update", default="", help="a value of Config.update for our rows; default: the package's")
     parser.add_argument("--peers", default=",".join(PEERS), help="of deepspeed, swap (default: both)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of a row, over gloo (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=Plan.rounds)
     parser.add_argument("--most-rounds", type=int, default=Plan.most_rounds)
     venv = Path(tempfile.gettempdir(), "torch-offload-deepspeed")
@@ -380,11 +426,11 @@ def main() -> None:
         raise SystemExit(f"unknown peers {sorted(unknown)}; there are {', '.join(PEERS)}")
     if options.smoke:
         smoke = {"rounds": 1, "most_rounds": 1, "warmup": 1, "probe_bytes": 16 << 20}
-        plan = Plan(TINY, options.dtype, peers, options.update, **smoke)
+        plan = Plan(TINY, options.dtype, peers, options.update, options.ranks, **smoke)
     else:
         workload = Workload(f"{options.sequence} tokens", batch=1, sequence=options.sequence, checkpointing=0)
         most_rounds = max(options.rounds, options.most_rounds)
-        plan = Plan(workload, options.dtype, peers, options.update, options.rounds, most_rounds)
+        plan = Plan(workload, options.dtype, peers, options.update, options.ranks, options.rounds, most_rounds)
         free_bytes = shutil.disk_usage(options.ssd).free
         if free_bytes < MIN_FREE_BYTES:
             raise SystemExit(f"{MIN_FREE_BYTES} bytes are needed in {options.ssd}, {free_bytes} are free")

@@ -20,7 +20,6 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--group", required=True, help="file by which the ranks find one another")
-    parser.add_argument("--ssd", required=True)
 
 
 def join_group(options: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from harness.disk import DiskProbe
+from harness.rank_group import RanksAsOne
 from harness.reporting import are_enough, is_quiet, progress
 from harness.worker_process import WorkerProcess
 
@@ -35,7 +36,7 @@ def take_turns(turns: Mapping[str, Turn], *, wanted: int, most: int, probe: Disk
     return rounds
 
 
-class Workers(dict[str, WorkerProcess]):
+class Workers(dict[str, WorkerProcess | RanksAsOne]):
     """The process of each variant; all end with the context."""
 
     def __enter__(self) -> "Workers":

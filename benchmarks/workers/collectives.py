@@ -260,6 +260,7 @@ class Collectives:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_rank_options(parser)
+    parser.add_argument("--ssd", required=True)
     parser.add_argument("--repeats", type=int, required=True, help="paged runs of each collective, with other delays")
     serve(lambda: Collectives(parser.parse_args()))
 

@@ -10,9 +10,9 @@ import os
 import sys
 from typing import Any
 
-PORT = "29511"
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu")
-os.environ.setdefault("MASTER_PORT", PORT)
+os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1")
+for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29511"}.items():
+    os.environ.setdefault(name, value)
 os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # ninja, for its operators
 
 import deepspeed  # noqa: E402  the settings above come first
@@ -100,7 +100,8 @@ class Worker:
 
     def __init__(self, options: argparse.Namespace) -> None:
         backend = get_accelerator().communication_backend_name()
-        deepspeed.init_distributed(dist_backend=backend, rank=0, world_size=1)
+        rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        deepspeed.init_distributed(dist_backend=backend, rank=rank, world_size=ranks)
         keep_dtype()
         model = make_model(options)
         self.ids = torch.randint(0, options.vocabulary, (options.batch, options.sequence))

@@ -123,6 +123,7 @@ class Training:
         self.case = case
         self.is_paged = is_paged
         self.ranks = rank.options.ranks
+        self.page_elements = rank.options.page_elements
         self.rows, self.tokens = rank.options.rows, rank.options.tokens
         self.module = new_model(rank.shape, rank.options.device)
         self.budget_bytes = rank.options.budget_bytes or budget_bytes(rank.shape, case, self.ranks)
@@ -140,7 +141,7 @@ class Training:
         return Config(
             ram=self.budget_bytes,
             ssd=folder,
-            page_elements=1 << 14,
+            page_elements=self.page_elements,
             min_paged_bytes=1 << 14,
             activations=self.case.activations,
         )
@@ -236,6 +237,7 @@ def local(tensor: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_rank_options(parser)
+    parser.add_argument("--ssd", required=True)
     for name in ("hidden", "layers", "rows", "tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--every", type=int, default=1, help="take one case in so many")
@@ -243,6 +245,7 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=("cpu", "meta"), default="cpu", help="meta: memory comes once it is sharded and wrapped"
     )
+    parser.add_argument("--page-elements", type=int, default=1 << 14)
     parser.add_argument("--budget-bytes", type=int, default=0, help="default: what the case is given")
     serve(lambda: Rank(parser.parse_args()))
 

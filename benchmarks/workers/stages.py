@@ -172,6 +172,7 @@ class Training:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_rank_options(parser)
+    parser.add_argument("--ssd", required=True)
     for name in ("layers", "width", "micro-batches", "steps", "warmup"):
         parser.add_argument(f"--{name}", type=int, required=True)
     serve(lambda: Stages(parser.parse_args()))

@@ -112,7 +112,7 @@ class Worker:
         self.paged = options.budget_bytes > 0
         self.max_grad_norm = options.max_grad_norm
         self.budget_bytes = options.budget_bytes
-        self.model = make_model(options)
+        self.model = self.new_model(options)
         if self.paged:
             import torch_offload
 
@@ -120,6 +120,14 @@ class Worker:
         self.optimizer = make_optimizer(self.model, options)
         self.ids = torch.randint(0, options.vocabulary, (options.batch, options.sequence))
         self.traffic_so_far = self.traffic()
+
+    def new_model(self, options: argparse.Namespace) -> LlamaForCausalLM:
+        """Return what is trained, in memory as yet."""
+        return make_model(options)
+
+    def own_part(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what this process has of a weight."""
+        return weight
 
     def config(self, options: argparse.Namespace) -> "Config":
         """Return the settings of a paged worker."""
@@ -199,7 +207,7 @@ class Worker:
         """Describe the run. Hashing the weights applies what is pending on them."""
         weights = hashlib.sha256()
         for weight in self.model.parameters():
-            weights.update(weight.detach().view(torch.uint8).numpy())
+            weights.update(self.own_part(weight.detach()).view(torch.uint8).numpy())
         summary: dict[str, Any] = {"weights_sha256": weights.hexdigest()}
         if self.paged:
             import torch_offload
