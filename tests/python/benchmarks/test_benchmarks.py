@@ -215,6 +215,14 @@ def test_distributed_compares_ranks(scratch):
         assert [line.partition(":")[0] for line in result["not_measured"]] == ["memory"]
 
 
+def test_ranks_end_with_one_that_fails_and_start_again(scratch):
+    """One was killed, one had too little memory; what was trained on is that of a run without failure."""
+    result = smoke("rank_failures", scratch)
+    assert [row["way"] for row in result["failures"]] == ["killed", "budget too small"]
+    assert result["restarts"]["checkpoints"] == 4
+    assert len(result["bars"]) == 9
+
+
 def test_load_save_moves_a_model_of_three_times_the_budget(scratch):
     """A process limited to base and budget loaded and saved it, and the files are the same."""
     result = smoke("load_save", scratch)
