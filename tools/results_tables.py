@@ -138,6 +138,8 @@ PIECES = (
     "measured."
 )
 BLOCKS = "Before is commit a061ebf289e1 (ADR 0016)."
+FOUND = " --deepspeed-settings JSON"
+SETTINGS_FOUND = "DeepSpeed has the settings that its search found at 128 tokens, in the section of these."
 BENCHMARKS = (
     Benchmark("train_step", "A training step", IO, PLAIN),
     Benchmark("adapters", "LoRA over a base of twice the memory", IO, ADAPTERS),
@@ -210,10 +212,27 @@ BENCHMARKS = (
     ),
     Benchmark("peers_fp32", "DeepSpeed and swap, fp32", f"{IO} --dtype fp32"),
     Benchmark("peers_bf16", "DeepSpeed, bf16", f"{IO} --dtype bf16"),
+    *(
+        Benchmark(
+            f"peers_backward_{tokens}",
+            f"DeepSpeed beside an update in the backward, {tokens} tokens",
+            f"{IO} --sequence {tokens} --update backward --peers deepspeed{settings}",
+            note,
+            driver="peers",
+        )
+        for tokens, settings, note in (
+            (32, FOUND, SETTINGS_FOUND),
+            (128, "", ""),
+            (512, FOUND, SETTINGS_FOUND),
+        )
+    ),
+    Benchmark("peers_ranks", "DeepSpeed, two ranks", f"{IO} --ranks 2 --peers deepspeed", driver="peers"),
+    Benchmark("peers_ranks_swap", "Swap, two ranks", f"{IO} --ranks 2 --peers swap", driver="peers"),
     Benchmark("size_fp32", "Size of the model", f"{IO} --dtype fp32", SLOW_STEPS),
     Benchmark("load_save", "Loading and saving", IO),
     Benchmark("activations", "A long row", IO, "Times are reported in the file, not judged."),
     Benchmark("distributed", "Ranks with DDP and FSDP2", IO),
+    Benchmark("rank_failures", "A rank that fails", IO),
     Benchmark("three_tiers", "Three tiers", IO, "Device and SSD are slowed down to a card's ratios; no GPU was used."),
     Benchmark("io", "The I/O engine against fio", IO),
     Benchmark(
@@ -386,7 +405,7 @@ def section(result: Result) -> str:
     notes += [DISTURBED] if is_disturbed(result.content) else []
     parts += [f"{note}\n" for note in notes if note]
     parts.append(table(["bar", "target", "value", "holds"], rows))
-    if result.benchmark.stem.startswith("peers"):
+    if result.content.get("deepspeed_settings_tried"):
         parts.append(settings_of_deepspeed(result.content))
     if result.benchmark.stem.startswith("size"):
         parts.append(steps_of_sizes(result.content))
