@@ -205,6 +205,16 @@ def forget_reduced(group: Any) -> None:
     group._all_reduce_state = None
 
 
+def held_gradients(group: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each parameter of a group whose whole gradient waits for a later backward to be reduced, and that."""
+    for parameter in group.fsdp_params:
+        held = parameter.unsharded_accumulated_grad
+        if held is None and hasattr(parameter, "_unsharded_param"):
+            held = parameter._unsharded_param.grad
+        if held is not None:
+            yield parameter, held
+
+
 def padded_shard(parameter: Any) -> Any:
     """Return what all ranks have equally much of: the memory of a shard, flat."""
     return parameter._sharded_param_data

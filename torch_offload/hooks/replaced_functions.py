@@ -255,7 +255,8 @@ REDUCED_GRADIENTS = ReplacedFunction(
     owner="torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
     name="post_backward",
     parameters=("self",),
-    reason="Torch keeps what it summed over replicas until the backward ends, beside paged gradients with the same.",
+    reason="Torch keeps what it summed over replicas until the backward ends, beside paged gradients with the same. "
+    "Whole gradients that a later backward reduces become pages.",
     until=Until.ENGINE_OF_SHARDS_CLOSES,
     alternative="Streams of its own for CUDA only: on the CPU the sum is there when the call returns.",
 )

@@ -123,7 +123,7 @@ class ShardedParameters:
                 ) from error
         if shards and not self._is_installed:
             self._patches.replace(replaced_functions.GATHERED_PARAMETERS, self._after_gathering)
-            self._patches.replace(replaced_functions.REDUCED_GRADIENTS, _forget_after_reducing)
+            self._patches.replace(replaced_functions.REDUCED_GRADIENTS, self._after_backward)
             self._is_installed = True
         return shards
 
@@ -153,17 +153,21 @@ class ShardedParameters:
         original(parameter, *args, **options)
         self._leave_gathered(parameter)
 
+    def _after_backward(self, original: Any, group: Any, *args: Any, **options: Any) -> None:
+        """Free the gradients of replicas once they are summed; those of a GPU may still be read on another stream. Page
+        whole gradients that wait for a later backward, as under `set_requires_gradient_sync(False)`.
+        """
+        original(group, *args, **options)
+        if group.device.type != "cpu":
+            return
+        _compat.forget_reduced(group)
+        for parameter, gradient in _compat.held_gradients(group):
+            self._engine.gradient_complete(paged_part(parameter.sharded_param), paged_part(gradient))
+
     def _leave_gathered(self, parameter: Any) -> None:
         """Let no graph make pages of memory that torch frees and takes again by itself."""
         for gathered in parameter.all_gather_outputs:
             self._engine.keep_out(gathered)
-
-
-def _forget_after_reducing(original: Any, group: Any, *args: Any, **options: Any) -> None:
-    """Free the gradients of replicas once they are summed; those of a GPU may still be read on another stream."""
-    original(group, *args, **options)
-    if group.device.type == "cpu":
-        _compat.forget_reduced(group)
 
 
 def _parameters_in(shards: Shards) -> list[Any]:

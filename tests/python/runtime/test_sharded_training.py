@@ -27,6 +27,8 @@ CASES = {
     "for each tensor": Case(optimizer="default"),
     "sgd": Case(optimizer="sgd", clips=False),
     "two micro steps": Case(micro_steps=2),
+    "held gradients": Case(micro_steps=2, holds_gradients=True),
+    "held gradients of bf16": Case(micro_steps=2, holds_gradients=True, is_mixed=True),
     "bf16": Case(is_mixed=True),
     "activations stay": Case(activations="keep"),
     "uneven shards": Case(ranks=3),

@@ -46,6 +46,8 @@ class Case:
     optimizer: str = "fused"
     clips: bool = True
     micro_steps: int = 1
+    holds_gradients: bool = False
+    """Whole gradients wait for the last micro step to be reduced."""
     is_mixed: bool = False
     wraps_first: bool = False
     is_on_meta: bool = False
@@ -153,7 +155,9 @@ def train(rank: int, model: nn.Sequential, case: Case, optimizer: torch.optim.Op
     generator = torch.Generator().manual_seed(case.data_of(rank))
     seen: list[Tensor] = []
     for _ in range(STEPS):
-        for _ in range(case.micro_steps):
+        for micro_step in range(case.micro_steps):
+            if case.holds_gradients:
+                model.set_requires_gradient_sync(micro_step + 1 == case.micro_steps)
             loss = model(torch.randn(ROWS, WIDTH, generator=generator)).float().square().mean()
             loss.backward()
             seen.append(loss.detach())
