@@ -9,7 +9,7 @@ A Llama over gloo, one thread a rank, with DDP and with `fully_shard` (FSDP2), i
   losses, norms, weights and states beside those of the same ranks in memory. A rank has 40 % of its state, with DDP its
   gradients and 15 %.
 - **traffic**: the bytes of all ranks' scratch files for each parameter and step, at 1, 2 and 4 ranks of FSDP2 that
-  share the same memory.
+  share the same memory, beside those of the best eviction of the same uses.
 - **memory**: four ranks of FSDP2 in one memory group, limited to what four take that train next to nothing, what the
   four may take for pages, and 2 % of that.
 - **overhead**: steps of two ranks with everything in memory, beside steps of two that page nothing, in turns.
@@ -36,6 +36,8 @@ from models.bare_llama import Shape
 
 MIN_EQUAL = 120
 MAX_RATIO_OF_BYTES = 1.3  # between counts of ranks that share the same memory
+MAX_OVER_LEAST = 1.05
+MAX_BYTES_OF_STATES = 1.02 * 8  # of each parameter, two moments in fp32
 MAX_OVERHEAD = 1.02
 MAX_LOOPED_RATIO = 0.5  # bytes of LoopedBFS over those of 1F1B
 MIN_IN_WAITS = 0.8  # of the deferred updates of a pipeline
@@ -124,6 +126,7 @@ def traffic(plan: Plan, folder: str) -> list[dict[str, Any]]:
             for _ in range(plan.warmup_steps):
                 trained.ask("step")
             steps = [trained.ask("step") for _ in range(plan.rounds)]
+            replayed = trained.ask("replay")
         counted = [{name: sum(answer[name] for answer in step) / parameters for name in step[0]} for step in steps]
         moved = {name: spread([step[name] for step in counted]) for name in ("read_bytes", "written_bytes")}
         by_kind = {name: spread([step[name] for step in counted]) for name in counted[0] if "_bytes_of_" in name}
@@ -134,10 +137,22 @@ def traffic(plan: Plan, folder: str) -> list[dict[str, Any]]:
                 "parameters": parameters,
                 "bytes_per_parameter": moved,
                 "bytes_per_parameter_by_kind": {name: each for name, each in by_kind.items() if each["max"] > 0},
+                "replayed": {name: sum(answer[name] for answer in replayed) for name in replayed[0]},
             }
         )
         progress(f"{ranks} ranks: {moved['read_bytes']['median']:.1f} read, {moved['written_bytes']['median']:.1f} B")
     return found
+
+
+def traffic_bars(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Judge the bytes of one count of ranks beside a replay, and those of two moments beside once each way."""
+    ranks, replayed, kinds = row["ranks"], row["replayed"], row["bytes_per_parameter_by_kind"]
+    over_least = replayed["moved_bytes"] / replayed["least_bytes"]
+    most = max(kinds[f"{way}_bytes_of_state"]["median"] for way in ("read", "written"))
+    return [
+        at_most(f"bytes of {ranks} ranks over the least by replay", over_least, MAX_OVER_LEAST),
+        at_most(f"bytes of states for each parameter, one way, {ranks} ranks", most, MAX_BYTES_OF_STATES),
+    ]
 
 
 def memory(plan: Plan, folder: str) -> dict[str, Any]:
@@ -305,6 +320,7 @@ def full_bars(parts: dict[str, Any]) -> list[dict[str, Any]]:
         totals = [sum(part["median"] for part in row["bytes_per_parameter"].values()) for row in parts["traffic"]]
         ratio = max(totals) / min(totals)
         bars.append(at_most("bytes at one count of ranks over those at another", ratio, MAX_RATIO_OF_BYTES))
+        bars += [bar for row in parts["traffic"] for bar in traffic_bars(row)]
     if "memory" in parts:
         found = parts["memory"]
         bars.append(at_least("steps of ranks that one memory group limits", found["steps"], Plan.limited_steps))

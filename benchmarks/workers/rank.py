@@ -1,7 +1,8 @@
 """A rank of a group over gloo: trains a Llama sharded by `fully_shard`, or with DDP, in memory and paged.
 
 Reads one command per line from stdin and answers each with a JSON line. With --train no it knows "compare", which takes
-the next of the cases that all ranks have in the same order; else "step", which trains on.
+the next of the cases that all ranks have in the same order; else "step", which trains on, and "replay", which does so
+for some steps and says what bytes the best eviction had moved.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.belady_check import least_traffic
 from harness.ranks import add_rank_options, digests_of, join_group, paging_figures
 from harness.worker_process import serve
 from models.bare_llama import BareLlama, Shape
@@ -23,8 +25,10 @@ from torch.distributed.tensor import DTensor
 
 import torch_offload
 from torch_offload import Config
+from torch_offload.runtime.process import PROCESS
 
 COMPARED_STEPS = 2
+REPLAYED_STEPS = 4
 KINDS_OF_STATE = 4  # weights, gradients, two moments
 SHARE = 0.4  # of a rank's state that FSDP2 gets
 SHARE_BESIDE_GRADIENTS = 0.15  # that DDP gets, which keeps all gradients in its buckets
@@ -113,6 +117,20 @@ class Rank:
             **moved,
             **(self.training.figures() if self.training.is_paged else {}),
         }
+
+    def replay(self) -> dict[str, float]:
+        """Train some steps with every use of a page listed; count bytes of the last but one, ours and the least."""
+        if self.training is None or PROCESS.session is None:
+            raise SystemExit("this rank pages nothing")
+        engine = PROCESS.session.engine
+        engine.start_use_log()
+        steps = [self.step() for _ in range(REPLAYED_STEPS)]
+        log = engine.take_use_log()
+        least = {
+            name: float(sum(least_traffic(log, self.training.budget_bytes, beside_peaks=beside_peaks)))
+            for name, beside_peaks in (("least_bytes", False), ("least_bytes_beside_peaks", True))
+        }
+        return {"moved_bytes": sum(steps[-2][name] for name in ("read_bytes", "written_bytes")), **least}
 
 
 class Training:
