@@ -10,6 +10,7 @@ import pytest
 from support.collectives import in_each_rank
 from support.sharded_training import (
     ACTIVATION_BYTES,
+    LAYERS,
     SHARDS_BYTES,
     STEPS,
     WEIGHTS,
@@ -19,6 +20,7 @@ from support.sharded_training import (
     run_unwrapped,
     said_of_room,
     saved_and_loaded,
+    train_language_model,
 )
 
 CASES = {
@@ -99,6 +101,18 @@ def test_shards_get_memory_after_they_were_wrapped(scratch):
         assert figures["memory"]["peak_bytes"] <= case.budget_bytes
         assert figures["norms_from_cache"] == WEIGHTS * STEPS
     assert sum(figures["shards_bytes"] for _, _, figures in outcomes) == SHARDS_BYTES
+
+
+def test_one_rank_may_recompute_what_the_other_saves(scratch):
+    """As `activations="auto"` may decide on ranks that are not alike: recomputing gathers nothing."""
+    folders = [scratch / name for name in ("plain", "paged")]
+    for folder in folders:
+        folder.mkdir()
+    plain = in_each_rank(train_language_model, ("", ""), str(folders[0]))
+    paged = in_each_rank(train_language_model, ("recompute", "page"), str(folders[1]))
+    assert [seen for seen, _, _ in paged] == [seen for seen, _, _ in plain]
+    assert [layers for _, layers, _ in paged] == [LAYERS, 0]
+    assert [saved_bytes > 0 for _, _, saved_bytes in paged] == [False, True]
 
 
 def test_training_goes_on_after_unwrapping(scratch):

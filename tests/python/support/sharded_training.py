@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_offload
 from support.bits import digest
@@ -26,6 +27,8 @@ from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.sharded_parameters import paged_part
 
 WIDTH, BLOCKS, ROWS, STEPS = 128, 16, 128, 3
+LAYERS = 6
+"""Of the language model."""
 WEIGHTS = 2 * BLOCKS
 """Tensors whose shards are large enough to be paged."""
 PARAMETERS = BLOCKS * (8 * WIDTH * WIDTH + 5 * WIDTH)
@@ -277,6 +280,35 @@ def lives_on_after_wrapping(rank: int, case: Case, folder: str) -> bool:
     gc.collect()
     dist.destroy_process_group()
     return module() is not None
+
+
+def train_language_model(rank: int, modes: tuple[str, str], folder: str) -> tuple[list[str], int, int]:
+    """Return losses and norms of a sharded Llama on two ranks, each with a setting for activations of its own ("": in
+    memory); how many layers recompute, and the bytes that passes saved as pages.
+    """
+    join_group(rank, folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS, "vocab_size": 2 * WIDTH}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    if modes[rank]:
+        config = Config(ram="24MiB", ssd=folder, page_elements=1 << 13, min_paged_bytes=1 << 13)
+        torch_offload.wrap(model, config=config.replace(activations=modes[rank]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    seen = []
+    for step in range(STEPS):
+        ids = torch.randint(0, 2 * WIDTH, (2, 64), generator=torch.Generator().manual_seed(2 * step + rank))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        seen += [digest(loss.detach()), digest(norm.full_tensor())]
+        optimizer.step()
+        optimizer.zero_grad()
+    saved_bytes = PROCESS.session.statistics()["saved_bytes"] if modes[rank] else 0
+    dist.destroy_process_group()
+    return seen, sum(layer.gradient_checkpointing for layer in model.model.layers), saved_bytes
 
 
 def said_of_room(rank: int, case: Case, folder: str, units: float) -> str:
