@@ -6,11 +6,15 @@ library at the top and nothing of this package.
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OLDEST_TORCH = (2, 11)
 NEWEST_TORCH = (2, 15)
@@ -124,9 +128,21 @@ SHARDING_MODULE: Final = "torch.distributed.fsdp._fully_shard._fsdp_param"
 STORE_PATIENCE_SECONDS: Final = 5
 
 
-def local_part(tensor: Any) -> Any:
-    """Return the tensor of this rank inside a DTensor: the very one, where `to_local` may make a view."""
-    return tensor._local_tensor
+def is_dtensor(tensor: Any) -> bool:
+    """Whether it is a DTensor, of which each rank has a part."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
+def paged_part(tensor: "Tensor") -> "Tensor":
+    """Return the tensor that has the memory of one: itself; of a DTensor, this rank's part.
+
+    The very one is returned, where `to_local` may make a view.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return paged_part(local)
 
 
 def set_local_part(tensor: Any, local: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from torch_offload._compat import is_dtensor, paged_part
 from torch_offload.optim import adamw_state
 
 MASTERS = ("split", "fp32")
@@ -22,7 +23,8 @@ class AdamW(torch.optim.AdamW):
     Takes the place of ``torch.optim.AdamW``: the same groups, schedulers, scalers and ``state_dict`` layout. A bf16
     parameter gets fp32 moments and an fp32 master, whose rounding to bf16 the parameter always is; float32 and float64
     parameters are updated by torch's own fused kernel, with the bits of ``torch.optim.AdamW(fused=True)``. Where
-    parameters are not paged this is an ordinary CPU optimizer.
+    parameters are not paged this is an ordinary CPU optimizer. Of parameters that are divided among ranks (DTensors)
+    each rank updates its part; states are divided alike.
 
     State of a parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and, with ``amsgrad``, ``max_exp_avg_sq``, as in torch.
     A bf16 parameter has in addition ``master_low`` (int16, the 16 bits of its master that it lacks itself) or
@@ -97,7 +99,7 @@ class AdamW(torch.optim.AdamW):
         _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            _check_parameter(parameter)
+            _check_parameter(parameter, self.param_groups[-1])
 
     # --- The step --------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -141,7 +143,7 @@ class AdamW(torch.optim.AdamW):
                 continue
             state = self.state[parameter]
             if not state:
-                _check_parameter(parameter)
+                _check_parameter(parameter, group)
                 state.update(adamw_state.new_state(parameter, group))
             is_own = parameter.dtype is torch.bfloat16 or state["exp_avg"].dtype is torch.uint8
             found.setdefault((parameter.dtype, is_own), _Lists()).add(parameter, state, group)
@@ -153,9 +155,12 @@ class AdamW(torch.optim.AdamW):
         self._run(torch._fused_adamw_, group, lists, group["lr"])
 
     def _step_own(self, group: dict[str, Any], lists: "_Lists", clip: Tensor | None) -> None:
+        coefficient = None if clip is None else _whole(clip)
+
         def update(*arguments: list[Tensor], **options: Any) -> None:
-            *before, steps = arguments
-            torch.ops.torch_offload.fused_adamw_(*before, lists.masters, steps, **options, clip_coefficient=clip)
+            *before, steps = ([paged_part(tensor) for tensor in each] for each in arguments)
+            masters = [paged_part(master) for master in lists.masters]
+            torch.ops.torch_offload.fused_adamw_(*before, masters, steps, **options, clip_coefficient=coefficient)
 
         self._run(update, group, lists, float(group["lr"]))
 
@@ -289,9 +294,16 @@ def _check_group(group: dict[str, Any]) -> None:
         raise ValueError("amsgrad keeps a third moment that has no 8-bit form; use moments='fp32' with it")
 
 
-def _check_parameter(parameter: Tensor) -> None:
+def _whole(value: Tensor) -> Tensor:
+    """Return a number that all ranks have, as an ordinary tensor."""
+    return cast(Tensor, value.full_tensor()) if is_dtensor(value) else value  # type: ignore[attr-defined]
+
+
+def _check_parameter(parameter: Tensor, group: dict[str, Any]) -> None:
     if parameter.dtype not in (torch.bfloat16, torch.float32, torch.float64):
         remedy = "convert the model to bfloat16 or float32 before the optimizer is made"
         raise TypeError(f"torch_offload.AdamW trains bfloat16, float32 and float64, got {parameter.dtype}; {remedy}")
     if parameter.device.type not in ("cpu", "cuda"):
         raise TypeError(f"torch_offload.AdamW trains parameters on the CPU or a GPU, got one on {parameter.device}")
+    if group["moments"] == "8bit" and is_dtensor(parameter):
+        raise TypeError("8-bit moments have blocks that no rank could divide anew: use moments='fp32' with DTensors")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_offload import _C
+from torch_offload._compat import paged_part
 
 PACKED_BLOCK = 2048
 """Elements of an 8-bit moment that share a scale."""
@@ -130,7 +131,8 @@ def _as_state(parameter: Tensor, name: str, value: Tensor, dtype: torch.dtype) -
 
 def _paged_with(parameter: Tensor, state: Tensor, name: str) -> Tensor:
     """Page a state if its parameter is paged."""
-    engine = _C.engine_of(parameter)
-    if engine is not None and not _C.is_managed(state):
-        engine.manage(state, kind="state", label=f"optimizer state {name}", anchor=parameter)
+    own, part = paged_part(parameter), paged_part(state)
+    engine = _C.engine_of(own)
+    if engine is not None and not _C.is_managed(part):
+        engine.manage(part, kind="state", label=f"optimizer state {name}", anchor=own)
     return state

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from torch_offload import _C
+from torch_offload._compat import paged_part
 from torch_offload.config import Directories, Settings, format_size
 from torch_offload.errors import OffloadError, OutOfTierMemory
 from torch_offload.reporting.report import Report
 from torch_offload.runtime import preflight, rank_failures
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.settings import check_arguments, requested
-from torch_offload.runtime.sharded_parameters import paged_part
 from torch_offload.system import resources
 
 logger = logging.getLogger(__name__)

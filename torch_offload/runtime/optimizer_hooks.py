@@ -19,12 +19,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from torch_offload import _C
+from torch_offload._compat import paged_part
 from torch_offload.errors import OffloadError
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 from torch_offload.runtime.backward_updates import BackwardUpdates
 from torch_offload.runtime.eligibility import why_not_pageable
-from torch_offload.runtime.sharded_parameters import paged_part
 from torch_offload.runtime.unpickling import UnpickledTensors
 
 STEPS_BETWEEN_SEARCHES = 64

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from torch_offload import _C
+from torch_offload._compat import paged_part
 from torch_offload.activations.paging import PagedActivations
 from torch_offload.activations.policy import ActivationPolicy
 from torch_offload.config import Activations, Config
@@ -36,7 +37,7 @@ from torch_offload.runtime.passes import Passes
 from torch_offload.runtime.pending_modules import PendingModules
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
 from torch_offload.runtime.rank_agreement import RankAgreement
-from torch_offload.runtime.sharded_parameters import ShardedParameters, paged_part
+from torch_offload.runtime.sharded_parameters import ShardedParameters
 from torch_offload.runtime.tensor_parts import all_parts_of, parts_beside
 from torch_offload.runtime.tracked_module import WrappedModule
 from torch_offload.runtime.unpickling import UnpickledTensors

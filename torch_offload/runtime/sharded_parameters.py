@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torch_offload import _C, _compat
+from torch_offload._compat import paged_part
 from torch_offload.config import Config
 from torch_offload.errors import OffloadError
 from torch_offload.hooks import replaced_functions
@@ -173,14 +174,6 @@ class ShardedParameters:
 def _parameters_in(shards: Shards) -> list[Any]:
     found = (reference() for named in shards.values() for reference in named.values())
     return [parameter for parameter in found if parameter is not None]
-
-
-def paged_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that has the memory of one: itself; of a DTensor, this rank's part."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
-        return paged_part(_compat.local_part(tensor))
-    return tensor
 
 
 def own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_offload.runtime.sharded_parameters import paged_part
+from torch_offload._compat import paged_part
 
 Parts = list[tuple[str, torch.Tensor]]
 """What to add to the name of a parameter, such as ``.absmax``, and the tensor that has bytes of its own."""

@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torch_offload import _C
+from torch_offload._compat import paged_part
 from torch_offload.activations.paging import PagedActivations
 from torch_offload.hooks.module_hooks import ModuleHook
 from torch_offload.runtime.backward_updates import BackwardUpdates
 from torch_offload.runtime.eligibility import why_not_pageable
-from torch_offload.runtime.sharded_parameters import ShardedParameters, Shards, own_gradient, paged_part
+from torch_offload.runtime.sharded_parameters import ShardedParameters, Shards, own_gradient
 from torch_offload.runtime.tensor_parts import all_parts_of, parts_beside, parts_of
 
 FIRST_SEARCHES = 8

@@ -7,6 +7,7 @@ that updates were deferred and norms taken from what was kept.
 import functools
 
 import pytest
+import torch
 from support.collectives import in_each_rank
 from support.sharded_training import (
     ACTIVATION_BYTES,
@@ -16,8 +17,10 @@ from support.sharded_training import (
     WEIGHTS,
     Case,
     lives_on_after_wrapping,
+    resumed,
     run_ranks,
     run_unwrapped,
+    said_of_8_bit_moments,
     said_of_room,
     saved_and_loaded,
     train_language_model,
@@ -28,6 +31,8 @@ CASES = {
     "foreach": Case(optimizer="foreach"),
     "for each tensor": Case(optimizer="default"),
     "sgd": Case(optimizer="sgd", clips=False),
+    "own optimizer": Case(optimizer="own", clips=False),
+    "own optimizer of bf16": Case(optimizer="own", clips=False, dtype=torch.bfloat16),
     "two micro steps": Case(micro_steps=2),
     "held gradients": Case(micro_steps=2, holds_gradients=True),
     "held gradients of bf16": Case(micro_steps=2, holds_gradients=True, is_mixed=True),
@@ -134,6 +139,23 @@ def test_a_distributed_checkpoint_of_shards(scratch, in_background):
         assert figures["faults"] == 0
         assert figures["evictions"] > 0
         assert figures["memory"]["peak_bytes"] <= case.budget_bytes
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "own"])
+def test_training_goes_on_from_a_distributed_checkpoint(scratch, optimizer):
+    """With the states of torch's optimizer, and of the engine's own, whose masters of bf16 are among them."""
+    dtype = torch.bfloat16 if optimizer == "own" else torch.float32
+    case = Case(optimizer=optimizer, clips=False, dtype=dtype)
+    for trained_on, loaded, figures in in_each_rank(resumed, case, str(scratch), ranks=case.ranks):
+        assert loaded == trained_on
+        assert figures["faults"] == 0
+        assert figures["evictions"] > 0
+
+
+def test_moments_in_8_bits_are_refused(scratch):
+    """Their blocks are of a rank's part, and nothing would tell who loads them."""
+    for said in in_each_rank(said_of_8_bit_moments, Case(), str(scratch)):
+        assert "use moments='fp32' with DTensors" in said
 
 
 def test_nothing_keeps_a_sharded_module(scratch):

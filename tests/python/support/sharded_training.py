@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -23,8 +24,8 @@ import torch_offload
 from support.bits import digest
 from support.collectives import in_each_rank, join_group
 from torch_offload import _C, Config
+from torch_offload._compat import paged_part
 from torch_offload.runtime.process import PROCESS
-from torch_offload.runtime.sharded_parameters import paged_part
 
 WIDTH, BLOCKS, ROWS, STEPS = 128, 16, 128, 3
 LAYERS = 6
@@ -52,6 +53,7 @@ class Case:
     holds_gradients: bool = False
     """Whole gradients wait for the last micro step to be reduced."""
     is_mixed: bool = False
+    dtype: torch.dtype = torch.float32
     wraps_first: bool = False
     is_on_meta: bool = False
     """The model has no memory until it is sharded and wrapped."""
@@ -102,6 +104,7 @@ def new_model(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
     with torch.device("meta" if case.is_on_meta else "cpu"):
         model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    model.to(case.dtype)
     for block in model if case.is_partly_frozen else ():
         block.up.requires_grad_(False)
     return model
@@ -148,8 +151,14 @@ def local(tensor: Tensor) -> Tensor:
 def new_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     if case.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    if case.optimizer == "own":
+        return torch_offload.AdamW(model.parameters(), lr=1e-3, max_grad_norm=0.5)
     kinds = {"fused": {"fused": True}, "foreach": {"foreach": True}, "default": {"foreach": False}}
     return torch.optim.AdamW(model.parameters(), lr=1e-3, **kinds[case.optimizer])
+
+
+def new_rows(case: Case, generator: torch.Generator) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=generator).to(case.dtype)
 
 
 def train(rank: int, model: nn.Sequential, case: Case, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
@@ -161,14 +170,14 @@ def train(rank: int, model: nn.Sequential, case: Case, optimizer: torch.optim.Op
         for micro_step in range(case.micro_steps):
             if case.holds_gradients:
                 model.set_requires_gradient_sync(micro_step + 1 == case.micro_steps)
-            loss = model(torch.randn(ROWS, WIDTH, generator=generator)).float().square().mean()
+            loss = model(new_rows(case, generator)).float().square().mean()
             loss.backward()
             seen.append(loss.detach())
         if case.clips:
             seen.append(local(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
-    loss = model(torch.randn(ROWS, WIDTH, generator=generator)).float().square().mean()
+    loss = model(new_rows(case, generator)).float().square().mean()
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -266,6 +275,48 @@ def saved_and_loaded(
         plain = [digest(local(weight)) for weight in loaded.parameters()]
     dist.destroy_process_group()
     return paged, plain, figures
+
+
+def resumed(rank: int, case: Case, folder: str) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Train paged, save and train on; beside it what a fresh model and optimizer do that load what was saved."""
+    join_group(rank, folder, ranks=case.ranks)
+    checkpoint = f"{folder}/checkpoint"
+    results = []
+    for is_fresh in (False, True):
+        model = new_model(case)
+        shard(model, case)
+        torch_offload.wrap(model, config=case.config(folder))
+        optimizer = new_optimizer(model, case)
+        if not is_fresh:
+            train(rank, model, case, optimizer)
+            model.zero_grad()
+        weights, states = get_state_dict(model, optimizer)
+        content = {"model": weights, "optimizer": states}
+        if is_fresh:
+            distributed_checkpoint.load(content, checkpoint_id=checkpoint)
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+        else:
+            distributed_checkpoint.save(content, checkpoint_id=checkpoint)
+        del weights, states, content
+        results.append(train(rank, model, case, optimizer))
+        figures = PROCESS.session.statistics()
+        torch_offload.unwrap(model)
+    dist.destroy_process_group()
+    return *results, figures
+
+
+def said_of_8_bit_moments(rank: int, case: Case, folder: str) -> str:
+    """Return the error with which they are refused."""
+    join_group(rank, folder, ranks=case.ranks)
+    model = new_model(case)
+    shard(model, case)
+    try:
+        torch_offload.AdamW(model.parameters(), moments="8bit")
+    except TypeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
 
 
 def lives_on_after_wrapping(rank: int, case: Case, folder: str) -> bool:
