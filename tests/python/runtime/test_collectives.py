@@ -104,6 +104,7 @@ def train_data_parallel(rank: int, folder: str) -> tuple[list[list[str]], dict[s
         "read_bytes": report.ssd_read_bytes,
         "peak_bytes": report.host_peak_bytes,
     }
+    del parallel  # torch 2.13 may wait for ever where its reducer is the last to have the group
     dist.destroy_process_group()
     return trained, figures
 

@@ -31,6 +31,7 @@ def train(rank: int, folder: str, rams: tuple[str, str], capabilities: tuple[str
         optimizer.step()
         optimizer.zero_grad()
     assert dist.distributed_c10d._get_default_store().timeout == usual
+    del model  # torch 2.13 may wait for ever where its reducer is the last to have the group
     dist.destroy_process_group()
     return "".join(line for line in said.getvalue().splitlines(keepends=True) if line.startswith("ranks "))
 
@@ -49,5 +50,7 @@ def test_all_ranks_say_once_what_differs(scratch, rams, capabilities, difference
     assert f"differ: {difference}" in line
 
 
-def test_ranks_that_are_alike_say_nothing(scratch):
-    assert in_each_rank(train, str(scratch), ("64MiB", "64MiB"), ("AVX512", "AVX512")) == ["", ""]
+@pytest.mark.parametrize("ram", ["64MiB", "60MiB"])
+def test_ranks_that_are_alike_say_nothing(scratch, ram):
+    """Nor do those whose budgets differ by what was free as they started."""
+    assert in_each_rank(train, str(scratch), ("64MiB", ram), ("AVX512", "AVX512")) == ["", ""]
