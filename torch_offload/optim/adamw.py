@@ -218,6 +218,7 @@ class AdamW(torch.optim.AdamW):
 
         Raises:
             ValueError: If the groups or a state's shape differ from this optimizer's, which then keeps its own.
+            TypeError: If a group of the checkpoint asks for what its parameters cannot have; the same.
         """
         handle = self.register_load_state_dict_pre_hook(_with_states_kept)  # after all others
         try:
@@ -237,6 +238,7 @@ class AdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 values = state["state"].get(parameter)
                 if values and all(isinstance(value, _Kept) for value in values.values()):
+                    _check_parameter(parameter, group)
                     loaded = {name: value.value for name, value in values.items()}
                     state["state"][parameter] = adamw_state.loaded_state(parameter, loaded, group)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
