@@ -112,18 +112,20 @@ class Worker:
         self.paged = options.budget_bytes > 0
         self.max_grad_norm = options.max_grad_norm
         self.budget_bytes = options.budget_bytes
-        self.model = self.new_model(options)
-        if self.paged:
-            import torch_offload
-
-            torch_offload.wrap(self.model, config=self.config(options))
+        self.model = self.paged_model(options) if self.paged else self.new_model(options)
         self.optimizer = make_optimizer(self.model, options)
         self.ids = torch.randint(0, options.vocabulary, (options.batch, options.sequence))
         self.traffic_so_far = self.traffic()
 
     def new_model(self, options: argparse.Namespace) -> LlamaForCausalLM:
-        """Return what is trained, in memory as yet."""
+        """Return what is trained, in memory."""
         return make_model(options)
+
+    def paged_model(self, options: argparse.Namespace) -> LlamaForCausalLM:
+        """Return the same, paged."""
+        import torch_offload
+
+        return torch_offload.wrap(self.new_model(options), config=self.config(options))
 
     def own_part(self, weight: torch.Tensor) -> torch.Tensor:
         """Return what this process has of a weight."""
