@@ -224,9 +224,10 @@ def forget_reduced(group: Any) -> None:
 def held_gradients(group: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each parameter of a group whose whole gradient waits for a later backward to be reduced, and that."""
     for parameter in group.fsdp_params:
+        if not hasattr(parameter, "_unsharded_param"):  # was never gathered
+            continue
         held = parameter.unsharded_accumulated_grad
-        if held is None and hasattr(parameter, "_unsharded_param"):
-            held = parameter._unsharded_param.grad
+        held = parameter._unsharded_param.grad if held is None else held
         if held is not None:
             yield parameter, held
 
