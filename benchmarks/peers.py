@@ -58,7 +58,7 @@ from harness.provenance import machine
 from harness.rank_group import RanksAsOne
 from harness.reporting import at_least, at_most, emit, progress, spread, usable
 from harness.rounds import Workers
-from harness.worker_process import WorkerFailed, WorkerProcess, worker_command
+from harness.worker_process import SteppingWorker, WorkerFailed, WorkerProcess, worker_command
 from models.workloads import TINY, Workload
 
 import torch_offload
@@ -100,9 +100,7 @@ class Rows:
         self.limits: dict[str, float] = {}
         self.groups: dict[str, MemoryGroup] = {}
         self.started = 0  # groups of ranks
-        self.nvme: dict[
-            Path, WorkerProcess | RanksAsOne | None
-        ] = {}  # of DeepSpeed, by folder; none where it did not start
+        self.nvme: dict[Path, SteppingWorker | None] = {}  # of DeepSpeed, by folder; none where it did not start
         self.stack = ExitStack()
 
     def __enter__(self) -> "Rows":
@@ -117,15 +115,13 @@ class Rows:
         words = [word for name in names for word in (f"--{name}", str(values[name]))]
         return [*words, "--dtype", self.plan.dtype, "--ssd", self.scratch]
 
-    def add(self, name: str, *options: str, group: MemoryGroup | None = None) -> WorkerProcess | RanksAsOne:
+    def add(self, name: str, *options: str, group: MemoryGroup | None = None) -> SteppingWorker:
         """Start a worker of ours and let it warm up."""
         if group is not None:
             self.groups[name] = group
         return self.keep(self.start(name, *options, group=group))
 
-    def start(
-        self, name: str, *options: str, group: MemoryGroup | None = None, **environment: str
-    ) -> WorkerProcess | RanksAsOne:
+    def start(self, name: str, *options: str, group: MemoryGroup | None = None, **environment: str) -> SteppingWorker:
         """Start a worker of ours that the caller ends."""
         page_elements = str(self.plan.workload.page_elements)
         ranks = self.plan.ranks
@@ -150,7 +146,7 @@ class Rows:
         """What a rank has of the cores."""
         return max(1, (os.cpu_count() or 1) // self.plan.ranks)
 
-    def start_limited(self, name: str, limit_bytes: float) -> WorkerProcess | RanksAsOne:
+    def start_limited(self, name: str, limit_bytes: float) -> SteppingWorker:
         """Start a paged worker whose process is limited, which the caller ends."""
         return self.start(name, "--process-limit-bytes", str(int(limit_bytes)), *self.optimizer())
 
@@ -163,14 +159,14 @@ class Rows:
         kind = ["--optimizer", "offload"] if self.plan.dtype == "bf16" else []
         return [*kind, "--update", self.plan.update] if self.plan.update else kind
 
-    def keep(self, worker: WorkerProcess | RanksAsOne) -> WorkerProcess | RanksAsOne:
+    def keep(self, worker: SteppingWorker) -> SteppingWorker:
         self.workers[worker.name] = worker
         self.stack.callback(worker.close)
         worker.warm_up(self.plan.warmup)
         progress(f"{worker.name}: {worker.description} peak {worker.peak_resident_bytes / 1e9:.2f} GB")
         return worker
 
-    def start_deepspeed(self, settings: dict[str, Any], name: str = "deepspeed") -> WorkerProcess | RanksAsOne:
+    def start_deepspeed(self, settings: dict[str, Any], name: str = "deepspeed") -> SteppingWorker:
         for used, ended in list(self.nvme.items()):
             if ended is None or ended.process.poll() is not None:  # of settings tried before
                 shutil.rmtree(used)
@@ -183,7 +179,7 @@ class Rows:
         environment = deepspeed_setup.environment(self.venv)
         environment["MASTER_PORT"] = str(FIRST_PORT + len(self.nvme))
         ranks = self.plan.ranks
-        worker: WorkerProcess | RanksAsOne
+        worker: SteppingWorker
         if ranks == 1:
             worker = WorkerProcess(name, [*script, *words], log_directory=self.scratch, **environment)
         else:
@@ -233,9 +229,7 @@ def beside_ours(rows: Rows, row: dict[str, Any], probe: DiskProbe) -> dict[str, 
         return row | {"failure_beside_ours": str(failure)}  # such as a limit that our base does not fit
 
 
-def compared(
-    rows: Rows, starts: dict[str, Callable[[], WorkerProcess | RanksAsOne]], probe: DiskProbe
-) -> dict[str, Any]:
+def compared(rows: Rows, starts: dict[str, Callable[[], SteppingWorker]], probe: DiskProbe) -> dict[str, Any]:
     """Let two workers take turns and end; return spreads of each, of the first over the second, and the rounds."""
     with Workers() as workers:
         for name, start_worker in starts.items():

@@ -13,7 +13,7 @@ from typing import Any
 from harness.deepspeed_setup import CHANGES, START
 from harness.reporting import is_quiet, progress, spread, usable
 from harness.rounds import Workers
-from harness.worker_process import WorkerFailed, WorkerProcess
+from harness.worker_process import SteppingWorker, WorkerFailed
 
 WARMUP_STEPS = 1
 MEASURED_STEPS = 3
@@ -23,7 +23,7 @@ MOST_FINAL_ROUNDS = 6
 
 Settings = dict[str, Any]
 Try = dict[str, Any]
-Start = Callable[[Settings], WorkerProcess]
+Start = Callable[[Settings], SteppingWorker]
 
 
 def search(start: Start) -> list[Try]:
@@ -93,7 +93,7 @@ def not_dominated(tried: Sequence[Try]) -> list[Try]:
 
 
 def fastest(
-    tried: Sequence[Try], start_named: Callable[[Settings, str], WorkerProcess], *, most_bytes: float
+    tried: Sequence[Try], start_named: Callable[[Settings, str], SteppingWorker], *, most_bytes: float
 ) -> dict[str, Any]:
     """Let the two fastest settings take turns; return the `settings` that win and the `rounds` that say so.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.memory_group import MemoryGroup
-from harness.worker_process import WorkerProcess, option_words, worker_command
+from harness.worker_process import SteppingWorker, WorkerProcess, option_words, worker_command
 
 
 class Group:
@@ -48,7 +48,7 @@ def group(
         made.close()
 
 
-class RanksAsOne:
+class RanksAsOne(SteppingWorker):
     """Has the ranks of a group step together, and what each measures summed up; speaks as a `WorkerProcess` does.
 
     Args:
@@ -66,8 +66,7 @@ class RanksAsOne:
         *,
         log_directory: str,
     ) -> None:
-        self.name = name
-        self.peak_resident_bytes = 0.0
+        super().__init__(name)
         self._pool = ThreadPoolExecutor(len(commands))
 
         def start(rank: int) -> WorkerProcess:
@@ -76,15 +75,6 @@ class RanksAsOne:
         self.workers = list(self._pool.map(start, range(len(commands))))
         self.process = self.workers[0].process
         self.description = self.workers[0].description
-
-    def warm_up(self, steps: int) -> None:
-        for _ in range(steps):
-            self.step()
-
-    def step(self) -> dict[str, Any]:
-        answer = self.ask("step")
-        self.peak_resident_bytes = max(self.peak_resident_bytes, answer["peak_resident_bytes"])
-        return answer
 
     def ask(self, command: str) -> dict[str, Any]:
         return combined(list(self._pool.map(lambda worker: worker.ask(command), self.workers)))

@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from harness.disk import DiskProbe
-from harness.rank_group import RanksAsOne
 from harness.reporting import are_enough, is_quiet, progress
-from harness.worker_process import WorkerProcess
+from harness.worker_process import SteppingWorker
 
 Round = dict[str, Any]
 Turn = Callable[[], dict[str, Any]]
@@ -36,7 +35,7 @@ def take_turns(turns: Mapping[str, Turn], *, wanted: int, most: int, probe: Disk
     return rounds
 
 
-class Workers(dict[str, WorkerProcess | RanksAsOne]):
+class Workers(dict[str, SteppingWorker]):
     """The process of each variant; all end with the context."""
 
     def __enter__(self) -> "Workers":

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,45 @@ class WorkerFailed(RuntimeError):
     """The process ended instead of answering; the message has the last lines of its log."""
 
 
-class WorkerProcess:
+class SteppingWorker(ABC):
+    """What takes steps on request, and has taken so much memory: one process, or several as one.
+
+    Attributes:
+        process: The only one, or the first.
+        description: What it said of itself when it had started.
+    """
+
+    process: "subprocess.Popen[str]"
+    description: dict[str, Any]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.peak_resident_bytes = 0.0
+
+    @abstractmethod
+    def ask(self, command: str) -> dict[str, Any]:
+        """Return what it answers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it."""
+
+    def warm_up(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def step(self) -> dict[str, Any]:
+        answer = self.ask("step")
+        self.peak_resident_bytes = max(self.peak_resident_bytes, answer["peak_resident_bytes"])
+        return answer
+
+
+class WorkerProcess(SteppingWorker):
     """Speaks with a process that does `serve`."""
 
     def __init__(self, name: str, command: Sequence[str], *, log_directory: str, **environment: str) -> None:
-        self.name = name
+        super().__init__(name)
         self.log = Path(log_directory, f"{name}.log")
-        self.peak_resident_bytes = 0.0
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -58,15 +91,6 @@ class WorkerProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def warm_up(self, steps: int) -> None:
-        for _ in range(steps):
-            self.step()
-
-    def step(self) -> dict[str, Any]:
-        answer = self.ask("step")
-        self.peak_resident_bytes = max(self.peak_resident_bytes, answer["peak_resident_bytes"])
-        return answer
 
     def ask(self, command: str) -> dict[str, Any]:
         if self.process.stdin is None:
