@@ -13,6 +13,12 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from support.crash_stacks import (  # noqa: F401 (hooks)
+    pytest_configure,
+    pytest_handlecrashitem,
+    pytest_runtest_protocol,
+    pytest_unconfigure,
+)
 
 from torch_offload import Config
 from torch_offload.runtime.process import PROCESS
