@@ -64,6 +64,15 @@ class RankWait:
     ) -> None: ...
 
 @final
+class PagedBuckets:
+    """A context in which what torch's ``Reducer`` makes for gradients becomes pages."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+@final
 class SavedTensor:
     """Entry of the graph for a tensor that ``Engine.save_for_backward`` saved."""
 
@@ -179,6 +188,14 @@ class Engine:
     def evict(self, tensor: torch.Tensor) -> int:
         """Send the tensor's pages to SSD and wait; returns the bytes that stayed because they are pinned."""
     def prefetch(self, tensor: torch.Tensor) -> None: ...
+    def pages_buckets(self, *, holds_gradients: bool) -> PagedBuckets:
+        """A context in which the floating-point tensors that this thread makes by ``empty`` are buckets, paged from
+        ``min_paged_bytes`` on. ``holds_gradients``: the gradients are views of them.
+        """
+    def forget_buckets(self) -> None:
+        """Let buckets whose gradients were copied out of them be zeros without bytes."""
+    def release_buckets(self) -> None:
+        """Make all buckets ordinary memory again."""
     def waits_for_ranks(self) -> RankWait:
         """A context in which this thread waits for other processes: timed, its cores are offered to deferred work."""
     def pin(self, tensor: torch.Tensor, *, read_only: bool = False) -> Pin:

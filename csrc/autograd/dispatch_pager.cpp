@@ -12,6 +12,7 @@
 
 #include "autograd/derived_tensors.h"
 #include "autograd/error_bridge.h"
+#include "autograd/gradient_buckets.h"
 #include "autograd/gradient_hook.h"
 #include "autograd/list_call.h"
 #include "autograd/managed_arguments.h"
@@ -168,6 +169,10 @@ void call(const c10::OperatorHandle& op, const OperatorTraits& traits, c10::Disp
 /// Engine errors leave as Python exceptions where Python is there, else as they are.
 void page_in_and_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const OperatorTraits& traits = traits_of(op);
+    if (BucketScope* const scope = BucketScope::current(); scope && traits.name.name == "aten::empty") {
+        across_torch([&] { scope->make(op, keys_below(keys), stack); });
+        return;
+    }
     const bool is_shape_only = keys.has_backend(c10::BackendComponent::MetaBit);
     if (is_shape_only || (traits.kind == OperatorKind::passing && traits.likeness == Likeness::none)) {
         op.redispatchBoxed(keys_below(keys), stack);

@@ -15,6 +15,7 @@
 #include "autograd/collective_holds.h"
 #include "autograd/compute_device.h"
 #include "autograd/deferred_ops.h"
+#include "autograd/gradient_buckets.h"
 #include "autograd/kept_out_storages.h"
 #include "autograd/mapped_copy.h"
 #include "autograd/paged_storage.h"
@@ -129,6 +130,7 @@ public:
 
     // --- Collectives ----------------------------------------------------------------------------------------------
     CollectiveHolds& collective_holds() noexcept { return collective_holds_; }
+    GradientBuckets& buckets() noexcept { return buckets_; }
 
     // --- Activations ----------------------------------------------------------------------------------------------
     /// Where what is saved is copied into pages.
@@ -185,6 +187,7 @@ private:
     std::mutex moved_mutex_;
     std::unordered_map<const c10::StorageImpl*, Moved> moved_;
     CollectiveHolds collective_holds_;
+    GradientBuckets buckets_;
     std::mutex leases_mutex_;
     std::vector<Lease> leases_;
     SavedCopies saved_copies_;

@@ -294,6 +294,14 @@ at::Tensor look_alike(const at::Tensor& tensor, c10::Storage storage) {
     return alike;
 }
 
+void give_zeros(const std::shared_ptr<Engine>& engine, const c10::Storage& storage, std::size_t element_bytes,
+                SegmentRole role) {
+    auto segment = engine->pager().create_segment(storage.nbytes(), element_bytes, role.kind);
+    segment->assume(std::move(role));
+    engine->counters.zero_segments.increment();
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(data_ptr_over(engine, std::move(segment)));
+}
+
 at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Tensor& like, c10::ScalarType dtype,
                             c10::MemoryFormat memory_format, SegmentRole role) {
     const auto element_bytes = c10::elementSize(dtype);

@@ -88,6 +88,11 @@ c10::Storage copy_into_pages(const std::shared_ptr<Engine>& engine, const at::Te
 /// together with it. Pre: `storage` is managed.
 at::Tensor look_alike(const at::Tensor& tensor, c10::Storage storage);
 
+/// Has the storage be a new segment of zeros that owns no bytes yet; what it held is gone, and its address another one.
+/// Pre: nobody uses its bytes, and it is ordinary memory of the host or a segment of the engine.
+void give_zeros(const std::shared_ptr<Engine>& engine, const c10::Storage& storage, std::size_t element_bytes,
+                SegmentRole role);
+
 /// A tensor of zeros shaped like `like`, keyed, over a new segment that owns no bytes yet. Pre: `like` has elements.
 at::Tensor make_zero_tensor(const std::shared_ptr<Engine>& engine, const at::Tensor& like, c10::ScalarType dtype,
                             c10::MemoryFormat memory_format, SegmentRole role);

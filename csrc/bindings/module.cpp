@@ -17,6 +17,7 @@
 #include "autograd/applied_gradient.h"
 #include "autograd/engine.h"
 #include "autograd/forked_child.h"
+#include "autograd/gradient_buckets.h"
 #include "autograd/gradient_hook.h"
 #include "autograd/paged_storage.h"
 #include "autograd/register_allocator.h"
@@ -139,6 +140,25 @@ void bind_rank_wait(py::module_& module) {
     py::class_<RankWaitScope>(module, "RankWait", py::is_final())
         .def("__enter__", &RankWaitScope::enter)
         .def("__exit__", [](RankWaitScope& self, const py::args&) { self.wait.reset(); });
+}
+
+// --- Buckets of gradients -----------------------------------------------------------------------------------------
+
+/// A context of Python. In a forked child, whose pages are the parent's, it does nothing.
+struct BucketContext {
+    std::shared_ptr<Engine> engine;
+    bool is_home = false;
+    std::optional<BucketScope> scope;
+
+    void enter() {
+        if (!in_forked_child()) scope.emplace(engine, is_home);
+    }
+};
+
+void bind_buckets(py::module_& module) {
+    py::class_<BucketContext>(module, "PagedBuckets", py::is_final())
+        .def("__enter__", &BucketContext::enter)
+        .def("__exit__", [](BucketContext& self, const py::args&) { self.scope.reset(); });
 }
 
 // --- Engine -------------------------------------------------------------------------------------------------------
@@ -325,6 +345,14 @@ void bind_engine(py::module_& module) {
                 return waiting([&] { return save_for_backward(self, tensor); });
             },
             py::arg("tensor"))
+        .def(
+            "pages_buckets",
+            [](Engine& self, bool holds_gradients) {
+                return std::make_unique<BucketContext>(self.shared_from_this(), holds_gradients, std::nullopt);
+            },
+            py::kw_only(), py::arg("holds_gradients"))
+        .def("forget_buckets", [](Engine& self) { waiting([&] { self.buckets().forget(); }); })
+        .def("release_buckets", [](Engine& self) { waiting([&] { self.buckets().release(); }); })
         .def("end_saving", [](Engine& self) { waiting([&] { self.drop_kept(); }); })
         .def("begin_optimizer_step", [](Engine& self) { waiting([&] { self.begin_optimizer_step(); }); })
         .def("abandon_optimizer_step", &Engine::abandon_optimizer_step)
@@ -406,6 +434,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("tensor"));
     bind_pin(m);
     bind_rank_wait(m);
+    bind_buckets(m);
     bind_activities(m);
     bind_engine(m);
     bind_ssd_probe(m);

@@ -187,6 +187,22 @@ DATA_PARALLEL_START = ReplacedFunction(
     until=Until.ENGINE_CLOSES,
     alternative="The size of the pieces among the arguments of `DistributedDataParallel`.",
 )
+DATA_PARALLEL_BUCKETS = ReplacedFunction(
+    owner="torch.nn.parallel:DistributedDataParallel",
+    name="_ddp_init_helper",
+    parameters=("self",),
+    reason="The buckets in which `DistributedDataParallel` reduces gradients, as large as all of these, become pages.",
+    until=Until.ENGINE_CLOSES,
+    alternative="An allocator for buckets among the arguments of `DistributedDataParallel`.",
+)
+DATA_PARALLEL_REBUILT = ReplacedFunction(
+    owner="torch.distributed:Reducer",
+    name="_rebuild_buckets",
+    parameters=None,
+    reason="The second forward of `DistributedDataParallel` makes the buckets anew, in the order of the gradients.",
+    until=Until.ENGINE_CLOSES,
+    alternative="An allocator for buckets among the arguments of `DistributedDataParallel`.",
+)
 SWAP_TENSORS = ReplacedFunction(
     owner="torch.utils",
     name="swap_tensors",
@@ -393,6 +409,8 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     MODULE_APPLY,
     PARAMETER_DEEPCOPY,
     DATA_PARALLEL_START,
+    DATA_PARALLEL_BUCKETS,
+    DATA_PARALLEL_REBUILT,
     SWAP_TENSORS,
     FORBID_SAVED_TENSOR_HOOKS,
     ALLOW_SAVED_TENSOR_HOOKS,

@@ -1,9 +1,11 @@
-"""What ``DistributedDataParallel`` does when it is made, in pieces that a budget has room for."""
+"""What ``DistributedDataParallel`` takes beside the module, in a budget: weights to begin with, and buckets."""
 
+import weakref
 from typing import Any
 
 import torch
 
+from torch_offload import _C
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 
@@ -16,6 +18,30 @@ def broadcast_in_small_pieces(patches: Patches) -> None:
     """Replace what ``DistributedDataParallel`` begins with, where torch has it."""
     if torch.distributed.is_available():
         patches.replace(replaced_functions.DATA_PARALLEL_START, _sync_in_small_pieces)
+
+
+def page_buckets(patches: Patches, engine: _C.Engine) -> None:
+    """Have the buckets in which gradients are reduced be pages of `engine`, which pages modules on the CPU.
+
+    What they hold is written by each backward, and is worth nothing from the next step on, unless the gradients are
+    views of them.
+    """
+    holding: weakref.WeakSet[Any] = weakref.WeakSet()  # reducers whose buckets hold the gradients
+
+    def make(original: Any, module: Any, *args: Any, **options: Any) -> Any:
+        with engine.pages_buckets(holds_gradients=module.gradient_as_bucket_view):
+            result = original(module, *args, **options)
+        if module.gradient_as_bucket_view:
+            holding.add(module.reducer)
+        return result
+
+    def rebuild(original: Any, reducer: Any) -> Any:
+        with engine.pages_buckets(holds_gradients=reducer in holding):
+            return original(reducer)
+
+    if torch.distributed.is_available() and engine.torch_device == "cpu":
+        patches.replace(replaced_functions.DATA_PARALLEL_BUCKETS, make)
+        patches.replace(replaced_functions.DATA_PARALLEL_REBUILT, rebuild)
 
 
 def _sync_in_small_pieces(

@@ -127,6 +127,7 @@ class OptimizerHooks:
         if self._updates is not None:
             self._updates.begin_step(optimizer, args, options)
         self._calls.frame = id(sys._getframe(1))
+        self._engine.forget_buckets()
         self._engine.begin_optimizer_step()
         self._unfinished[id(optimizer)] = type(optimizer).__name__
 

@@ -154,6 +154,7 @@ class Session:
         self._patches.replace(replaced_functions.PARAMETER_DEEPCOPY, self._after_copy)
         self._patches.replace(replaced_functions.SWAP_TENSORS, self._swapped)
         data_parallel.broadcast_in_small_pieces(self._patches)
+        data_parallel.page_buckets(self._patches, self.engine)
         rank_waits.note_waits(self._patches, self.engine)
         self._sharded.install()
         if self._activations is not None:
@@ -348,6 +349,7 @@ class Session:
             self._forget(module)
         self._sharded.remove()
         self._patches.undo()
+        self.engine.release_buckets()
         self.engine.remove_allocator()
         self._until_closed.close()
 
