@@ -42,6 +42,7 @@ class PageUse(NamedTuple):
         group: Pages used one after the other in the same group are in use together.
         subgroup: Not 0: the page is in use only together with the pages of this subgroup, a part of the group.
         other_bytes: Memory that temporaries have at this moment.
+        room_bytes: Memory that is kept free for more of them.
         is_below: It happens in the tier below, and takes no memory here.
     """
 
@@ -50,6 +51,7 @@ class PageUse(NamedTuple):
     group: int = 0
     subgroup: int = 0
     other_bytes: int = 0
+    room_bytes: int = 0
     is_below: bool = False
 
 
@@ -147,7 +149,7 @@ class Memory:
                 self.asked.append(event._replace(is_below=False))
             elif event.use is Use.temporaries:
                 self._end_group()
-                self._evict_for(0, event.other_bytes)
+                self._evict_for(0, event)
             elif event.use in _ENDING:
                 self._end(event)
             else:
@@ -168,7 +170,7 @@ class Memory:
             self._pinned_bytes += self._pinnable_bytes(page)
             (self._in_subgroup if event.subgroup else self._in_group).append(page)
         if page not in self.resident:
-            self._evict_for(self._size_bytes[page], event.other_bytes)
+            self._evict_for(self._size_bytes[page], event)
             if event.use is not Use.create and (page in self.stored or page in self.homes):
                 self._read_below(page)
             self.resident.add(page)
@@ -220,9 +222,9 @@ class Memory:
             self.stored_bytes -= self._size_bytes[page]
         self.asked.append(event)
 
-    def _evict_for(self, wanted_bytes: int, other_bytes: int) -> None:
-        self.needed_bytes = max(self.needed_bytes, other_bytes)
-        free_bytes = self.limit_bytes - other_bytes - wanted_bytes
+    def _evict_for(self, wanted_bytes: int, event: PageUse) -> None:
+        self.needed_bytes = max(self.needed_bytes, event.other_bytes)
+        free_bytes = self.limit_bytes - event.other_bytes - event.room_bytes - wanted_bytes
         while self._used_bytes > free_bytes and self._furthest:
             rank, page = heappop(self._furthest)
             is_current = page in self.resident and page not in self._pinned and self._next_use[page] == -rank
@@ -232,7 +234,7 @@ class Memory:
             if page in self.dirty and rank != -WORTHLESS:
                 self._write_below(page)
             self._forget(page)
-        self.peak_bytes = max(self.peak_bytes, self._used_bytes + other_bytes)
+        self.peak_bytes = max(self.peak_bytes, self._used_bytes + event.other_bytes)
 
     def _read_below(self, page: int) -> None:
         self._read[self._kinds[page]] += self._size_bytes[page]

@@ -7,7 +7,7 @@ integers and truth values are real, since models look at them: positions, masks,
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -48,6 +48,7 @@ class What(Enum):
     save = "save"  # autograd keeps a temporary for the backward pass
     finish = "finish"  # the gradient of a parameter is complete, and lies in a temporary
     backward = "backward"  # the backward pass begins
+    layer = "layer"  # the forward of a layer begins, or its backward has ended
 
 
 class Moment(NamedTuple):
@@ -55,7 +56,7 @@ class Moment(NamedTuple):
 
     Attributes:
         what: The kind of event.
-        subject: Number of a temporary, or of a parameter (`finish`).
+        subject: Number of a temporary, of a parameter (`finish`), or of a layer.
         size_bytes: Of a temporary.
         parameters: Numbers of what an operator uses.
         temporaries: The same of temporaries; the one that holds a finished gradient.
@@ -136,6 +137,7 @@ def record(
     *,
     loaded: Collection[Tensor] = (),
     layers: Mapping[str, nn.Module] = MappingProxyType({}),
+    cut_at: Sequence[nn.Module] = (),
 ) -> Recording:
     """Run forward and backward once without touching the module or taking memory for it.
 
@@ -144,12 +146,13 @@ def record(
         batch: Arguments of its forward by name; a meta tensor of integers stands for one full of ones.
         loaded: Parameters and buffers whose bytes lie in a checkpoint.
         layers: Modules whose forward is recorded for itself as well, by name.
+        cut_at: Modules at which the pass shall be divided: moments say where each begins, and ends in the backward.
 
     Raises:
         OffloadError: As from :func:`traced`, or if the module returns no loss.
     """
     recorder = Recorder(PHASES)
-    with recorder.following(layers):
+    with recorder.following(layers), recorder.marking(cut_at):
         return traced(module, batch, recorder, _forward_and_backward, loaded=loaded)
 
 
@@ -337,6 +340,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @contextmanager
+    def marking(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Note where the forward of some modules begins, and where their backward has ended."""
+        hooks = [
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs, number=number: self._begin_layer(number, [args, kwargs]), with_kwargs=True
+            )
+            for number, layer in enumerate(layers)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _begin_layer(self, number: int, arguments: Any) -> None:
+        """Mark its forward, and its backward at the gradient of what it gets; a forward that runs again is none."""
+        if self._phase != PHASES[0]:
+            return
+        mark = Moment(What.layer, number)
+        self._note(mark)
+        given = next((tensor for tensor in tensors_in(arguments) if tensor.requires_grad), None)
+        if given is not None:
+            given.register_hook(lambda _: self._note(mark))  # type: ignore[no-untyped-call]
 
     def _enter(self, layer: RecordedLayer | None) -> None:
         self._layer = layer

@@ -1,6 +1,6 @@
 """The page uses of steps, made from recordings of their passes: what the engine will pin, in its order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -94,8 +94,23 @@ class _Paged:
     states: list[list[int]] = field(default_factory=list)
 
 
-class StepUses:
-    """All pages of a model, and the order in which steps use them.
+@dataclass
+class PassMemory:
+    """What one pass over one batch has in memory, as far as it has come.
+
+    Attributes:
+        activations: Pages of each temporary that may become some, by number.
+        sizes: Of temporaries that are no pages.
+        saved: Temporaries that have become pages.
+    """
+
+    activations: dict[int, list[int]]
+    sizes: dict[int, int] = field(default_factory=dict)
+    saved: set[int] = field(default_factory=set)
+
+
+class PagedStep:
+    """All pages of a model, and what parts of steps use of them.
 
     Attributes:
         pages: Every page, kinds named as in a report.
@@ -104,32 +119,25 @@ class StepUses:
         updated_elements: How many a step updates.
     """
 
-    def __init__(self, recording: Recording, shape: StepShape, *, passes: Sequence[Recording] = ()) -> None:
-        """Lay out the pages.
+    def __init__(self, recording: Recording, shape: StepShape, parameters: Iterable[int]) -> None:
+        """Lay out the pages of parameters, gradients and states.
 
         Args:
             recording: Of one pass.
             shape: Of a step.
-            passes: Recordings of the same module that a step consists of, each without a backward; empty: forward and
-                backward of `recording`, once for each micro-batch.
+            parameters: Numbers of those that there are.
         """
         self.pages = Pages()
         self.homes: set[int] = set()
         self.resident_bytes = 0
-        self.updated_elements = sum(parameter.elements for parameter in recording.parameters if parameter.is_trained)
+        self.updated_elements = 0
         self._recording = recording
-        self._passes = list(passes) or [recording] * shape.micro_batches
         self._shape = shape
-        self._paged = self._lay_out()
-        self._activations = self._lay_out_activations() if shape.pages_activations else {}
+        self._paged = self._lay_out(parameters)
         self._group = 0
         self._subgroup = 0
         self._other_bytes = self.resident_bytes
         self._pending: set[int] = set()
-
-    def phases(self) -> list[str]:
-        """Return the names of what the marks of one step end, in order."""
-        return [name for recording in self._passes for name in recording.calls]
 
     def events(self, *, steps: int) -> Iterator[PageUse]:
         """Yield the uses of loading and of so many steps; a mark ends each phase."""
@@ -139,18 +147,21 @@ class StepUses:
         for step in range(steps):
             if step > 0 and self._shape.optimizer is not None:
                 self._pending = {index for index, paged in self._paged.items() if paged.gradient}
-            for number, recording in enumerate(self._passes):
-                if number > 0:
-                    yield PageUse(Use.mark)
-                yield from self._pass(recording, number)
+            yield from self._step()
             if self._shape.optimizer is None:
                 for paged in self._paged.values():
                     yield from self._each(Use.drop, paged.gradient)
             yield PageUse(Use.mark)
 
-    def _lay_out(self) -> dict[int, _Paged]:
+    def _step(self) -> Iterator[PageUse]:
+        """Yield what the passes of a step use; a mark stands between two phases."""
+        raise NotImplementedError
+
+    def _lay_out(self, parameters: Iterable[int]) -> dict[int, _Paged]:
         paged = {}
-        for index, parameter in enumerate(self._recording.parameters):
+        for index in parameters:
+            parameter = self._recording.parameters[index]
+            self.updated_elements += parameter.elements if parameter.is_trained else 0
             states = state_bytes_of(parameter, self._shape.optimizer, self._shape.moments)
             if parameter.size_bytes < max(self._shape.min_paged_bytes, 1):
                 of_one = parameter.element_bytes * (1 + parameter.is_trained) + sum(states.values())
@@ -165,10 +176,12 @@ class StepUses:
             paged[index] = entry
         return paged
 
-    def _lay_out_activations(self) -> dict[int, list[int]]:
-        """Return the pages of every temporary that autograd keeps."""
+    def _lay_out_activations(self, moments: Sequence[Moment]) -> dict[int, list[int]]:
+        """Return the pages of every temporary that autograd keeps in a part of the recording, where they are to be."""
+        if not self._shape.pages_activations:
+            return {}
         sizes = {m.subject: m.size_bytes for m in self._recording.moments if m.what is What.allocate}
-        saved = dict.fromkeys(m.subject for m in self._recording.moments if m.what is What.save)
+        saved = dict.fromkeys(m.subject for m in moments if m.what is What.save)
         least_bytes = max(self._shape.min_paged_bytes, 1)
         return {
             number: self._cut("activation", -(-sizes[number] // 4), 4)
@@ -181,50 +194,57 @@ class StepUses:
         counts = [min(whole, elements - first) for first in range(0, elements, whole)]
         return [self.pages.add(kind, count * element_bytes) for count in counts]
 
-    def _pass(self, recording: Recording, micro_batch: int) -> Iterator[PageUse]:
-        """Yield what one recorded pass uses."""
-        sizes: dict[int, int] = {}  # of temporaries that are not pages
-        saved: set[int] = set()
-        for moment in recording.moments:
+    def _pass(self, moments: Iterable[Moment], memory: PassMemory, *, is_first: bool) -> Iterator[PageUse]:
+        """Yield what a part of a recorded pass uses.
+
+        Args:
+            moments: Of the part.
+            memory: Of the pass.
+            is_first: Whether gradients begin with those of this pass, or are added to those that there are.
+        """
+        for moment in moments:
             if moment.what is What.backward:
                 yield PageUse(Use.mark)
             elif moment.what is What.allocate:
-                sizes[moment.subject] = moment.size_bytes
+                memory.sizes[moment.subject] = moment.size_bytes
                 self._other_bytes += moment.size_bytes
                 yield PageUse(Use.temporaries, other_bytes=self._other_bytes)
             elif moment.what is What.free:
-                self._other_bytes -= sizes.pop(moment.subject, 0)
-                if moment.subject in saved:
-                    yield from self._each(Use.drop, self._activations[moment.subject])
+                self._other_bytes -= memory.sizes.pop(moment.subject, 0)
+                if moment.subject in memory.saved:
+                    yield from self._each(Use.drop, memory.activations[moment.subject])
             elif moment.what is What.save:
-                yield from self._save(moment.subject, sizes, saved)
+                yield from self._save(moment.subject, memory)
             elif moment.what is What.operate:
-                yield from self._operate(moment, saved)
-            elif micro_batch == 0:
-                self._let_go(moment, sizes)
-                yield from self._finish(moment.subject, micro_batch)
-            else:  # it is added to the one that is there, and dies then
-                yield from self._finish(moment.subject, micro_batch)
-                self._let_go(moment, sizes)
-        self._other_bytes = self.resident_bytes
+                yield from self._operate(moment, memory)
+            elif moment.what is What.finish and is_first:
+                self._let_go(moment, memory)
+                yield from self._finish(moment.subject, Use.create)
+            elif moment.what is What.finish:  # it is added to the one that is there, and dies then
+                yield from self._finish(moment.subject, Use.update)
+                self._let_go(moment, memory)
 
-    def _save(self, number: int, sizes: dict[int, int], saved: set[int]) -> Iterator[PageUse]:
+    def _end_pass(self, memory: PassMemory) -> None:
+        """Let go of the temporaries of a pass that outlive its recording."""
+        self._other_bytes -= sum(memory.sizes.values())
+
+    def _save(self, number: int, memory: PassMemory) -> Iterator[PageUse]:
         """It becomes pages where it lies."""
-        if number in self._activations and number not in saved:
-            saved.add(number)
-            self._other_bytes -= sizes.pop(number, 0)
+        if number in memory.activations and number not in memory.saved:
+            memory.saved.add(number)
+            self._other_bytes -= memory.sizes.pop(number, 0)
             self._group += 1
-            yield from self._each(Use.create, self._activations[number])
+            yield from self._each(Use.create, memory.activations[number])
 
-    def _let_go(self, moment: Moment, sizes: dict[int, int]) -> None:
+    def _let_go(self, moment: Moment, memory: PassMemory) -> None:
         """Count temporaries of finished gradients no more: they became pages, or are too small to be paged."""
         for number in moment.temporaries:
-            self._other_bytes -= sizes.pop(number, 0)
+            self._other_bytes -= memory.sizes.pop(number, 0)
 
-    def _operate(self, moment: Moment, saved: set[int]) -> Iterator[PageUse]:
+    def _operate(self, moment: Moment, memory: PassMemory) -> Iterator[PageUse]:
         """An operator pins all that it uses; what is pending on it is done first."""
         paged = [index for index in moment.parameters if index in self._paged]
-        activations = [number for number in moment.temporaries if number in saved]
+        activations = [number for number in moment.temporaries if number in memory.saved]
         if not paged and not activations:
             return
         self._group += 1
@@ -234,15 +254,14 @@ class StepUses:
                 yield from self._update(self._paged[index])
             yield from self._each(Use.read, self._paged[index].weight, rows=moment.rows)
         for number in activations:
-            yield from self._each(Use.read, self._activations[number])
+            yield from self._each(Use.read, memory.activations[number])
 
-    def _finish(self, index: int, micro_batch: int) -> Iterator[PageUse]:
+    def _finish(self, index: int, use: Use) -> Iterator[PageUse]:
         """A gradient becomes pages, or is added to those of the micro-batch before."""
         if index not in self._paged:
             return
         self._group += 1
-        pages = self._paged[index].gradient
-        yield from self._each(Use.create if micro_batch == 0 else Use.update, pages)
+        yield from self._each(use, self._paged[index].gradient)
 
     def _is_updated_below(self) -> bool:
         return self._shape.update_tier == "host" and self._shape.optimizer is not None
@@ -264,7 +283,8 @@ class StepUses:
         """Return the use of a page by an update; the weight stays in use for the operator that waits for it."""
         subgroup = 0 if is_weight and not is_below else self._subgroup
         group = -self._subgroup if is_below else self._group
-        return PageUse(Use.update, page, group, subgroup, 0 if is_below else self._other_bytes, is_below)
+        other_bytes = 0 if is_below else self._other_bytes
+        return PageUse(Use.update, page, group, subgroup, other_bytes, is_below=is_below)
 
     def _each(self, use: Use, pages: list[int], *, rows: int = 0) -> Iterator[PageUse]:
         """Yield one use of each page, or of those in which so many rows of a table lie, one after the other."""
@@ -278,3 +298,32 @@ class StepUses:
         for number in range(count):
             self._group += 1
             yield PageUse(Use.read, pages[number * len(pages) // count], self._group, 0, self._other_bytes)
+
+
+class StepUses(PagedStep):
+    """The pages of a whole model, and the order in which steps use them."""
+
+    def __init__(self, recording: Recording, shape: StepShape, *, passes: Sequence[Recording] = ()) -> None:
+        """Lay out the pages.
+
+        Args:
+            recording: Of one pass.
+            shape: Of a step.
+            passes: Recordings of the same module that a step consists of, each without a backward; empty: forward and
+                backward of `recording`, once for each micro-batch.
+        """
+        super().__init__(recording, shape, range(len(recording.parameters)))
+        self._passes = list(passes) or [recording] * shape.micro_batches
+        self._activations = self._lay_out_activations(recording.moments)
+
+    def phases(self) -> list[str]:
+        """Return the names of what the marks of one step end, in order."""
+        return [name for recording in self._passes for name in recording.calls]
+
+    def _step(self) -> Iterator[PageUse]:
+        for number, recording in enumerate(self._passes):
+            if number > 0:
+                yield PageUse(Use.mark)
+            memory = PassMemory(self._activations)
+            yield from self._pass(recording.moments, memory, is_first=number == 0)
+            self._end_pass(memory)

@@ -315,16 +315,22 @@ def _needed_bytes(inputs: PlanInputs, traffic: TierTraffic) -> dict[str, int]:
     """Return what each tier must hold: what is in use at once there, and what ``wrap`` insists on."""
     config = inputs.config
     needed = dict(traffic.needed_bytes)
-    paged = [p for p in inputs.recording.parameters if p.size_bytes >= max(config.min_paged_bytes, 1)]
-    whole = [parameter for parameter in paged if config.uses_cuda or not parameter.is_table]
-    if whole:
-        largest = max(whole, key=lambda parameter: parameter.size_bytes)
-        least = preflight.least_bytes(config, size_bytes=largest.size_bytes, element_bytes=largest.element_bytes)
-        needed[inputs.budgets.compute_tier] = max(needed[inputs.budgets.compute_tier], least)
+    least = least_of_operator(config, inputs.recording.parameters)
+    needed[inputs.budgets.compute_tier] = max(needed[inputs.budgets.compute_tier], least)
     if inputs.budgets.device is not None:
         least = MIN_PAGES_BELOW_DEVICE * config.page_elements * gpu.WIDEST_ELEMENT_BYTES
         needed["ram"] = max(needed["ram"], least)
     return needed | {"ssd": traffic.peak_bytes["ssd"]}
+
+
+def least_of_operator(config: Config, parameters: Sequence[ParameterSize]) -> int:
+    """Return the memory that ``wrap`` insists on where the module computes: that of an operator on the largest."""
+    paged = [parameter for parameter in parameters if parameter.size_bytes >= max(config.min_paged_bytes, 1)]
+    whole = [parameter for parameter in paged if config.uses_cuda or not parameter.is_table]
+    if not whole:
+        return 0
+    largest = max(whole, key=lambda parameter: parameter.size_bytes)
+    return preflight.least_bytes(config, size_bytes=largest.size_bytes, element_bytes=largest.element_bytes)
 
 
 def _remedy(

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch_offload.planning.belady import Memory, Moved, Pages, PageUse, Use
-from torch_offload.planning.page_uses import StepUses
+from torch_offload.planning.page_uses import PagedStep
 
 STEPS = 5  # the last but one is counted: the first ones fill the memory, after the last comes nothing
 COUNTED = -2
@@ -54,7 +54,7 @@ class TierTraffic:
     placement: dict[str, dict[str, int]]
 
 
-def traffic_of(uses: StepUses, budgets: Budgets) -> TierTraffic:
+def traffic_of(uses: PagedStep, budgets: Budgets) -> TierTraffic:
     """Replay some steps and return what the counted one moves."""
     events = list(uses.events(steps=STEPS))
     tiers: dict[str, _Tier] = {}
@@ -88,7 +88,7 @@ class _Tier:
     """A memory after its replay: what moved in the step that counts, and what lay where when it ended."""
 
     def __init__(
-        self, uses: StepUses, budget_bytes: int, events: list[PageUse], *, staying: Collection[str] = ()
+        self, uses: PagedStep, budget_bytes: int, events: list[PageUse], *, staying: Collection[str] = ()
     ) -> None:
         kept_bytes = _kept_free(budget_bytes, max(uses.pages.size_bytes, default=0))
         self.memory = Memory(uses.pages, budget_bytes - kept_bytes, homes=uses.homes, staying=staying)
