@@ -28,6 +28,7 @@ from torch_offload.errors import (  # noqa: E402
 from torch_offload.integrations.quantizer_hook import open_coded_folders  # noqa: E402
 from torch_offload.optim.adamw import AdamW  # noqa: E402  after the check, which names the remedy
 from torch_offload.planning.api import plan  # noqa: E402
+from torch_offload.planning.pipeline_plan import PipelinePlan  # noqa: E402
 from torch_offload.planning.plan import Plan  # noqa: E402
 from torch_offload.planning.search import search  # noqa: E402
 from torch_offload.planning.search_result import Search  # noqa: E402
@@ -55,6 +56,7 @@ __all__ = [
     "OffloadError",
     "OutOfTierMemory",
     "PageCorruptError",
+    "PipelinePlan",
     "Plan",
     "Probe",
     "Report",

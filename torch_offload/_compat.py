@@ -235,3 +235,65 @@ def held_gradients(group: Any) -> Iterator[tuple[Any, Any]]:
 def padded_shard(parameter: Any) -> Any:
     """Return what all ranks have equally much of: the memory of a shard, flat."""
     return parameter._sharded_param_data
+
+
+# --- Names of torch.distributed.pipelining that are its own -----------------------------------------------------------
+class NotedStage:
+    """Stands for a stage of a pipeline, computes and sends nothing, and notes what its schedule calls it for.
+
+    The lists that schedules show are not enough: that of 1F1B numbers the micro-batches of the last rank otherwise than
+    the schedule runs them.
+    """
+
+    def __init__(self, index: int, *, stages: int, rank: int, ranks: int, calls: list[tuple[str, int, int]]) -> None:
+        """Stand for one of `stages` on one of `ranks`; calls are added to `calls`: what for, stage and micro-batch."""
+        self.stage_index, self.num_stages = index, stages
+        self.group_rank, self.group_size = rank, ranks
+        self.is_first, self.is_last = index == 0, index == stages - 1
+        self.has_backward = True
+        self.submod = self.group = None
+        self.device = "cpu"
+        self.args_recv_info: dict[int, tuple[Any, ...]] = {0: ()}
+        self.act_send_info: dict[int, list[Any]] = {}
+        self._calls = calls
+
+    def forward_one_chunk(self, micro_batch: int, *_: Any, **__: Any) -> None:
+        """Note a forward."""
+        self._calls.append(("forward", self.stage_index, micro_batch))
+
+    def backward_one_chunk(self, micro_batch: int, *_: Any, **__: Any) -> None:
+        """Note a backward."""
+        self._calls.append(("backward", self.stage_index, micro_batch))
+
+    def perform_reduce_grad(self, *_: Any) -> None:
+        """Note that gradients are divided by the number of micro-batches."""
+        self._calls.append(("scale", self.stage_index, -1))
+
+    def clear_runtime_states(self) -> None:
+        """Have nothing to clear."""
+
+    def _nothing(self, *_: Any, **__: Any) -> list[Any]:
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _nothing
+    _get_init_p2p_neighbors_ops = _prepare_forward_infra = _prepare_backward_infra = _nothing
+
+
+def calls_of_stages(
+    schedule: Any, *, rank: int, ranks: int, stages: int, micro_batches: int, has_one_stage: bool
+) -> list[tuple[str, int, int]]:
+    """Return what a step of a schedule calls the stages of a rank for: what, the stage and the micro-batch.
+
+    Raises:
+        ValueError: If the schedule does not work for these numbers.
+    """
+    import torch
+
+    calls: list[tuple[str, int, int]] = []
+    held = [
+        NotedStage(index, stages=stages, rank=rank, ranks=ranks, calls=calls) for index in range(rank, stages, ranks)
+    ]
+    made = schedule(held[0] if has_one_stage else held, micro_batches, loss_fn=lambda *_: None)
+    with torch.enable_grad():
+        made.step(target=torch.empty(micro_batches), return_outputs=False)
+    return calls

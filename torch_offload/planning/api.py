@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 from torch import Tensor, nn
 
@@ -18,9 +18,17 @@ from torch_offload.planning import recomputing
 from torch_offload.planning.fake_trace import Recording, record
 from torch_offload.planning.forward_trace import PROMPT, TOKEN, record_evaluation, record_prompt, record_token
 from torch_offload.planning.operator_costs import Cost, OperatorCosts
+from torch_offload.planning.pipeline_plan import PipelinePlan
+from torch_offload.planning.pipeline_planner import (
+    PipelinePlanner,
+    PipelineRequest,
+    check_can_be_replayed,
+    check_others,
+)
 from torch_offload.planning.plan import Plan, Work
 from torch_offload.planning.planner import PlanInputs, PlannedMachine, PlannedStep, build_plan
 from torch_offload.planning.quantized_weights import check_can_run_forward
+from torch_offload.planning.stages import layers_to_divide
 from torch_offload.runtime import preflight, settings
 from torch_offload.system import resources
 
@@ -29,6 +37,7 @@ DEFAULT_TIMING_SECONDS = 15.0
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
 
 
+@overload
 def plan(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -50,12 +59,43 @@ def plan(
     endurance_bytes: int | str = DEFAULT_ENDURANCE_BYTES,
     steps_per_day: float | None = None,
     timing_seconds: float = DEFAULT_TIMING_SECONDS,
+    schedule: None = None,
     **unknown: NoReturn,
-) -> Plan:
+) -> Plan: ...
+
+
+@overload
+def plan(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    ram: int | str | None = None,
+    ssd: Directories | None = None,
+    config: Settings | None = None,
+    optimizer: str | None = DEFAULT_OPTIMIZER,
+    moments: str = "fp32",
+    micro_batches: int = 1,
+    max_grad_norm: float | None = None,
+    loaded: Iterable[Tensor] = (),
+    processes: int = 1,
+    ssd_bytes: int | str | None = None,
+    schedule: str,
+    ranks: int,
+    stages: int | None = None,
+    **unknown: NoReturn,
+) -> PipelinePlan: ...
+
+
+def plan(
+    model: nn.Module, batch: Mapping[str, Any], *, schedule: str | None = None, **arguments: Any
+) -> Plan | PipelinePlan:
     """Predict memory, I/O and time of a step with a module, without loading or training it.
 
     Each pass of a step is recorded once on tensors without numbers; its operators are timed alone; its uses of pages
     are replayed under the budgets. The module is not changed, and may be on the meta device.
+
+    With a ``schedule`` the plan is of the ranks of a pipeline: the layers of the module are divided into stages, the
+    calls of which are replayed in the order in which torch's schedule makes them. It has no times.
 
     Experimental: may change in a minor release.
 
@@ -81,13 +121,50 @@ def plan(
         endurance_bytes: What the SSD is rated to have written in its life (TBW), for its years.
         steps_per_day: How many steps run in a day. Default: one after the other.
         timing_seconds: Time to spend on timing operators, 0 for estimates only.
-        **unknown: None; another name is refused with the setting that it may mean.
+        schedule: ``1F1B``, ``GPipe``, ``Interleaved1F1B`` or ``LoopedBFS`` of ``torch.distributed.pipelining``, or
+            ``auto`` for all of them. Budgets are then those of a rank.
+        ranks: Of the pipeline.
+        stages: Of the pipeline, of equally many layers each. Default: each number that is possible.
+        **arguments: All but the first two and ``schedule``; another name is refused with the setting that it may mean.
 
     Raises:
         ConfigError: If a setting cannot be used.
-        UnsupportedModelError: For a real GPU, and for weights quantized otherwise than to bitsandbytes' 4 bits.
+        UnsupportedModelError: For a real GPU, for weights quantized otherwise than to bitsandbytes' 4 bits, and for
+            pipelines of modules without layers or with trained weights that stages would share.
         OffloadError: If the forward depends on numbers that only a real run knows, or has no loss or cache.
     """
+    if schedule is not None:
+        return pipeline_plan(model, batch, schedule=schedule, **arguments)
+    for name in ("ranks", "stages"):
+        if (value := arguments.pop(name, None)) is not None:
+            raise ConfigError(f"{name}: {value} are of a pipeline; give its schedule as well, or schedule='auto'")
+    return step_plan(model, batch, **arguments)
+
+
+def step_plan(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    gpu: int | str | None = None,
+    ram: int | str | None = None,
+    ssd: Directories | None = None,
+    config: Settings | None = None,
+    work: Work = "train",
+    new_tokens: int | None = None,
+    optimizer: str | None = DEFAULT_OPTIMIZER,
+    moments: str = "fp32",
+    micro_batches: int = 1,
+    max_grad_norm: float | None = None,
+    loaded: Iterable[Tensor] = (),
+    processes: int = 1,
+    probe: Probe | None = None,
+    ssd_bytes: int | str | None = None,
+    endurance_bytes: int | str = DEFAULT_ENDURANCE_BYTES,
+    steps_per_day: float | None = None,
+    timing_seconds: float = DEFAULT_TIMING_SECONDS,
+    **unknown: NoReturn,
+) -> Plan:
+    """Plan a step of one process; arguments and errors are those of :func:`plan`."""
     settings.check_arguments("plan", unknown)
     step = PlannedStep.of(work, new_tokens, optimizer, moments, micro_batches, clipped=bool(max_grad_norm))
     decided, directories = resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd), processes)
@@ -97,6 +174,42 @@ def plan(
     )
     costs = OperatorCosts(machine.probe, limit_seconds=timing_seconds)
     return _Planning(model, batch, list(loaded), decided, step, machine, costs, steps_per_day).plan()
+
+
+def pipeline_plan(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    ram: int | str | None = None,
+    ssd: Directories | None = None,
+    config: Settings | None = None,
+    optimizer: str | None = DEFAULT_OPTIMIZER,
+    moments: str = "fp32",
+    micro_batches: int = 1,
+    max_grad_norm: float | None = None,
+    loaded: Iterable[Tensor] = (),
+    processes: int = 1,
+    ssd_bytes: int | str | None = None,
+    schedule: str,
+    ranks: int | None = None,
+    stages: int | None = None,
+    **others: Any,
+) -> PipelinePlan:
+    """Plan the ranks of a pipeline; arguments and errors are those of :func:`plan`."""
+    request = PipelineRequest.of(schedule, ranks, stages)
+    check_others(others)
+    step = PlannedStep.of("train", None, optimizer, moments, micro_batches, clipped=bool(max_grad_norm))
+    decided, directories = resolved(settings.requested(config, ram=ram, ssd=ssd), processes)
+    check_can_be_replayed(decided)
+    free_bytes = room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes)
+    layers = layers_to_divide(model)
+    again = recomputing.layers_to_recompute(model) if decided.activations == "recompute" else {}
+    with recomputing.recomputed(again.values()):
+        recording = record(model, batch, loaded=list(loaded), cut_at=layers)
+    planner = PipelinePlanner(
+        config=decided, step=step, recording=recording, layers=len(layers), ssd_bytes=free_bytes // processes
+    )
+    return planner.plan(request)
 
 
 @dataclass(frozen=True)
