@@ -13,8 +13,10 @@ import typer
 from torch_offload import __version__
 from torch_offload.cli import plan_options
 from torch_offload.cli.config_options import config_from, config_options
+from torch_offload.cli.option_groups import option_group
+from torch_offload.cli.pipeline_options import PipelineOptions
 from torch_offload.cli.run_arguments import script_path, separate_script
-from torch_offload.cli.search_options import SearchOptions, search_options
+from torch_offload.cli.search_options import SearchOptions
 from torch_offload.config import RENAMED, Config, parse_size
 from torch_offload.errors import CheckpointError, ConfigError, OffloadError, UnsupportedModelError
 from torch_offload.integrations.trainer_optimizer import OPTIMIZERS
@@ -183,6 +185,19 @@ def _search_instead(options: SearchOptions, others: Mapping[str, Any]) -> None:
     raise typer.Exit(status)
 
 
+def _pipeline_instead(options: PipelineOptions, others: Mapping[str, Any]) -> None:
+    """Plan a pipeline, where that is asked for, and end with its exit status."""
+    with _plain_errors():
+        options.check(others)
+        if options.schedule is None:
+            return
+        from torch_offload.cli import plan_pipeline
+
+        made = plan_pipeline.plan_from(options.schedule, options, others)
+    _show(made, as_json=others["as_json"])
+    raise typer.Exit(0 if made.fits else 1)
+
+
 @app.command()
 @config_options(
     "gpu",
@@ -196,7 +211,8 @@ def _search_instead(options: SearchOptions, others: Mapping[str, Any]) -> None:
     "gpu_reserved",
     "page_elements",
 )
-@search_options(_search_instead)
+@option_group(SearchOptions, _search_instead)
+@option_group(PipelineOptions, _pipeline_instead)
 def plan(
     *,
     given: dict[str, Any],
@@ -223,7 +239,8 @@ def plan(
     """Predict memory, I/O and step time without loading the weights. Exit status 1 if it does not fit.
 
     Under torchrun, or with LOCAL_WORLD_SIZE set, it is the plan of one of these processes with its share of memory.
-    With --search, of all ways to train a step; --ram then takes a list, such as 8GiB,16GiB.
+    With --search, of all ways to train a step; --ram then takes a list, such as 8GiB,16GiB. With --schedule, of the
+    ranks of a pipeline, without times.
     """
     from torch_offload.diagnostics.probe import probe_with_progress
     from torch_offload.integrations import hf_models

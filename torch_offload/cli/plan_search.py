@@ -50,7 +50,7 @@ def run(options: SearchOptions, others: Mapping[str, Any]) -> int:
     allow = precisions_named(() if options.allow is None else options.allow.split(","))
     settings, budgets = _split_ram(others["given"])
     config = config_from(settings, others["file"])
-    model, loaded = _model_of(others)
+    model, loaded = model_of(others)
     processes = environment.process_count()
     decided, directories = api.resolved(config, processes)
     probe = probe_with_progress(config.scratch_directory, progress_on=error_console())
@@ -74,7 +74,7 @@ def run(options: SearchOptions, others: Mapping[str, Any]) -> int:
     return 0 if found.fits else 1
 
 
-def _model_of(others: Mapping[str, Any]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def model_of(others: Mapping[str, Any]) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Return the model as it will be trained, and what of it lies in its checkpoint."""
     parts = TrainedParts.of(others["train"] or "full")
     described = hf_models.model_from(

@@ -1,8 +1,6 @@
 """Options of ``plan`` that are of a search."""
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,36 +59,9 @@ class SearchOptions:
             return
         if others["evaluate"] or others["generate"] is not None:
             raise ConfigError("--search chooses how to train; leave --evaluate and --generate out")
+        if others["schedule"] is not None:
+            raise ConfigError("--search chooses how one process trains; leave --schedule out")
         if self.tokens_per_step is None:
             raise ConfigError("--search needs --tokens-per-step: rows times their tokens, all micro-batches together")
         if others["batch"] != 1 or others["micro_batches"] not in (1, None):
             raise ConfigError("--batch and --micro-batches are what --search chooses; leave them out, or --as-is 1x8")
-
-
-def search_options(
-    instead: Callable[[SearchOptions, Mapping[str, Any]], None],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of a search.
-
-    Args:
-        instead: Called before the command with these and the other options; ends the program where it has searched.
-    """
-
-    def with_options(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def called(**options: Any) -> None:
-            own = SearchOptions(**{each.name: options.pop(each.name) for each in fields(SearchOptions)})
-            instead(own, options)
-            command(**options)
-
-        parameters = [
-            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-            for each in fields(SearchOptions)
-        ]
-        signature = inspect.signature(command)
-        called.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*signature.parameters.values(), *parameters]
-        )
-        return called
-
-    return with_options

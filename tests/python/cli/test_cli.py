@@ -171,6 +171,11 @@ def test_what_the_script_raises_comes_out_as_it_is(monkeypatch, launched, raised
             ["plan", "{folder}", "--generate", "2", "--train", "full", "--checkpointing"],
             "--train, --checkpointing: of training, which --generate has none of; leave --generate or them out",
         ),
+        (
+            ["plan", "{folder}", "--ranks", "2"],
+            "--ranks: of a pipeline; give its --schedule as well, or --schedule auto",
+        ),
+        (["plan", "{folder}", "--schedule", "auto", "--evaluate"], "--schedule plans how to train; leave --evaluate"),
         (["plan", "{folder}", "--ram", "2GX"], "ram: cannot read '2GX' as a size; accepted: "),
         (["probe", "--ssd", "{folder}/gone"], "gone does not exist; create it"),
         (["run", "--ram", "2GX", "a.py"], "ram: cannot read '2GX' as a size; accepted: "),
@@ -286,6 +291,24 @@ def test_a_plan_is_of_one_of_the_processes_that_share_a_machine(monkeypatch, cap
     assert run_main(monkeypatch, "plan", str(configured), "--ram", "16MiB", "--ssd", str(configured), *PLANNED) == 0
     made = json.loads(capsys.readouterr().out)
     assert (made["processes"], made["budget_bytes"]["ram"]) == (2, 8 << 20)
+
+
+def test_ranks_of_a_pipeline_are_planned_by_each_schedule(monkeypatch, capsys, configured):
+    """As JSON and as a table. The directory has a model of two layers: only two stages can be made of it."""
+    common = ("--ram", "2MiB", "--ssd", str(configured), "--sequence", "8", "--micro-batches", "4", "--ranks", "2")
+    more = ("--activations", "keep", "--page-elements", "4096")
+    assert run_main(monkeypatch, "plan", str(configured), *common, *more, "--schedule", "auto", "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["fits"], made["micro_batches"]) == (True, 4)
+    assert {(each["name"], each["stages"], each["layers"]) for each in made["candidates"]} == {
+        (name, 2, 1) for name in ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
+    }
+    assert all(len(each["ranks"]) == 2 for each in made["candidates"])
+    assert run_main(monkeypatch, "plan", str(configured), *common, *more, "--schedule", "loopedbfs") == 0
+    shown = capsys.readouterr().out
+    assert all(words in shown for words in ("plan: fits", "LoopedBFS", "SSD read a step", "peak of ram"))
+    assert run_main(monkeypatch, "plan", str(configured), *common, "--schedule", "2F2B") == 2
+    assert "schedule: '2F2B' is not known; there are: auto, 1F1B" in capsys.readouterr().err
 
 
 def test_a_plan_is_shown_as_a_table(monkeypatch, capsys, configured):

@@ -86,6 +86,10 @@ def test_where_nothing_fits_the_status_says_so(monkeypatch, capsys, configured):
             "--search --tokens-per-step 64 --sequence 16 --as-is eight",
             "--as-is: expected rows and accumulation such as 1x8",
         ),
+        (
+            "--search --tokens-per-step 64 --sequence 16 --schedule auto",
+            "--search chooses how one process trains; leave",
+        ),
         ("--search --tokens-per-step 64 --sequence 16 --allow fp8", "allow: 'fp8' is not known; there are: bf16"),
         ("--search --tokens-per-step 64 --sequence 16 --ssd-rate fast", "ssd-rate: cannot read 'fast' as a rate"),
         ("--search --tokens-per-step 64 --sequence 16 --ram 1GiB,2GX", "cannot read '2GX' as a size"),
