@@ -14,7 +14,7 @@ A Llama over gloo, one thread a rank, with DDP and with `fully_shard` (FSDP2), i
   four may take for pages, and 2 % of that.
 - **overhead**: steps of two ranks with everything in memory, beside steps of two that page nothing, in turns.
 - **schedules**: pipelines of two and of four ranks by torch's own schedules, in 36 % of a rank's state: bits, bytes of
-  a step, and how many of the deferred updates run while a rank waits for another.
+  a step beside those of a plan, and how many of the deferred updates run while a rank waits for another.
 - **collectives**: every collective of torch on two ranks, waited for at once and later, on pages that are away before
   and sent away while it is under way, with random delays: bits.
 """
@@ -40,6 +40,7 @@ MAX_OVER_LEAST = 1.05
 MAX_BYTES_OF_STATES = 1.02 * 8  # of each parameter, two moments in fp32
 MAX_OVERHEAD = 1.02
 MAX_LOOPED_RATIO = 0.5  # bytes of LoopedBFS over those of 1F1B
+MAX_OFF_PLAN = 0.1  # bytes of a schedule on few ranks, from those planned
 MIN_IN_WAITS = 0.8  # of the deferred updates of a pipeline
 LIMIT_TOLERANCE = 1.02  # of what all ranks may take for pages
 SHARE = 0.4
@@ -234,6 +235,7 @@ def pipeline(plan: Plan, folder: str, ranks: int) -> Iterator[dict[str, Any]]:
             updates, updates_in_waits = counted.pop("applied_pages"), counted.pop("updates_in_rank_waits")
             weights_bytes = sum(answer["weights_bytes"] for answer in answers)
             moved = {name: total / weights_bytes for name, total in counted.items()}
+            planned = {name: sum(answer["planned"][name] for answer in answers) / weights_bytes for name in moved}
             row = {
                 "ranks": ranks,
                 "schedule": answers[0]["schedule"],
@@ -244,9 +246,14 @@ def pipeline(plan: Plan, folder: str, ranks: int) -> Iterator[dict[str, Any]]:
                 "peak_over_budget": max(answer["peak_bytes"] / answer["budget_bytes"] for answer in answers),
                 "moved_over_weights": moved,
                 "all_moved_over_weights": sum(moved.values()),
+                "planned_over_weights": planned,
+                "all_planned_over_weights": sum(planned.values()),
                 "updates_in_rank_waits": updates_in_waits / updates,
             }
-            progress(f"{ranks} ranks, {row['schedule']}: {row['all_moved_over_weights']:.1f} times the weights a step")
+            bytes_of_step = f"{row['all_moved_over_weights']:.2f} times the weights a step"
+            progress(
+                f"{ranks} ranks, {row['schedule']}: {bytes_of_step}, planned {row['all_planned_over_weights']:.2f}"
+            )
             yield row
 
 
@@ -255,8 +262,14 @@ def schedule_bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     few, many = min(row["ranks"] for row in rows), max(row["ranks"] for row in rows)
     moved = [found[few, name]["all_moved_over_weights"] for name in ("LoopedBFS", "1F1B")]
     updates = found[many, "1F1B"]["updates_in_rank_waits"]
+    off_plan = [
+        abs(row["all_planned_over_weights"] / row["all_moved_over_weights"] - 1) for row in rows if row["ranks"] == few
+    ]
     return [
         at_most(f"bytes of LoopedBFS over those of 1F1B, {few} ranks", moved[0] / moved[1], MAX_LOOPED_RATIO),
+        at_most(
+            f"part by which the bytes of a schedule differ from its plan, {few} ranks", max(off_plan), MAX_OFF_PLAN
+        ),
         at_least(f"share of deferred updates while {many} ranks of 1F1B wait for one another", updates, MIN_IN_WAITS),
     ]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from harness.ranks import add_rank_options, digests_of, join_group, paging_figures
 from harness.worker_process import serve
+from models.residual_blocks import Block, Blocks
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -27,6 +28,7 @@ from torch_offload import Config
 from torch_offload.runtime.process import PROCESS
 
 ROWS = 4
+PAGE_ELEMENTS = 1 << 16
 KINDS_OF_STATE = 4  # weights, gradients, two moments
 SHARE = 0.36  # of a rank's state that its pages get
 KINDS = ("parameter", "gradient", "state")
@@ -47,18 +49,6 @@ SCHEDULES = (
     Schedule("Interleaved1F1B", ScheduleInterleaved1F1B, has_one_stage=False),
     Schedule("LoopedBFS", ScheduleLoopedBFS, has_one_stage=False),
 )
-
-
-class Block(nn.Module):
-    """A layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.down(torch.relu(self.up(value)))
 
 
 class Stages:
@@ -95,6 +85,7 @@ class Training:
         options = rank.options
         self.steps, self.warmup = options.steps, options.warmup
         self.rank, self.ranks = options.rank, options.ranks
+        self.rank_options, self.name = options, schedule.name
         self.is_paged = is_paged
         self.stages = self.ranks if schedule.has_one_stage else options.layers
         modules = self.make_modules(options.layers, options.width)
@@ -102,7 +93,7 @@ class Training:
         self.weights_bytes = sum(parameter.nbytes for parameter in self.module.parameters())
         self.budget_bytes = int(SHARE * KINDS_OF_STATE * self.weights_bytes)
         if is_paged:
-            config = Config(ram=self.budget_bytes, ssd=rank.scratch.name, page_elements=1 << 16)
+            config = Config(ram=self.budget_bytes, ssd=rank.scratch.name, page_elements=PAGE_ELEMENTS)
             torch_offload.wrap(self.module, config=config)
         device = torch.device("cpu")
         stages = [PipelineStage(module, index, self.stages, device) for index, module in modules.items()]
@@ -161,9 +152,29 @@ class Training:
         return {
             "weights_bytes": self.weights_bytes,
             "stages": self.stages,
+            "planned": self.planned(),
             "counted": {name: total / self.steps for name, total in self.counted.items()},
             **paging_figures(self.budget_bytes),
         }
+
+    def planned(self) -> dict[str, int]:
+        """Return what a plan says of the same counters on this rank."""
+        options = self.rank_options
+        with torch.device("meta"):
+            model = Blocks(options.layers, options.width)
+            given = {name: torch.empty(ROWS, options.width) for name in ("value", "target")}
+        plan = torch_offload.plan(
+            model,
+            given,
+            config=Config(ram=self.budget_bytes, page_elements=PAGE_ELEMENTS),
+            micro_batches=options.micro_batches,
+            schedule=self.name,
+            ranks=self.ranks,
+            stages=self.stages,
+        )
+        rank = plan.best.ranks[self.rank]
+        ways = {"read_bytes": rank.ssd_read, "written_bytes": rank.ssd_written}
+        return {f"{way}_of_{kind}": moved.get(kind, 0) for way, moved in ways.items() for kind in KINDS}
 
     def unwrap(self) -> None:
         torch_offload.unwrap(self.module)
