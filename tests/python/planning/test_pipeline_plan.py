@@ -21,7 +21,10 @@ from transformers import AutoModelForCausalLM
 import torch_offload
 from torch_offload import Config, ConfigError, UnsupportedModelError
 from torch_offload._compat import NotedStage
+from torch_offload.planning.belady import Use
 from torch_offload.planning.fake_trace import What, record
+from torch_offload.planning.page_uses import StepShape
+from torch_offload.planning.rank_uses import RankUses
 from torch_offload.planning.schedules import SCHEDULES, StageCall, StageWork, calls_of, has_one_stage
 from torch_offload.planning.stages import divided, layers_to_divide
 
@@ -132,6 +135,26 @@ def test_stages_are_parts_of_one_pass():
     assert inner[0] == [hidden_bytes]  # the gradient of its output
     assert inner[1] == inner[2] == [hidden_bytes, hidden_bytes]
     assert inner[3] == [hidden_bytes]  # its input
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_are_made_once_and_added_to(name):
+    """By every micro-batch but the first; then they are divided, and used up by their update."""
+    model = Stack()
+    recording = record(model, batch(), cut_at=layers_to_divide(model))
+    count = 2 if has_one_stage(name) else LAYERS
+    cut = divided(recording, LAYERS, count)
+    shape = StepShape(page_elements=PAGE, min_paged_bytes=0, optimizer="adamw_torch_fused", micro_batches=MICRO_BATCHES)
+    calls = calls_of(name, ranks=2, stages=count, micro_batches=MICRO_BATCHES)[1]
+    uses = RankUses(recording, shape, {number: cut[number] for number in range(1, count, 2)}, calls)
+    events = list(uses.events(steps=2))
+    first_end = next(index for index, event in enumerate(events) if event.use is Use.mark)
+    pages = [page for page, kind in enumerate(uses.pages.kinds) if kind == "gradient"]
+    assert len(pages) == LAYERS // 2 * 2 * 4 * WIDTH * WIDTH // PAGE
+    for page in pages:
+        order = [event.use for event in events[first_end:] if event.page == page]
+        more = [Use.update] * (MICRO_BATCHES - 1 + 1)  # added to, and divided
+        assert order == [Use.update, Use.drop, Use.create, *more]
 
 
 def test_what_stands_around_the_layers_belongs_to_the_first_and_the_last():
