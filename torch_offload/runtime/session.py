@@ -289,6 +289,8 @@ class Session:
             raise failures[0]
         wrapped.release_shards()
         self._forget(module)
+        if not self._wrapped:
+            self.engine.release_buckets()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield label and tensor of everything tracked, over all wrapped modules."""
@@ -349,7 +351,6 @@ class Session:
             self._forget(module)
         self._sharded.remove()
         self._patches.undo()
-        self.engine.release_buckets()
         self.engine.remove_allocator()
         self._until_closed.close()
 
