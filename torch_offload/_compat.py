@@ -222,7 +222,11 @@ def forget_reduced(group: Any) -> None:
 
 
 def held_gradients(group: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each parameter of a group whose whole gradient waits for a later backward to be reduced, and that."""
+    """Yield each parameter of a group whose whole gradient waits for a later backward to be reduced, and that; with
+    the largest the gradients of all shards of the group, in one tensor, that wait to be summed over its replicas.
+    """
+    if group._partial_reduce_output is not None:
+        yield max(group.fsdp_params, key=gathered_bytes), group._partial_reduce_output
     for parameter in group.fsdp_params:
         if not hasattr(parameter, "_unsharded_param"):  # was never gathered
             continue

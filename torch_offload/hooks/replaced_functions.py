@@ -272,7 +272,7 @@ REDUCED_GRADIENTS = ReplacedFunction(
     name="post_backward",
     parameters=("self",),
     reason="Torch keeps what it summed over replicas until the backward ends, beside paged gradients with the same. "
-    "Whole gradients that a later backward reduces become pages.",
+    "Gradients that a later backward reduces become pages.",
     until=Until.ENGINE_OF_SHARDS_CLOSES,
     alternative="Streams of its own for CUDA only: on the CPU the sum is there when the call returns.",
 )

@@ -156,7 +156,8 @@ class ShardedParameters:
 
     def _after_backward(self, original: Any, group: Any, *args: Any, **options: Any) -> None:
         """Free the gradients of replicas once they are summed; those of a GPU may still be read on another stream. Page
-        whole gradients that wait for a later backward, as under `set_requires_gradient_sync(False)`.
+        gradients that wait for a later backward: whole ones under `set_requires_gradient_sync(False)`, those of shards
+        under `set_requires_all_reduce(False)`.
         """
         original(group, *args, **options)
         if group.device.type != "cpu":

@@ -41,6 +41,7 @@ CASES = {
     "uneven shards": Case(ranks=3),
     "partly frozen": Case(is_partly_frozen=True),
     "replicated shards": Case(ranks=4, layout="replicated shards"),
+    "held sums of replicated shards": Case(ranks=4, layout="replicated shards", micro_steps=2, holds_sums=True),
     "replicas": Case(layout="replicas"),
     "divided matrices": Case(layout="tensor parallel"),
     "divided matrices in shards": Case(ranks=4, layout="both"),

@@ -52,6 +52,8 @@ class Case:
     micro_steps: int = 1
     holds_gradients: bool = False
     """Whole gradients wait for the last micro step to be reduced."""
+    holds_sums: bool = False
+    """Gradients of shards wait for it to be summed over replicas."""
     is_mixed: bool = False
     dtype: torch.dtype = torch.float32
     wraps_first: bool = False
@@ -170,6 +172,8 @@ def train(rank: int, model: nn.Sequential, case: Case, optimizer: torch.optim.Op
         for micro_step in range(case.micro_steps):
             if case.holds_gradients:
                 model.set_requires_gradient_sync(micro_step + 1 == case.micro_steps)
+            if case.holds_sums:
+                model.set_requires_all_reduce(micro_step + 1 == case.micro_steps)
             loss = model(new_rows(case, generator)).float().square().mean()
             loss.backward()
             seen.append(loss.detach())
