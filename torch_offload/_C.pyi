@@ -210,7 +210,10 @@ class Engine:
     def flush(self) -> None:
         """Apply all deferred work and wait for all writes; raises what failed."""
     def statistics(self) -> dict[str, object]:
-        """Return the counters, and hand the engine's log lines to Python."""
+        """Return the counters, and hand the engine's log lines to Python.
+
+        ``read_times`` has for each bin of a histogram that is not empty (from seconds, to seconds, reads).
+        """
     def dump(self) -> dict[str, object]:
         """Say what the engine does now, for a person: ``host``, and ``device`` where there is one.
 

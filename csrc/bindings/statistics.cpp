@@ -27,6 +27,18 @@ py::dict seconds_by_cause(const std::uint64_t (&nanoseconds)[kStallCauseCount]) 
     return result;
 }
 
+/// Of each bin that has any: its bounds in seconds, and how many reads took so long.
+py::list spread_of(const ReadTimes::Counts& counts) {
+    py::list result;
+    for (std::size_t bin = 0; bin < counts.size(); ++bin) {
+        if (counts[bin] == 0) continue;
+        result.append(py::make_tuple(static_cast<double>(ReadTimes::begin_ns(bin)) / kNanosecondsPerSecond,
+                                     static_cast<double>(ReadTimes::begin_ns(bin + 1)) / kNanosecondsPerSecond,
+                                     counts[bin]));
+    }
+    return result;
+}
+
 /// The host's memory, and what goes between it and the SSD.
 void add_host(py::dict& result, const PagerStatistics& pager) {
     result["memory"] = memory_of(pager.memory);
@@ -39,6 +51,7 @@ void add_host(py::dict& result, const PagerStatistics& pager) {
     result["healed_mismatches"] = pager.store.healed_mismatches;
     result["quarantined_bytes"] = pager.store.quarantined_bytes;
     result["home_bytes"] = pager.store.home_bytes;
+    result["read_times"] = spread_of(pager.store.read_times);
     result["engine"] = pager.store.engine;
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "pager/page_table.h"
+#include "pager/read_times.h"
 #include "storage/home_file.h"
 #include "storage/io_engine.h"
 
@@ -85,6 +86,7 @@ struct StoreStatistics {
     std::uint64_t healed_mismatches = 0;  // checksums that differed at the first read and agreed at the second
     std::uint64_t quarantined_bytes = 0;  // extents that failed and are not used again
     std::uint64_t home_bytes = 0;         // of pages that lie in files of somebody else's
+    ReadTimes::Counts read_times{};       // of the disk
     std::string engine;
 };
 

@@ -101,6 +101,7 @@ StoreStatistics SsdStore::statistics() const {
             healed_mismatches_.get(),
             quarantined_bytes_.get(),
             home_bytes_.load(std::memory_order_relaxed),
+            read_times_.counts(),
             engine_->name()};
 }
 
@@ -207,9 +208,13 @@ void SsdStore::serve() {
 
 SsdStore::ArrivedBytes SsdStore::take_finished(std::span<IoRequest* const> finished) noexcept {
     ArrivedBytes bytes;
+    const auto now = Clock::now();
     for (IoRequest* request : finished) {
-        (request->direction == IoDirection::read ? bytes.read : bytes.written) += request->size_bytes();
-        arrived_.splice(arrived_.end(), submitted_, static_cast<Transfer*>(request->context)->self);
+        const bool is_read = request->direction == IoDirection::read;
+        (is_read ? bytes.read : bytes.written) += request->size_bytes();
+        const Transfer& transfer = *static_cast<Transfer*>(request->context);
+        if (is_read && request->error == 0) read_times_.note(now - transfer.submitted);
+        arrived_.splice(arrived_.end(), submitted_, transfer.self);
     }
     return bytes;
 }

@@ -20,6 +20,7 @@
 #include "pager/io_arbiter.h"
 #include "pager/page_store.h"
 #include "pager/rate_meter.h"
+#include "pager/read_times.h"
 #include "storage/checksum.h"
 #include "storage/io_engine.h"
 #include "storage/striped_file.h"
@@ -166,6 +167,7 @@ private:
     std::atomic<std::size_t> in_flight_{0};  // queued, ready, delayed or submitted
     std::atomic<std::size_t> reads_in_flight_{0};
     RateMeter read_rate_;
+    ReadTimes read_times_;  // of each attempt that succeeded, from when the engine had it
     std::atomic<std::size_t> home_bytes_{0};
     Counter retried_reads_, retried_writes_, healed_mismatches_, quarantined_bytes_;
     Inquiry inquiry_;  // what is under way?

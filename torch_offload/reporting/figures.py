@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch_offload.activations.recompute import ActivationChoice
 from torch_offload.reporting.bottleneck import Bottleneck, Wear, bottleneck_of, wear_of
 from torch_offload.reporting.prediction import Comparison, Prediction, compare
+from torch_offload.reporting.read_times import ReadTimes
 from torch_offload.reporting.timeline import Timeline, Traffic, by_purpose
 from torch_offload.system.environment import Rank
 
@@ -61,6 +62,7 @@ class Figures(Traffic):
         ssd_file_bytes: Size of the scratch file now.
         read_bytes: Bytes read from SSD, by kind: ``parameter``, ``gradient``, ``state``, ``activation``, ``other``.
         written_bytes: Bytes written to SSD, by kind.
+        read_times: How long single reads from the SSD took.
         pins: Times a page was needed.
         misses: Of those, times it had to be read first.
         hit_rate: Share of pins without a miss, 1 where there were none.
@@ -100,6 +102,7 @@ class Figures(Traffic):
     clean_drops: int
     stall_seconds: dict[str, float]
     counters: dict[str, Any]
+    read_times: ReadTimes = field(default_factory=ReadTimes)
     device: DeviceReport | None = None
     activations: ActivationChoice | None = None
     timeline: Timeline | None = None

@@ -18,6 +18,7 @@ from torch_offload.reporting.chrome_trace import write_trace
 from torch_offload.reporting.figures import DeviceReport, Figures
 from torch_offload.reporting.html_page import page_of
 from torch_offload.reporting.prediction import Comparison, Prediction
+from torch_offload.reporting.read_times import ReadTimes
 from torch_offload.reporting.result import Result
 from torch_offload.reporting.saved_format import SavedReport, fields_of
 from torch_offload.reporting.table import table_of
@@ -64,6 +65,7 @@ class Report(Figures, Result):
             host_peak_bytes=memory["peak_bytes"],
             ssd_bytes=rest.pop("stored_bytes"),
             ssd_file_bytes=rest.pop("file_bytes"),
+            read_times=ReadTimes(tuple(rest.pop("read_times"))),
             hit_rate=1.0 if known["pins"] == 0 else 1.0 - known["misses"] / known["pins"],
             counters=rest,
             device=None if device is None else DeviceReport.from_statistics(device),
@@ -76,13 +78,16 @@ class Report(Figures, Result):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as values that JSON knows, totals of the SSD traffic included."""
+        """Return the report as values that JSON knows, totals of the SSD traffic and quantiles included."""
         content = dataclasses.asdict(dataclasses.replace(self, activities=None))
         del content["activities"]
         content["prediction"] = None if self.prediction is None else self.prediction.model_dump()
         content["rank"] = None if self.rank is None else self.rank.model_dump()
-        comparison = {"comparison": None if self.comparison is None else self.comparison.to_dict()}
-        return content | {name: getattr(self, name) for name in _TOTALS} | comparison
+        made = {
+            "comparison": None if self.comparison is None else self.comparison.to_dict(),
+            "read_seconds": self.read_times.quantiles(),
+        }
+        return content | {name: getattr(self, name) for name in _TOTALS} | made
 
     @classmethod
     def read_json(cls, path: str | os.PathLike[str]) -> "Report":
@@ -101,6 +106,7 @@ class Report(Figures, Result):
         return cls(
             **fields_of(saved)
             | {
+                "read_times": ReadTimes(**fields_of(saved.read_times)),
                 "device": None if device is None else DeviceReport(**fields_of(device)),
                 "activations": None if activations is None else ActivationChoice(**fields_of(activations)),
                 "timeline": None if timeline is None else Timeline.from_dict(timeline.model_dump()),
@@ -151,6 +157,7 @@ class Report(Figures, Result):
                 f"peak {format_size(self.host_peak_bytes)} of {format_size(self.budget_bytes)}",
                 f"ssd     {format_size(self.ssd_bytes)} stored; read {format_size(self.ssd_read_bytes)}, "
                 f"written {format_size(self.ssd_written_bytes)} ({self.io_engine})",
+                f"reads   {self.read_times}",
                 f"pages   {self.pins} pins, {self.hit_rate:.1%} without a read; {self.prefetches} prefetched, "
                 f"{self.evictions} evicted ({self.clean_drops} clean), {self.faults} faults",
                 f"stalls  {stalls or 'none'} (seconds)",

@@ -10,6 +10,8 @@ from torch_offload.system.environment import Rank
 MAX_NAME_CHARACTERS = 1024
 MAX_NAMES = 256
 """Of one table of figures: kinds, causes, purposes, counters."""
+MAX_BINS = 256
+"""Of a histogram of times."""
 MAX_LAYERS = 100_000
 MAX_SAMPLES = 10_000
 
@@ -52,6 +54,12 @@ class SavedTimeline(_Saved):
     step_ends: Samples
 
 
+class SavedReadTimes(_Saved):
+    """See ``ReadTimes``."""
+
+    bins: Annotated[tuple[tuple[Seconds, Seconds, Annotated[Count, Field(gt=0)]], ...], Field(max_length=MAX_BINS)] = ()
+
+
 class SavedDevice(_Saved):
     """See ``DeviceReport``."""
 
@@ -72,7 +80,7 @@ class SavedActivations(_Saved):
 
 
 class SavedReport(_Saved):
-    """See ``Figures``; the totals of the SSD traffic follow from the rest and are not kept."""
+    """See ``Figures``; totals of the SSD traffic and quantiles follow from the rest and are not kept."""
 
     io_engine: Name
     budget_bytes: Count
@@ -91,12 +99,14 @@ class SavedReport(_Saved):
     clean_drops: Count
     stall_seconds: Durations
     counters: Annotated[dict[Name, Count | Seconds], Field(max_length=MAX_NAMES)]
+    read_times: SavedReadTimes = Field(default_factory=SavedReadTimes)
     device: SavedDevice | None = None
     activations: SavedActivations | None = None
     timeline: SavedTimeline | None = None
     prediction: Prediction | None = None
     rank: Rank | None = None
     comparison: Annotated[Any, Field(exclude=True)] = None
+    read_seconds: Annotated[Any, Field(exclude=True)] = None
     ssd_read_bytes: Annotated[Count | None, Field(exclude=True)] = None
     ssd_written_bytes: Annotated[Count | None, Field(exclude=True)] = None
 

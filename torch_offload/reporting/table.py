@@ -47,6 +47,7 @@ def _ssd_rows(report: Figures) -> "Iterator[Row]":
     yield "SSD", f"{format_size(report.ssd_bytes)} stored, scratch file {format_size(report.ssd_file_bytes)}"
     yield "read", _total_and_parts(report.read_bytes)
     yield "written", _total_and_parts(report.written_bytes)
+    yield "single reads", str(report.read_times)
     yield "I/O engine", report.io_engine
     counted = report.counters
     retries = counted.get("retried_reads", 0) + counted.get("retried_writes", 0)

@@ -19,6 +19,7 @@ from torch_offload.activations.recompute import ActivationChoice
 from torch_offload.reporting import charts, report, saved_format
 from torch_offload.reporting.figures import DeviceReport, Figures
 from torch_offload.reporting.html_page import page_of
+from torch_offload.reporting.read_times import ReadTimes
 from torch_offload.reporting.timeline import Sample, Timeline
 
 pytestmark = pytest.mark.any_torch
@@ -38,6 +39,7 @@ def read(tmp_path, content) -> Report:
         (saved_format.SavedReport, Figures),
         (saved_format.SavedTimeline, Timeline),
         (saved_format.SavedSample, Sample),
+        (saved_format.SavedReadTimes, ReadTimes),
         (saved_format.SavedDevice, DeviceReport),
         (saved_format.SavedActivations, ActivationChoice),
     ],
@@ -68,6 +70,7 @@ LONG = "x" * (saved_format.MAX_NAME_CHARACTERS + 1)
         ("counters", {LONG: 1}, "counters.xxx"),
         ("counters", {"retried_reads": "many"}, "counters.retried_reads"),
         ("read_bytes", {str(number): 1 for number in range(saved_format.MAX_NAMES + 1)}, "read_bytes: Dictionary"),
+        ("read_times", {"bins": [[0.1, 0.2, 0]]}, "read_times.bins.0.2: Input should be greater than 0, got 0"),
         ("timeline", {"recent": [], "step_ends": [{}]}, "timeline.step_ends.0.seconds: Field required"),
         ("added", 1, "added: Extra inputs are not permitted, got 1"),
         ("\x1b[2K", 1, r"\x1b[2K: Extra inputs are not permitted, got 1"),

@@ -42,6 +42,7 @@ def statistics(
         "written_bytes": {"parameter": written, "state": 0},
         "stall_seconds": stalls or {"read": 0.0, "cosmic rays": 0.0},
         "engine": "threads",
+        "read_times": [(0.001, 0.002, 9), (0.5, 0.75, 1)],
         **dict.fromkeys(("pins", "misses", "faults", "evictions", "clean_drops", "prefetches", "odd_counter"), 1),
     }
 
