@@ -22,6 +22,7 @@ from coding_costs import CODED, losses_table, shares_table
 from generated_parts import Document, differences, names_of_parts, replace_parts, write
 from markdown_parts import table, times
 from readme_chart import CHARTED, QUOTED, draw, figures
+from scale_tables import scale_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 OLD = "*old:* measured before results recorded their commit, on code that has changed; to be measured again."
@@ -248,6 +249,7 @@ BENCHMARKS = (
     Benchmark("load_save", "Loading and saving", IO),
     Benchmark("activations", "A long row", IO, "Times are reported in the file, not judged."),
     Benchmark("distributed", "Ranks with DDP and FSDP2", IO, RANKS),
+    Benchmark("scale", "Beyond these machines", IO, "What is simulated says what a distribution of reads costs ranks."),
     Benchmark("rank_failures", "A rank that fails", IO),
     Benchmark("three_tiers", "Three tiers", IO, "Device and SSD are slowed down to a card's ratios; no GPU was used."),
     Benchmark("io", "The I/O engine against fio", IO),
@@ -423,6 +425,8 @@ def section(result: Result) -> str:
     parts.append(table(["bar", "target", "value", "holds"], rows))
     if result.content.get("deepspeed_settings_tried"):
         parts.append(settings_of_deepspeed(result.content))
+    if result.benchmark.stem == "scale":
+        parts.append(scale_tables(result.content))
     if result.benchmark.stem.startswith("size"):
         parts.append(steps_of_sizes(result.content))
     return "\n".join(parts)

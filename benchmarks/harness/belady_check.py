@@ -5,6 +5,7 @@ may have what the budget leaves beside the activations and temporaries of that m
 pages give way to what they were at most between two uses, such as the logits of a loss.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 from torch_offload.planning.belady import Memory, Pages, PageUse, Use
@@ -32,6 +33,20 @@ def events_of(log: Sequence[LoggedUse], *, beside_peaks: bool) -> tuple[Pages, l
     return pages, events
 
 
+def begun(log: Sequence[LoggedUse], limit_bytes: int, *, beside_peaks: bool) -> tuple[Memory, list[PageUse]]:
+    """Return a memory that holds nothing yet, and what is to be replayed in it."""
+    pages, events = events_of(log, beside_peaks=beside_peaks)
+    created = {event.page for event in events if event.use is Use.create}
+    return Memory(pages, limit_bytes, stored=set(range(len(pages.kinds))) - created), events
+
+
+def peak_of_replay(log: Sequence[LoggedUse], limit_bytes: int) -> int:
+    """Return the most memory in use at any moment of a replay beside peaks."""
+    memory, events = begun(log, limit_bytes, beside_peaks=True)
+    deque(memory.replay(events), maxlen=0)
+    return memory.peak_bytes
+
+
 def least_of_passes(log: Sequence[LoggedUse], limit_bytes: int, *, beside_peaks: bool = False) -> list[tuple[int, int]]:
     """Return the bytes that each recorded pass had to read and write.
 
@@ -41,9 +56,7 @@ def least_of_passes(log: Sequence[LoggedUse], limit_bytes: int, *, beside_peaks:
         limit_bytes: The budget.
         beside_peaks: What memory outside of pages took between uses counts too.
     """
-    pages, events = events_of(log, beside_peaks=beside_peaks)
-    created = {event.page for event in events if event.use is Use.create}
-    memory = Memory(pages, limit_bytes, stored=set(range(len(pages.kinds))) - created)
+    memory, events = begun(log, limit_bytes, beside_peaks=beside_peaks)
     return [(each.read_bytes, each.written_bytes) for each in memory.replay(events)]
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.belady_check import least_traffic
+from harness.belady_check import least_traffic, peak_of_replay
 from harness.ranks import add_rank_options, digests_of, join_group, paging_figures
 from harness.worker_process import serve
 from models.bare_llama import BareLlama, Shape
+from models.linear_stack import LinearStack, StackShape
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -33,6 +34,7 @@ KINDS_OF_STATE = 4  # weights, gradients, two moments
 SHARE = 0.4  # of a rank's state that FSDP2 gets
 SHARE_BESIDE_GRADIENTS = 0.15  # that DDP gets, which keeps all gradients in its buckets
 OWN_OPTIMIZER = "torch_offload"
+Model = BareLlama | LinearStack
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,7 @@ class Rank:
     def __init__(self, options: argparse.Namespace) -> None:
         join_group(options)
         self.options = options
-        self.shape = Shape(
-            hidden=options.hidden,
-            intermediate=2 * options.hidden,
-            layers=options.layers,
-            heads=4,
-            vocabulary=512,
-            has_fused_attention=False,
-        )
+        self.shape = shape_of(options)
         self.scratch = tempfile.TemporaryDirectory(dir=options.ssd)
         self.cases = iter(all_cases()[:: options.every])
         self.training: Training | None = None
@@ -129,6 +124,7 @@ class Rank:
             name: float(sum(least_traffic(log, self.training.budget_bytes, beside_peaks=beside_peaks)))
             for name, beside_peaks in (("least_bytes", False), ("least_bytes_beside_peaks", True))
         }
+        least["replayed_peak_bytes"] = float(peak_of_replay(log, self.training.budget_bytes))
         return {"moved_bytes": sum(steps[-2][name] for name in ("read_bytes", "written_bytes")), **least}
 
 
@@ -204,7 +200,7 @@ class Training:
         torch_offload.unwrap(self.module)
 
 
-def budget_bytes(shape: Shape, case: Case, ranks: int) -> int:
+def budget_bytes(shape: Shape | StackShape, case: Case, ranks: int) -> int:
     """Return what a rank gets: 40 % of its state, or with DDP all gradients and 15 % of its state."""
     weights_bytes = 4 * shape.parameters
     if case.is_sharded:
@@ -212,12 +208,25 @@ def budget_bytes(shape: Shape, case: Case, ranks: int) -> int:
     return int((1 + SHARE_BESIDE_GRADIENTS * KINDS_OF_STATE) * weights_bytes)
 
 
-def new_model(shape: Shape, device: str) -> BareLlama:
+def shape_of(options: argparse.Namespace) -> Shape | StackShape:
+    if options.model == "stack":
+        return StackShape(options.hidden, options.layers)
+    return Shape(
+        hidden=options.hidden,
+        intermediate=2 * options.hidden,
+        layers=options.layers,
+        heads=4,
+        vocabulary=512,
+        has_fused_attention=False,
+    )
+
+
+def new_model(shape: Shape | StackShape, device: str) -> Model:
     with torch.device(device):
-        return BareLlama(shape)
+        return LinearStack(shape) if isinstance(shape, StackShape) else BareLlama(shape)
 
 
-def fill(model: BareLlama) -> None:
+def fill(model: Model) -> None:
     """Give the shards of a model on the meta device memory and values."""
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -225,7 +234,7 @@ def fill(model: BareLlama) -> None:
             local(parameter).normal_(std=0.02)
 
 
-def shard(model: BareLlama, ranks: int, *, is_mixed: bool) -> None:
+def shard(model: Model, ranks: int, *, is_mixed: bool) -> None:
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (ranks,))}
     if is_mixed:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -251,12 +260,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_rank_options(parser)
     parser.add_argument("--ssd", required=True)
     for name in ("hidden", "layers", "rows", "tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--model", choices=("llama", "stack"), default="llama")
     parser.add_argument("--every", type=int, default=1, help="take one case in so many")
     parser.add_argument("--train", choices=("no", "plain", "paged"), default="no")
     parser.add_argument(
@@ -264,8 +274,8 @@ def main() -> None:
     )
     parser.add_argument("--page-elements", type=int, default=1 << 14)
     parser.add_argument("--budget-bytes", type=int, default=0, help="default: what the case is given")
-    serve(lambda: Rank(parser.parse_args()))
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda: Rank(make_parser().parse_args()))

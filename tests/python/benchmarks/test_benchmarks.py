@@ -215,6 +215,24 @@ def test_distributed_compares_ranks(scratch):
         assert [line.partition(":")[0] for line in result["not_measured"]] == ["memory"]
 
 
+def test_scale_counts_one_of_many_ranks_and_simulates_the_others(scratch):
+    """One of eight ranks paged; a model was made of its reads, held against two ranks and asked about eight."""
+    result = smoke("scale", scratch)
+    (first,) = result["one_of_many"]
+    assert first["step"]["evictions"] > 0
+    assert first["replayed"]["moved_bytes"] > 0
+    (compared,) = result["validation"]
+    assert compared["measured_seconds"]["median"] > 0 < compared["model"]["step_seconds"]
+    assert result["inputs"]["works"]["2"]["tail"]["reads_recorded"] > 0
+    assert [row["ranks"] for row in result["simulated"]] == [2, 8]
+    rows = [
+        compared["model"],
+        *(part for row in result["simulated"] for part in (row, row["today"], row["tail_margin"])),
+    ]
+    assert all(row["simulated"] is True for row in rows)
+    assert len(result["bars"]) == 2
+
+
 def test_ranks_end_with_one_that_fails_and_start_again(scratch):
     """One was killed, one had too little memory; what was trained on is that of a run without failure."""
     result = smoke("rank_failures", scratch)
