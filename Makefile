@@ -166,11 +166,14 @@ cpp-test-plain: build # whose objects are tested
 operations: .system ## A million operations of the pager by several threads under TSan, and all orders of a page's steps; to build/operations
 	@echo "seeds begin at $(OFFLOAD_TEST_SEED)"
 	@cmake -S . -B build/cpp-tsan -G Ninja -DOFFLOAD_SANITIZE=thread -DOFFLOAD_OBJECTS= > build/cpp-tsan.log || { cat build/cpp-tsan.log; exit 1; }
-	$(PHASE) "build C++ tests of the pager, tsan" cmake --build build/cpp-tsan -j $(JOBS) --target torch_offload_pager_tests
+	$(PHASE) "build C++ tests of the pager, tsan" cmake --build build/cpp-tsan -j $(JOBS) \
+		--target torch_offload_pager_tests torch_offload_base_tests
 	@mkdir -p build/operations && echo "$(OFFLOAD_TEST_SEED)" > build/operations/seed
 	OFFLOAD_TEST_OPERATIONS=$(OPERATIONS) $(PHASE) "operations of the pager, tsan" \
 		build/cpp-tsan/tests/cpp/torch_offload_pager_tests --gtest_filter='RandomOperations.*:PageSteps.*' \
 		--gtest_output=json:build/operations/tests.json
+	OFFLOAD_TEST_OPERATIONS=$(OPERATIONS) $(PHASE) "operations of a shared budget, tsan" \
+		build/cpp-tsan/tests/cpp/torch_offload_base_tests --gtest_filter='BudgetLedger.*'
 
 .PHONY: fault
 fault: build .fault-build ## Break memory, disk, calls and process on purpose, some 40,000 times, C++ and Python; writes what came of it to build/fault

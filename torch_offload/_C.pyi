@@ -96,6 +96,22 @@ class ActivityRecord:
         """Return (lane, thread, begin, end, bytes, end of a label) in the order in which they ended, roughly."""
 
 @final
+class BudgetLedger:
+    """A budget that the processes of one machine share, in a file of memory that ends with the last of them."""
+
+    @staticmethod
+    def make(*, name: str, budget_bytes: int, rank_count: int) -> BudgetLedger:
+        """Make one. A link to it, to memfd:`name`, is among the open files of this process in /proc."""
+    @staticmethod
+    def open(path: str) -> BudgetLedger:
+        """Open that of another process, by the path of such a link. OffloadError if it cannot be."""
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def equal_bytes(self) -> int:
+        """What each has where all want as much as they can get."""
+
+@final
 class Engine:
     """A pager with its recorder of deferred work. Methods release the GIL while they wait."""
 

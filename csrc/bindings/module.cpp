@@ -32,6 +32,7 @@
 #include "bindings/ssd_probe.h"
 #include "bindings/statistics.h"
 #include "bindings/unraised_errors.h"
+#include "device/address_space_shared.h"
 #include "pager/rank_wait.h"
 
 namespace py = pybind11;
@@ -269,6 +270,16 @@ void flush_engine(Engine& engine) {
     });
 }
 
+/// Of a budget that the processes of a launch on one machine share.
+void bind_ledger(py::module_& module) {
+    py::class_<LedgerFile, std::shared_ptr<LedgerFile>>(module, "BudgetLedger", py::is_final())
+        .def_static("make", &LedgerFile::make, py::kw_only(), py::arg("name"), py::arg("budget_bytes"),
+                    py::arg("rank_count"))
+        .def_static("open", &LedgerFile::open, py::arg("path"))
+        .def_property_readonly("budget_bytes", [](LedgerFile& self) { return self.page().budget_bytes(); })
+        .def_property_readonly("equal_bytes", [](LedgerFile& self) { return self.page().equal_bytes(); });
+}
+
 using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
 
 EngineClass make_engine_class(py::module_& module) {
@@ -436,6 +447,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     bind_rank_wait(m);
     bind_buckets(m);
     bind_activities(m);
+    bind_ledger(m);
     bind_engine(m);
     bind_ssd_probe(m);
     py::class_<SavedTensor>(m, "SavedTensor", py::is_final());
