@@ -30,7 +30,7 @@ Arena::Arena(const ArenaOptions& options)
     : page_bytes_(options.page_bytes),
       huge_pages_(options.huge_pages),
       memory_(options.memory ? *options.memory : AddressSpace::process()) {
-    usage_.limit_bytes = options.limit_bytes;
+    usage_.limit_bytes = usage_.most_limit_bytes = options.limit_bytes;
     usage_.reserve_bytes = options.reserve_bytes;
 }
 
@@ -540,6 +540,17 @@ bool Arena::try_count_small(std::size_t size_bytes, ArenaLock& lock) {
 
 void Arena::count_small(std::ptrdiff_t delta_bytes) noexcept {
     charge(usage_.small_bytes, static_cast<std::size_t>(delta_bytes));
+}
+
+void Arena::raise_limit(std::size_t size_bytes) noexcept {
+    usage_.limit_bytes += size_bytes;
+    usage_.most_limit_bytes = std::max(usage_.most_limit_bytes, usage_.limit_bytes);
+}
+
+bool Arena::lower_limit(std::size_t size_bytes, ArenaLock& lock) {
+    if (usage_.available_bytes() < size_bytes || !make_space(size_bytes, usage_.reserve_bytes, lock)) return false;
+    usage_.limit_bytes -= size_bytes;
+    return true;
 }
 
 std::vector<Frame> Arena::take_registered_free_frames(std::size_t at_least_bytes) {

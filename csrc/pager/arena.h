@@ -21,6 +21,7 @@ namespace torch_offload {
 /// What the budget is spent on, in bytes of memory. The sum never exceeds the limit.
 struct ArenaUsage {
     std::size_t limit_bytes = 0;
+    std::size_t most_limit_bytes = 0;  // that it ever was: of a budget that processes share it changes
     std::size_t frame_bytes = 0;       // frames that hold pages
     std::size_t free_frame_bytes = 0;  // frames kept for the next page
     std::size_t range_bytes = 0;       // live temporaries
@@ -106,6 +107,11 @@ public:
     bool try_count_small(std::size_t size_bytes, ArenaLock& lock);
     /// Counts bytes allocated (or, below zero, freed) elsewhere, whether they fit or not.
     void count_small(std::ptrdiff_t delta_bytes) noexcept;
+
+    void raise_limit(std::size_t size_bytes) noexcept;
+    /// Gives free memory back to the system for a limit that is `size_bytes` lower. False, with the limit as it was, if
+    /// there is not as much, or none that is not registered.
+    bool lower_limit(std::size_t size_bytes, ArenaLock& lock);
 
     /// A frame of that size, in use, is about to be registered with the I/O engine; each that is given as registered
     /// was expected. False: it cannot be.

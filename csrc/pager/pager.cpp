@@ -9,6 +9,7 @@
 #include "base/units.h"
 #include "device/address_space.h"
 #include "pager/pager_guards.h"
+#include "pager/shared_budget.h"
 #include "pager/ssd_store.h"
 
 namespace torch_offload {
@@ -73,14 +74,16 @@ Pager::Impl::Impl(Pager& pager, const PagerOptions& pager_options, std::unique_p
       options(pager_options),
       memory(pager_options.memory ? *pager_options.memory : AddressSpace::process()),
       fault_errors(pager_options.fault_notice),
-      arena({pager_options.budget_bytes, small_reserve(pager_options.budget_bytes),
-             pager_options.page_elements * kDefaultElementBytes, huge_pages_for(pager_options), &memory}),
+      arena({pager_options.share ? pager_options.share->held_bytes() : pager_options.budget_bytes,
+             small_reserve(pager_options.budget_bytes), pager_options.page_elements * kDefaultElementBytes,
+             huge_pages_for(pager_options), &memory}),
       fault_holds(pager_options.budget_bytes / kShareOfFaulted),
       store(std::move(page_store)) {
     OFFLOAD_CHECK(options.budget_bytes > 0, InvalidArgument, "the RAM budget is 0 bytes");
     OFFLOAD_CHECK(options.page_elements > 0 && options.page_elements % kSectorBytes == 0, InvalidArgument,
                   "page_elements must be a positive multiple of ", kSectorBytes, ", got ", options.page_elements);
     predictor->leave_out(stalls);
+    if (options.share) shared = std::make_unique<SharedBudget>(*this, *options.share);
     service = std::make_unique<ServiceThread>(*this);
     service->start();
     store->start(*this);
@@ -504,6 +507,7 @@ void Pager::end_step() {
         impl_->rank_all(uses);
     }
     AddressSpace::process().ensure_handler_installed();
+    if (impl_->shared) impl_->shared->end_step();
     impl_->store->kick();
     impl_->store->end_step();
     impl_->raise_unsaid_write_error();
@@ -515,6 +519,7 @@ PagerStatistics Pager::statistics() const {
         const std::lock_guard lock(impl_->mutex);
         result.memory = impl_->arena.usage();
     }
+    if (impl_->shared) result.share = impl_->shared->statistics();
     result.store = impl_->store->statistics();
     for (std::size_t kind = 0; kind < kSegmentKindCount; ++kind) {
         result.read_bytes[kind] = impl_->read_bytes[kind].get();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/activity_log.h"
+#include "base/budget_ledger.h"
 #include "device/memory.h"
 #include "device/stream.h"
 #include "pager/fault_errors.h"
@@ -31,6 +32,7 @@ enum class Tier : std::uint8_t { host, device };
 
 struct PagerOptions {
     std::size_t budget_bytes = 0;
+    BudgetShare* share = nullptr;          // of a budget of several processes, outlives the pager; nullptr: no others
     Tier tier = Tier::host;                // whose memory that is
     std::vector<std::string> directories;  // on real disks; pages are spread over them
     IoEngineKind engine = IoEngineKind::automatic;
@@ -123,11 +125,10 @@ private:
     std::vector<std::span<std::byte>> bytes_;
     std::vector<Location> locations_;
     std::vector<bool> is_worthless_;
-    PinTally::Share share_;               // of a thread that waits: others wait for it
-    std::unique_ptr<UpdateLatch> below_;  // of the store's pages, where they are held there
-    bool finished_ = false;
-    bool confirmed_ = false;     // the latch was completed: its bytes may have been changed
-    bool is_transient_ = false;  // counted in the pager as held by a thread that does not wait
+    PinTally::Share share_;                      // of a thread that waits: others wait for it
+    std::unique_ptr<UpdateLatch> below_;         // of the store's pages, where they are held there
+    bool finished_ = false, confirmed_ = false;  // confirmed: complete, so its bytes may have been changed
+    bool is_transient_ = false;                  // counted in the pager as held by a thread that does not wait
 };
 
 /// Lock order, the only one: Pager's lock, then the predictor's or the store's queue lock, under which nothing is
@@ -206,8 +207,7 @@ public:
     /// A committed range of the budget; evicts pages to free memory. Throws: OutOfTierMemory; TierIoError of a write.
     std::span<std::byte> allocate_range(std::size_t size_bytes);
     void free_range(std::span<std::byte> range) noexcept;
-    /// Counts memory that is about to be allocated elsewhere; evicts pages to free memory.
-    /// Throws: what allocate_range() throws; nothing was counted then.
+    /// Counts memory that is about to be allocated elsewhere, like allocate_range(). If it throws, nothing was counted.
     void reserve_small(std::size_t size_bytes);
     /// Counts memory that was allocated or (below zero) freed elsewhere, whether the budget has room for it or not.
     void count_small(std::ptrdiff_t delta_bytes) noexcept;

@@ -184,7 +184,8 @@ std::size_t Pager::Impl::page_capacity_bytes() {
     const std::lock_guard lock(mutex);
     const ArenaUsage usage = arena.usage();
     const std::size_t elsewhere = usage.range_bytes + usage.small_bytes + usage.reserve_bytes;
-    return elsewhere >= options.budget_bytes ? 0 : options.budget_bytes - elsewhere;
+    const std::size_t limit = std::max(options.budget_bytes, usage.limit_bytes);  // of a share, at least its part
+    return elsewhere >= limit ? 0 : limit - elsewhere;
 }
 
 void Pager::Impl::check_fits(std::span<const PinRequest> requests) {
@@ -197,7 +198,9 @@ void Pager::Impl::check_fits(std::span<const PinRequest> requests) {
     const std::size_t limit = options.budget_bytes;
     if (wanted_bytes <= limit / 4) return;  // the common case needs no lock
     std::size_t free_bytes = page_capacity_bytes();
-    while (wanted_bytes > free_bytes && wait_for_oldest_use()) free_bytes = page_capacity_bytes();
+    while (wanted_bytes > free_bytes && (lease(wanted_bytes - free_bytes) > 0 || wait_for_oldest_use())) {
+        free_bytes = page_capacity_bytes();
+    }
     OFFLOAD_CHECK(wanted_bytes <= free_bytes, OutOfTierMemory, tier_name(), " memory tier: an operation needs ",
                   wanted_bytes, " bytes of pages at once (largest: ", largest->segment->label, ", ",
                   largest->segment->size_bytes(), " bytes), available are ", free_bytes, " of the budget of ", limit,

@@ -23,6 +23,7 @@
 #include "pager/wait_list.h"
 
 namespace torch_offload {
+class SharedBudget;
 inline std::int64_t steady_ns() noexcept { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 struct Pager::Impl final : StoreClient {
@@ -37,8 +38,7 @@ struct Pager::Impl final : StoreClient {
         ~Transient() {
             if (pager_) pager_->end_transient();
         }
-        /// Somebody else calls end_transient().
-        void hand_over() noexcept { pager_ = nullptr; }
+        void hand_over() noexcept { pager_ = nullptr; }  // somebody else calls end_transient()
 
     private:
         Impl* pager_;
@@ -85,8 +85,8 @@ struct Pager::Impl final : StoreClient {
         std::shared_ptr<Segment> segment;
         Page* page;
     };
-    /// Whether pages are tried that UnwritablePages leaves alone: by who would run out of memory without them.
-    enum class Resting : std::uint8_t { not_yet, too };
+    enum class Resting : std::uint8_t { not_yet, too };  // whether pages are tried that UnwritablePages leaves alone
+    std::size_t lease(std::size_t size_bytes) noexcept;
     std::size_t evict_for(std::size_t wanted_bytes, UsePosition keep_before, Resting resting = Resting::not_yet);
     std::vector<Victim> choose_victims(std::size_t wanted_bytes, UsePosition keep_before, Resting resting);
     bool evict_page(Page& page);
@@ -156,8 +156,7 @@ struct Pager::Impl final : StoreClient {
     void note_anchor(Segment& segment, TraceId anchor);
     std::vector<std::shared_ptr<Segment>> updated_above(const Segment& segment);
     void rank_updated(std::span<const std::shared_ptr<Segment>> updated);
-    /// A segment that the recording says comes next.
-    struct Ahead {
+    struct Ahead {  // a segment that the recording says comes next
         std::shared_ptr<Segment> segment;
         UsePosition use = 0;
         std::int64_t due_ns = 0;    // computing time until then
@@ -243,6 +242,7 @@ struct Pager::Impl final : StoreClient {
     Counter own_updates;  // nanoseconds in which threads of the program applied deferred work
     WaitList waits;
 
+    std::unique_ptr<SharedBudget> shared;  // nullptr: the budget is this process's alone
     std::unique_ptr<PageStore> store;
     std::unique_ptr<ServiceThread> service;
 };

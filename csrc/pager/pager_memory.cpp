@@ -6,6 +6,7 @@
 #include "base/log.h"
 #include "base/units.h"
 #include "pager/pager_guards.h"
+#include "pager/shared_budget.h"
 
 namespace torch_offload {
 namespace {
@@ -78,7 +79,9 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
             store->kick();
         } else {
             const std::size_t expected_bytes = available_bytes + evicting_bytes.load(std::memory_order_acquire);
-            is_expected = expected_bytes >= size_bytes || evict_for(size_bytes - expected_bytes, 0) > 0;
+            const std::size_t missing_bytes = size_bytes - std::min(size_bytes, expected_bytes);
+            if (lease(missing_bytes) > 0) continue;
+            is_expected = missing_bytes == 0 || evict_for(missing_bytes, 0) > 0;
         }
         if (!is_expected && !is_changing && !is_anything_moving() && transients.load(std::memory_order_acquire) == 0 &&
             progress.load(std::memory_order_acquire) == seen) {
@@ -87,7 +90,7 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
             if (size_bytes <= options.budget_bytes) {  // a working disk would make room
                 raise_write_error();
                 raise_late_error();
-                if (tally.has_others()) {
+                if (tally.has_others() || (shared && shared->is_entitled())) {
                     if (!wait) wait.emplace(*this);
                     if (wait->wait_for_operators(seen)) continue;
                 }
@@ -98,6 +101,9 @@ auto Pager::Impl::acquire(std::size_t size_bytes, Take take, Available available
         wait_change(progress, seen, InterruptibleWait());
     }
 }
+
+/// More memory of a budget that other processes have a share of, before a page has to leave. Returns how much came.
+std::size_t Pager::Impl::lease(std::size_t size_bytes) noexcept { return shared ? shared->lease(size_bytes) : 0; }
 
 Frame Pager::Impl::acquire_frame(std::size_t size_bytes) {
     return *acquire(
@@ -130,7 +136,9 @@ std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, UseP
             if (available_bytes >= wanted_bytes) return arena.try_take_frame(size_bytes, lock);
         }
         const std::size_t expected_bytes = available_bytes + evicting_bytes.load(std::memory_order_acquire);
-        if (expected_bytes >= wanted_bytes || evict_for(wanted_bytes - expected_bytes, keep_before) == 0) break;
+        if (expected_bytes >= wanted_bytes) break;
+        const std::size_t missing_bytes = wanted_bytes - expected_bytes;
+        if (lease(missing_bytes) == 0 && evict_for(missing_bytes, keep_before) == 0) break;
     }
     return std::nullopt;
 }

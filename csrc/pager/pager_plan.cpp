@@ -237,6 +237,7 @@ void Pager::Impl::keep_free(std::size_t free_bytes, UsePosition keep_before) {
         const std::lock_guard lock(mutex);
         expected_bytes += arena.usage().available_bytes();
     }
+    if (expected_bytes < free_bytes) expected_bytes += lease(free_bytes - expected_bytes);
     if (expected_bytes < free_bytes) evict_for(free_bytes - expected_bytes, keep_before);
 }
 

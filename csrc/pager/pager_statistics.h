@@ -1,6 +1,7 @@
 // What a pager has counted. Layer pager: includes base, device, storage.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "pager/arena.h"
@@ -10,8 +11,19 @@
 
 namespace torch_offload {
 
+/// Of a budget that processes share, in bytes of memory; all zero where there are no others.
+struct ShareStatistics {
+    std::size_t shared_bytes = 0;      // by all of them
+    std::size_t equal_bytes = 0;       // that each has where all want as much as they can get
+    std::size_t guaranteed_bytes = 0;  // that this one always has
+    std::size_t leased_bytes = 0;      // beside that, now
+    std::size_t most_leased_bytes = 0;
+    std::uint64_t given_back_bytes = 0;  // to others, since the pager began
+};
+
 struct PagerStatistics {
     ArenaUsage memory;
+    ShareStatistics share;
     StoreStatistics store;
     std::uint64_t read_bytes[kSegmentKindCount] = {};
     std::uint64_t written_bytes[kSegmentKindCount] = {};

@@ -1,10 +1,18 @@
 #include <cerrno>
+#include <ctime>
 
 #include "base/engine_thread.h"
 #include "base/log.h"
 #include "pager/pager_impl.h"
+#include "pager/shared_budget.h"
 
 namespace torch_offload {
+namespace {
+
+constexpr std::int64_t kNsPerSecond = 1'000'000'000;
+constexpr std::int64_t kSettleEveryNs = 20'000'000;
+
+}  // namespace
 
 ServiceThread::ServiceThread(Pager::Impl& pager) : pager_(pager) {
     OFFLOAD_CHECK(sem_init(&work_, 0, 0) == 0, OffloadError, "no semaphore: errno ", errno);
@@ -58,11 +66,27 @@ bool ServiceThread::may_update() const noexcept {
     return (device && device->has_own_cores()) || pager_.program_waiters.load(std::memory_order_acquire) > 0;
 }
 
+/// Where processes share a budget, for a moment: others do not say when they want what this one has.
+void ServiceThread::wait_for_work() noexcept {
+    if (!pager_.shared) {
+        while (sem_wait(&work_) != 0) {  // EINTR: a signal handler ran
+        }
+        return;
+    }
+    timespec until{};
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += kSettleEveryNs;
+    until.tv_sec += until.tv_nsec / kNsPerSecond;
+    until.tv_nsec %= kNsPerSecond;
+    while (sem_timedwait(&work_, &until) != 0 && errno == EINTR) {
+    }
+}
+
 void ServiceThread::run() {
     StallClock::ignore_this_thread();
     while (true) {
-        while (sem_wait(&work_) != 0) {  // EINTR: a signal handler ran
-        }
+        wait_for_work();
+        if (pager_.shared) pager_.shared->settle();
         do {
             serve_faults();
             if (stopping_.load(std::memory_order_acquire)) return;

@@ -20,7 +20,8 @@ namespace torch_offload {
 /// When the service thread applies deferred work.
 enum class UpdateTime : std::uint8_t { at_once, while_program_waits };
 
-/// Answers faults and applies deferred work ahead of need, on a thread that may wait and never takes the GIL.
+/// Answers faults, applies deferred work ahead of need, and looks what other processes want of a budget that is shared,
+/// on a thread that may wait and never takes the GIL.
 /// Threads: push_fault is async-signal-safe; push_update from any.
 class ServiceThread {
 public:
@@ -43,6 +44,7 @@ public:
 
 private:
     void run();
+    void wait_for_work() noexcept;
     bool may_update() const noexcept;
     void serve_faults();
     bool run_one_update(UpdateTime time);
