@@ -137,6 +137,8 @@ class Engine:
         keep_free_bytes: list[int] = ...,
         max_file_bytes: int | None = None,
         copies_checkpoints: bool = False,
+        ledger: BudgetLedger | None = None,
+        guaranteed_bytes: int = 0,
     ) -> None:
         """Start one; `remedy` ends messages about a full budget, after "raise `ram`".
 
@@ -144,6 +146,8 @@ class Engine:
         pass is tried again after each of `retry_delays_ms`.
         `keep_free_bytes` are left on the disk of each directory; no list, no limits. `max_file_bytes`: of each file.
         Pages of weights that are loaded from files lie there until they are written, unless `copies_checkpoints`.
+        With a `ledger`, memory is leased from there: `budget_bytes` is what this process can have whatever others do,
+        `guaranteed_bytes` what it always has. Waits for these some seconds; OutOfTierMemory if they do not come.
         """
     @property
     def torch_device(self) -> str:

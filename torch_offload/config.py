@@ -147,8 +147,8 @@ class Config(BaseModel):
     ``ssd`` what ``ram`` has no room for. None: the module computes in ``ram``."""
     ram: Bytes | None = Field(default=None, gt=0)
     """Hard limit of memory, such as ``24GiB``, for parameters, gradients, optimizer states, activations and temporaries
-    together. None: 80 % of what is free under the memory cgroup, shared evenly by the processes that torchrun or
-    accelerate start on this machine."""
+    together. None: 80 % of what is free under the memory cgroup, shared by the processes that torchrun or accelerate
+    start on this machine: each can have an even part, and what the others do not need."""
     ssd: tuple[Path, ...] = ()
     """Directory on a real disk for an unnamed scratch file, which nothing outlives; several directories on disks of
     their own share the pages evenly. ``{local_rank}`` in a path is the number of the process among those that torchrun

@@ -37,8 +37,15 @@ EngineOptions with_log(EngineOptions options, ActivityLog& log) {
     return options;
 }
 
-std::shared_ptr<Pager> make_host_pager(const EngineOptions& options, ComputeDevice* device) {
+std::unique_ptr<BudgetShare> take_share(const EngineOptions& options) {
+    if (!options.ledger) return nullptr;
+    return std::make_unique<BudgetShare>(options.ledger->page(), options.guaranteed_bytes,
+                                         options.pager.longest_operator);
+}
+
+std::shared_ptr<Pager> make_host_pager(const EngineOptions& options, BudgetShare* share, ComputeDevice* device) {
     PagerOptions host = options.pager;
+    host.share = share;
     if (device) {
         host.device = &device->device();
         host.memory = device->host_memory();
@@ -70,7 +77,8 @@ Engine::Engine(const EngineOptions& options)
     : options_(with_log(options, activity_log_)),
       device_(options.device ? ComputeDevice::open(*options.device) : nullptr),
       torch_device_(device_ ? device_->torch_device() : c10::Device(c10::kCPU)),
-      host_(make_host_pager(options_, device_.get())),
+      share_(take_share(options_)),
+      host_(make_host_pager(options_, share_.get(), device_.get())),
       pager_(make_compute_pager(options_, host_, device_.get())),
       deferred_(std::make_unique<DeferredOps>(pager_, torch_device_)),
       mapped_copy_(std::make_unique<MappedCopy>(*this)),

@@ -22,7 +22,9 @@
 #include "autograd/saved_copies.h"
 #include "autograd/storage_uses.h"
 #include "base/activity_log.h"
+#include "base/budget_ledger.h"
 #include "base/counters.h"
+#include "device/address_space_shared.h"
 #include "pager/pager.h"
 #include "storage/block_file.h"
 
@@ -35,6 +37,8 @@ struct EngineOptions {
     std::size_t min_paged_bytes = 0;            // smaller tensors stay ordinary
     bool copies_checkpoints = false;            // instead of leaving pages in the files that they are loaded from
     double ssd_bytes_per_second = 0;            // to try a slower SSD; 0: as fast as it is
+    std::shared_ptr<LedgerFile> ledger;         // of a budget that other processes have a share of; nullptr: no others
+    std::size_t guaranteed_bytes = 0;           // of that, for this one
 };
 
 struct EngineCounters {
@@ -171,6 +175,7 @@ private:
     EngineOptions options_;
     std::unique_ptr<ComputeDevice> device_;  // nullptr: compute memory is the host's
     const c10::Device torch_device_;
+    std::unique_ptr<BudgetShare> share_;  // of the host's memory
     std::shared_ptr<Pager> host_;
     std::shared_ptr<Pager> pager_;  // of compute memory: the same as host_ without a device
     std::unique_ptr<DeferredOps> deferred_;

@@ -181,8 +181,11 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
                                     double ssd_bytes_per_second, const std::string& device_kind, int device_ordinal,
                                     int io_timeout, const std::vector<int>& retry_delays_ms, std::string remedy,
                                     const std::vector<std::uint64_t>& keep_free_bytes,
-                                    std::optional<std::uint64_t> max_file_bytes, bool copies_checkpoints) {
+                                    std::optional<std::uint64_t> max_file_bytes, bool copies_checkpoints,
+                                    std::shared_ptr<LedgerFile> ledger, std::size_t guaranteed_bytes) {
     EngineOptions options;
+    options.ledger = std::move(ledger);
+    options.guaranteed_bytes = guaranteed_bytes;
     for (const std::uint64_t kept_bytes : keep_free_bytes) {
         options.scratch_limits.push_back(
             {kept_bytes, max_file_bytes.value_or(std::numeric_limits<std::uint64_t>::max())});
@@ -292,7 +295,8 @@ EngineClass make_engine_class(py::module_& module) {
              py::arg("ssd_bytes_per_second") = 0.0, py::arg("device_kind") = "emulated", py::arg("device_ordinal") = 0,
              py::arg("io_timeout") = 120, py::arg("retry_delays_ms") = std::vector<int>{10, 100, 1'000, 5'000},
              py::arg("remedy") = "", py::arg("keep_free_bytes") = std::vector<std::uint64_t>(),
-             py::arg("max_file_bytes") = py::none(), py::arg("copies_checkpoints") = false)
+             py::arg("max_file_bytes") = py::none(), py::arg("copies_checkpoints") = false,
+             py::arg("ledger") = py::none(), py::arg("guaranteed_bytes") = 0)
         .def_property_readonly("torch_device", [](const Engine& self) { return py::cast(self.torch_device().str()); })
         .def("statistics",
              [](Engine& self) {

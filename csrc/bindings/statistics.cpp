@@ -39,9 +39,21 @@ py::list spread_of(const ReadTimes::Counts& counts) {
     return result;
 }
 
+py::dict share_of(const ShareStatistics& share) {
+    py::dict result;
+    result["shared_bytes"] = share.shared_bytes;
+    result["equal_bytes"] = share.equal_bytes;
+    result["guaranteed_bytes"] = share.guaranteed_bytes;
+    result["leased_bytes"] = share.leased_bytes;
+    result["most_leased_bytes"] = share.most_leased_bytes;
+    result["given_back_bytes"] = share.given_back_bytes;
+    return result;
+}
+
 /// The host's memory, and what goes between it and the SSD.
 void add_host(py::dict& result, const PagerStatistics& pager) {
     result["memory"] = memory_of(pager.memory);
+    if (pager.share.shared_bytes != 0) result["share"] = share_of(pager.share);
     result["stored_bytes"] = pager.store.stored_bytes;
     result["file_bytes"] = pager.store.file_bytes;
     result["read_bytes"] = by_kind(pager.read_bytes);
@@ -110,6 +122,7 @@ const char* cause_name(StallCause cause) noexcept { return kCauseNames[static_ca
 py::dict memory_of(const ArenaUsage& usage) {
     py::dict result;
     result["limit_bytes"] = usage.limit_bytes;
+    result["most_limit_bytes"] = usage.most_limit_bytes;
     result["frame_bytes"] = usage.frame_bytes;
     result["free_frame_bytes"] = usage.free_frame_bytes;
     result["range_bytes"] = usage.range_bytes;

@@ -23,7 +23,7 @@ from torch_offload.hooks.import_watcher import ImportWatcher
 from torch_offload.hooks.registrations import Listener
 from torch_offload.integrations.trainer_optimizer import TrainerOptimizer
 from torch_offload.launch.fit import Fit
-from torch_offload.runtime import preflight, rank_failures
+from torch_offload.runtime import node_budget, preflight, rank_failures
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.session import Session
 from torch_offload.runtime.tensor_parts import is_not_quantized_yet, is_ordinary, parts_of
@@ -104,7 +104,9 @@ class Autopage:
         self._budget_note = self._budget_note or note_budget_use(self._launch.name, sharing=sharing)
         running = PROCESS.session
         if running is None or PROCESS.joinable(running.config) is None:
-            running = PROCESS.open_session(preflight.resolve(config))
+            decided = preflight.resolve(config)
+            node = node_budget.of_machine(decided, launch=self._launch.name)
+            running = PROCESS.open_session(decided, node=node)
         running.pending.open()
         _add_figures_to_trackers(running)
         return running

@@ -49,12 +49,33 @@ class DeviceReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShareReport:
+    """This process's side of a budget that the processes of a launch on this machine share, in bytes.
+
+    Attributes:
+        shared_bytes: What all of them share.
+        equal_bytes: What each can have whatever the others do.
+        guaranteed_bytes: What this one always has.
+        leased_bytes: What it has beside that now.
+        most_leased_bytes: The most that it ever had beside that.
+        given_back_bytes: What it gave back because others wanted it, since the engine started.
+    """
+
+    shared_bytes: int
+    equal_bytes: int
+    guaranteed_bytes: int
+    leased_bytes: int
+    most_leased_bytes: int
+    given_back_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Figures(Traffic):
     """Figures since the engine started. Bytes and counts are totals unless they say otherwise.
 
     Attributes:
         io_engine: How pages are read and written.
-        budget_bytes: The hard limit of memory.
+        budget_bytes: The hard limit of memory; of a budget that processes share, the most that this one had of it.
         host_bytes: Memory in use now, by purpose: ``pages``, ``free_pages`` (kept for the next page),
             ``temporaries``, ``idle_temporaries`` (kept for reuse), ``small``.
         host_peak_bytes: The most that was ever in use; never above the budget.
@@ -74,6 +95,7 @@ class Figures(Traffic):
             ``network`` (for other ranks, in a collective).
         counters: Everything else that the engine counts, by name: deferred work, norms, adoptions, and what the disk
             did wrong (``retried_reads``, ``retried_writes``, ``healed_mismatches``, ``quarantined_bytes``).
+        share: Of a budget that processes of this machine share, None for one that has its own.
         device: The device's figures, None where the module computes in the host's memory. Pins, misses, faults,
             prefetches and evictions are those of the memory in which it computes, stalls those in either.
         activations: Which layers page the activations of the backward pass and which recompute them, and why; None
@@ -103,6 +125,7 @@ class Figures(Traffic):
     stall_seconds: dict[str, float]
     counters: dict[str, Any]
     read_times: ReadTimes = field(default_factory=ReadTimes)
+    share: ShareReport | None = None
     device: DeviceReport | None = None
     activations: ActivationChoice | None = None
     timeline: Timeline | None = None

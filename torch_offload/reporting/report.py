@@ -15,13 +15,13 @@ from torch_offload.activations.recompute import ActivationChoice
 from torch_offload.config import format_size
 from torch_offload.errors import ConfigError
 from torch_offload.reporting.chrome_trace import write_trace
-from torch_offload.reporting.figures import DeviceReport, Figures
+from torch_offload.reporting.figures import DeviceReport, Figures, ShareReport
 from torch_offload.reporting.html_page import page_of
 from torch_offload.reporting.prediction import Comparison, Prediction
 from torch_offload.reporting.read_times import ReadTimes
 from torch_offload.reporting.result import Result
 from torch_offload.reporting.saved_format import SavedReport, fields_of
-from torch_offload.reporting.table import table_of
+from torch_offload.reporting.table import share_text, table_of
 from torch_offload.reporting.timeline import Timeline, by_purpose
 from torch_offload.system.atomic_files import write_whole
 from torch_offload.system.environment import Rank
@@ -57,10 +57,10 @@ class Report(Figures, Result):
         memory = rest.pop("memory")
         same = ("read_bytes", "written_bytes", "pins", "misses", "faults", "prefetches", "evictions", "clean_drops")
         known = {name: rest.pop(name) for name in (*same, "stall_seconds")}
-        device = rest.pop("device", None)
+        device, share = rest.pop("device", None), rest.pop("share", None)
         return cls(
             io_engine=rest.pop("engine"),
-            budget_bytes=memory["limit_bytes"],
+            budget_bytes=memory["most_limit_bytes"],
             host_bytes=by_purpose(memory),
             host_peak_bytes=memory["peak_bytes"],
             ssd_bytes=rest.pop("stored_bytes"),
@@ -68,6 +68,7 @@ class Report(Figures, Result):
             read_times=ReadTimes(tuple(rest.pop("read_times"))),
             hit_rate=1.0 if known["pins"] == 0 else 1.0 - known["misses"] / known["pins"],
             counters=rest,
+            share=None if share is None else ShareReport(**share),
             device=None if device is None else DeviceReport.from_statistics(device),
             activations=activations,
             timeline=timeline,
@@ -102,11 +103,12 @@ class Report(Figures, Result):
             saved = SavedReport.model_validate_json(text)
         except ValidationError as error:
             raise _not_a_report(path, _first_problem(error)) from None
-        device, activations, timeline = saved.device, saved.activations, saved.timeline
+        share, device, activations, timeline = saved.share, saved.device, saved.activations, saved.timeline
         return cls(
             **fields_of(saved)
             | {
                 "read_times": ReadTimes(**fields_of(saved.read_times)),
+                "share": None if share is None else ShareReport(**fields_of(share)),
                 "device": None if device is None else DeviceReport(**fields_of(device)),
                 "activations": None if activations is None else ActivationChoice(**fields_of(activations)),
                 "timeline": None if timeline is None else Timeline.from_dict(timeline.model_dump()),
@@ -155,6 +157,7 @@ class Report(Figures, Result):
                 *(() if self.device is None else (_device_line(self.device),)),
                 f"memory  {format_size(sum(self.host_bytes.values()))} in use, "
                 f"peak {format_size(self.host_peak_bytes)} of {format_size(self.budget_bytes)}",
+                *(() if self.share is None else (f"shared  {share_text(self.share)}",)),
                 f"ssd     {format_size(self.ssd_bytes)} stored; read {format_size(self.ssd_read_bytes)}, "
                 f"written {format_size(self.ssd_written_bytes)} ({self.io_engine})",
                 f"reads   {self.read_times}",

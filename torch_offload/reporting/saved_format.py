@@ -71,6 +71,17 @@ class SavedDevice(_Saved):
     to_host_bytes: Counts
 
 
+class SavedShare(_Saved):
+    """See ``ShareReport``."""
+
+    shared_bytes: Count
+    equal_bytes: Count
+    guaranteed_bytes: Count
+    leased_bytes: Count
+    most_leased_bytes: Count
+    given_back_bytes: Count
+
+
 class SavedActivations(_Saved):
     """See ``ActivationChoice``."""
 
@@ -100,6 +111,7 @@ class SavedReport(_Saved):
     stall_seconds: Durations
     counters: Annotated[dict[Name, Count | Seconds], Field(max_length=MAX_NAMES)]
     read_times: SavedReadTimes = Field(default_factory=SavedReadTimes)
+    share: SavedShare | None = None
     device: SavedDevice | None = None
     activations: SavedActivations | None = None
     timeline: SavedTimeline | None = None

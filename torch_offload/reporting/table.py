@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch_offload.config import format_size
-from torch_offload.reporting.figures import Figures
+from torch_offload.reporting.figures import Figures, ShareReport
 from torch_offload.reporting.timeline import Interval
 
 if TYPE_CHECKING:
@@ -36,11 +36,22 @@ def _total_and_parts(by_kind: dict[str, int]) -> str:
     return f"{format_size(sum(by_kind.values()))} ({_named_sizes(by_kind)})"
 
 
+def share_text(share: ShareReport) -> str:
+    """Say what a process has of a budget that it shares."""
+    return (
+        f"{format_size(share.shared_bytes)} with other processes, an even part is {format_size(share.equal_bytes)}; "
+        f"{format_size(share.guaranteed_bytes)} guaranteed, {format_size(share.leased_bytes)} leased, at most "
+        f"{format_size(share.most_leased_bytes)}; {format_size(share.given_back_bytes)} given back"
+    )
+
+
 def _memory_rows(report: Figures) -> "Iterator[Row]":
     used_bytes = sum(report.host_bytes.values())
     yield "memory", f"{format_size(used_bytes)} in use of {format_size(report.budget_bytes)}"
     yield "peak", format_size(report.host_peak_bytes)
     yield "breakdown", _named_sizes(report.host_bytes)
+    if report.share is not None:
+        yield "shared", share_text(report.share)
 
 
 def _ssd_rows(report: Figures) -> "Iterator[Row]":

@@ -13,7 +13,7 @@ from torch_offload._compat import paged_part
 from torch_offload.config import Directories, Settings, format_size
 from torch_offload.errors import OffloadError, OutOfTierMemory
 from torch_offload.reporting.report import Report
-from torch_offload.runtime import preflight, rank_failures
+from torch_offload.runtime import node_budget, preflight, rank_failures
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.settings import check_arguments, requested
 from torch_offload.system import resources
@@ -44,7 +44,8 @@ def wrap(
         module: Any module; parameters that are added or made trainable later are paged as well.
         gpu: Hard limit of GPU memory to compute in, in bytes or as ``"24GiB"``. Default: the module computes in
             ``ram``.
-        ram: Hard limit of memory. Default: 80 % of what is free now.
+        ram: Hard limit of memory. Default: 80 % of what is free now, which the processes of a launch on this machine
+            share: each can have an even part of it, and what the others do not need.
         ssd: Directory on a real disk for an unnamed scratch file, or several to spread pages over. Default: a usual
             directory for temporary files.
         config: All settings, as a :class:`Config` or a dict; the other arguments take precedence over it. ``"auto"``
@@ -71,7 +72,10 @@ def wrap(
     paged = preflight.paged_tensors(module, preflight.check_gpu(request) if session is None else session.config)
     settings = preflight.resolve(request, paged.values()) if session is None else session.config
     preflight.check_all(settings, module, paged)
-    session = PROCESS.open_session(settings if session is None else request)
+    if session is None:
+        needed_bytes = preflight.needed_bytes(settings, module, paged)
+        node = node_budget.of_usual_budget(request, settings, needed_bytes=needed_bytes)
+        session = PROCESS.open_session(settings, node=node)
     try:
         session.add(module)
     except BaseException:

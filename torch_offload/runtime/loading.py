@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 
 from torch_offload.config import Config, Directories, Settings
-from torch_offload.runtime import preflight, rank_failures
+from torch_offload.runtime import node_budget, preflight, rank_failures
 from torch_offload.runtime.api import wrap
 from torch_offload.runtime.process import PROCESS
 from torch_offload.runtime.session import Session
@@ -67,9 +67,12 @@ def loading(
     check_arguments("loading", unknown)
     rank_failures.install()
     request = requested(config, gpu=gpu, ram=ram, ssd=ssd)
+    node = None
     if PROCESS.joinable(request) is None:
-        request = preflight.resolve(request)
-    session = PROCESS.open_session(request)
+        decided = preflight.resolve(request)
+        node = node_budget.of_usual_budget(request, decided)
+        request = decided
+    session = PROCESS.open_session(request, node=node)
     session.pending.open()
     try:
         with environment.variables(environment.LOADING_IN_SEQUENCE):

@@ -19,6 +19,7 @@ class Monitored(Protocol):
     """An open session."""
 
     config: Config
+    most_ram_bytes: int
 
     def statistics(self) -> Mapping[str, Any]:
         """Return the figures of the engine."""
@@ -68,7 +69,7 @@ class Monitors:
         if self._status_line is not None:
             device_bytes = config.compute_bytes if config.gpu else 0
             self._status_line.watch(
-                Watched(recorder=self.recorder, budget_bytes=config.ram or 0, device_budget_bytes=device_bytes)
+                Watched(recorder=self.recorder, budget_bytes=session.most_ram_bytes, device_budget_bytes=device_bytes)
             )
 
     def end(self) -> None:

@@ -169,13 +169,30 @@ def check_all(config: Config, module: nn.Module, paged: dict[str, torch.Tensor])
         OutOfTierMemory: As from :func:`check`.
         ConfigError: As from :func:`check_mappings`.
     """
-    by_rows = set() if config.uses_cuda else _looked_up_by_rows(module, compute_device(config))
-    whole = {name: tensor for name, tensor in paged.items() if tensor.untyped_storage().data_ptr() not in by_rows}
-    if whole:
-        name, largest = max(whole.items(), key=lambda entry: entry[1].untyped_storage().nbytes())
-        check(config, name, size_bytes=largest.untyped_storage().nbytes(), element_bytes=largest.element_size())
+    largest = _largest_whole(config, module, paged)
+    if largest is not None:
+        name, tensor = largest
+        check(config, name, size_bytes=tensor.untyped_storage().nbytes(), element_bytes=tensor.element_size())
     if paged:
         check_mappings(config, paged.values())
+
+
+def needed_bytes(config: Config, module: nn.Module, paged: dict[str, torch.Tensor]) -> int:
+    """Return the least memory in which operators on each tensor of the module can run."""
+    largest = _largest_whole(config, module, paged)
+    if largest is None:
+        return 0
+    _, tensor = largest
+    return least_bytes(config, size_bytes=tensor.untyped_storage().nbytes(), element_bytes=tensor.element_size())
+
+
+def _largest_whole(
+    config: Config, module: nn.Module, paged: dict[str, torch.Tensor]
+) -> tuple[str, torch.Tensor] | None:
+    """Return the largest tensor of which operators need more than some rows, with its name."""
+    by_rows = set() if config.uses_cuda else _looked_up_by_rows(module, compute_device(config))
+    whole = {name: tensor for name, tensor in paged.items() if tensor.untyped_storage().data_ptr() not in by_rows}
+    return max(whole.items(), key=lambda entry: entry[1].untyped_storage().nbytes(), default=None)
 
 
 def _looked_up_by_rows(module: nn.Module, device: str) -> set[int]:

@@ -18,6 +18,7 @@ from torch_offload.hooks.registrations import Registrations
 from torch_offload.reporting.report import Report, plan_lines
 from torch_offload.reporting.saved_reports import report_file, trace_file
 from torch_offload.runtime.monitors import Monitors
+from torch_offload.runtime.node_budget import NodeBudget
 from torch_offload.runtime.provisional_layers import ProvisionalLayers
 from torch_offload.runtime.session import Session
 from torch_offload.system import environment
@@ -63,11 +64,12 @@ class Process:
         session = self._session
         return self._last_report if session is None else session.report(self.monitors.timeline())
 
-    def open_session(self, config: Config) -> Session:
+    def open_session(self, config: Config, *, node: NodeBudget | None = None) -> Session:
         """Return the session to wrap a module into: the open one, or a new one.
 
         Args:
             config: With ``ram`` and ``ssd`` decided unless there is a session.
+            node: Of which a new session's ``ram`` is a part; None: it is this process's alone.
 
         Raises:
             ConfigError: If a setting differs from the open session's. The message names it.
@@ -77,7 +79,7 @@ class Process:
         if session is None:
             self.close_session()
             _C.set_log_level(logging.getLogger("torch_offload").getEffectiveLevel())
-            session = self._session = Session(config, self.registrations, self.provisional_layers)
+            session = self._session = Session(config, self.registrations, self.provisional_layers, node)
             try:
                 self.monitors.begin(session)
             except BaseException:

@@ -23,7 +23,7 @@ from torch_offload._compat import paged_part
 from torch_offload.activations.paging import PagedActivations
 from torch_offload.activations.policy import ActivationPolicy
 from torch_offload.config import Activations, Config
-from torch_offload.errors import OffloadError
+from torch_offload.errors import ConfigError, OffloadError
 from torch_offload.hooks import replaced_functions
 from torch_offload.hooks.patches import Patches
 from torch_offload.hooks.registrations import Listener, Listening, Registrations
@@ -32,6 +32,7 @@ from torch_offload.reporting.report import Report
 from torch_offload.reporting.timeline import Timeline
 from torch_offload.runtime import data_parallel, rank_waits, raw_access, transformers_saving
 from torch_offload.runtime.backward_updates import BackwardUpdates
+from torch_offload.runtime.node_budget import JoinedBudget, NodeBudget
 from torch_offload.runtime.optimizer_hooks import OptimizerHooks
 from torch_offload.runtime.passes import Passes
 from torch_offload.runtime.pending_modules import PendingModules
@@ -75,15 +76,26 @@ class Session:
     """One engine, the modules it pages, and the hooks and replacements that live as long.
 
     Threads: opening, closing and wrapping, one at a time; hooks run where torch calls them.
+
+    Attributes:
+        config: Its settings, each decided; of a budget that processes share, ``ram`` is this one's part.
+        most_ram_bytes: The most memory that it can ever have.
     """
 
-    def __init__(self, config: Config, registrations: Registrations, provisional: ProvisionalLayers) -> None:
+    def __init__(
+        self,
+        config: Config,
+        registrations: Registrations,
+        provisional: ProvisionalLayers,
+        node: NodeBudget | None = None,
+    ) -> None:
         """Start an engine.
 
         Args:
             config: With ``ram`` and ``ssd`` decided.
             registrations: Torch's hooks on registration.
             provisional: Dense layers that will be replaced.
+            node: Of which ``ram`` is a part; None: it is this process's alone.
 
         Raises:
             ConfigError: If the file of a plan is none.
@@ -91,29 +103,11 @@ class Session:
         """
         if config.uses_cuda:
             gpu.check_room(config.compute_bytes + config.reserved_bytes, torch.device("cuda", gpu.current()))
-        self.config = config
         self._prediction = None if config.plan is None else Prediction.of_plan(config.plan)
         self._registrations = registrations
-        self.engine = _started_engine(
-            budget_bytes=config.ram or 0,
-            directories=[str(directory) for directory in config.ssd],
-            io_engine=config.io_engine,
-            queue_depth=config.queue_depth,
-            io_timeout=config.io_timeout,
-            page_elements=config.page_elements,
-            min_paged_bytes=config.min_paged_bytes,
-            device_bytes=config.compute_bytes if config.gpu is not None else 0,
-            updates_on_host=config.optimizer_device == "cpu",
-            activations_stay_on_host=config.activations == "ram",
-            link_bytes_per_second=config.link_rate or 0,
-            ssd_bytes_per_second=config.ssd_rate or 0,
-            device_kind="cuda" if config.uses_cuda else "emulated",
-            device_ordinal=gpu.current() if config.uses_cuda else 0,
-            remedy=REMEDIES[config.activations],
-            keep_free_bytes=[resources.kept_bytes(directory, keep_free=config.keep_free) for directory in config.ssd],
-            max_file_bytes=None if config.max_spill is None else config.max_spill // len(config.ssd),
-            copies_checkpoints=config.checkpoint_pages == "copy",
-        )
+        joined, self.engine = _engine_in(node, config)
+        self.config = config = config if joined is None else config.replace(ram=joined.part_bytes)
+        self.most_ram_bytes = (config.ram or 0) if joined is None else joined.budget_bytes
         if config.trace:
             self.engine.start_activity_log(TRACE_CAPACITY)
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, WrappedModule] = weakref.WeakKeyDictionary()
@@ -138,6 +132,8 @@ class Session:
         self.activation_policy = self._activation_policy_of()
         self.pending = PendingModules(self.engine, config, provisional)
         self._until_closed = ExitStack()
+        if joined is not None:
+            self._until_closed.callback(joined.close)
         try:
             self._install()
         except BaseException:
@@ -475,14 +471,67 @@ def _tensors_in(module: nn.Module) -> list[torch.Tensor]:
     return [*(tensor for _, tensor in named), *beside]
 
 
-def _started_engine(**options: Any) -> _C.Engine:
-    """Start an engine.
+def _engine_in(node: NodeBudget | None, config: Config) -> tuple[JoinedBudget | None, _C.Engine]:
+    """Start an engine with a part of a budget of the machine, or of its own where there is none to be had.
+
+    Raises:
+        OffloadError: As from :func:`_started_engine`.
+    """
+    joined = None if node is None else node.join()
+    if joined is None:
+        return None, _engine_of(config, None)
+    try:
+        return joined, _engine_of(config.replace(ram=joined.part_bytes), joined)
+    except ConfigError as error:  # of the launch's ranks none is missing: this is a child of one
+        joined.close()
+        logger.info("ram: %s; this process keeps to a part of its own", error)
+        return None, _engine_of(config, None)
+    except BaseException:
+        joined.close()
+        raise
+
+
+def _engine_of(config: Config, joined: JoinedBudget | None) -> _C.Engine:
+    """Start an engine with settings that are all decided.
+
+    Raises:
+        OffloadError: As from :func:`_started_engine`.
+    """
+    return _started_engine(
+        budget_bytes=config.ram or 0,
+        directories=[str(directory) for directory in config.ssd],
+        io_engine=config.io_engine,
+        queue_depth=config.queue_depth,
+        io_timeout=config.io_timeout,
+        page_elements=config.page_elements,
+        min_paged_bytes=config.min_paged_bytes,
+        device_bytes=config.compute_bytes if config.gpu is not None else 0,
+        updates_on_host=config.optimizer_device == "cpu",
+        activations_stay_on_host=config.activations == "ram",
+        link_bytes_per_second=config.link_rate or 0,
+        ssd_bytes_per_second=config.ssd_rate or 0,
+        device_kind="cuda" if config.uses_cuda else "emulated",
+        device_ordinal=gpu.current() if config.uses_cuda else 0,
+        remedy=REMEDIES[config.activations],
+        keep_free_bytes=[resources.kept_bytes(directory, keep_free=config.keep_free) for directory in config.ssd],
+        max_file_bytes=None if config.max_spill is None else config.max_spill // len(config.ssd),
+        copies_checkpoints=config.checkpoint_pages == "copy",
+        joined=joined,
+    )
+
+
+def _started_engine(*, joined: JoinedBudget | None, **options: Any) -> _C.Engine:
+    """Start an engine, with a part of a budget where there is one.
 
     Raises:
         OffloadError: If it cannot be, also where what C++ raised is the system's own: it has no thread left, say.
     """
     try:
-        return _C.Engine(**options)
+        return _C.Engine(
+            **options,
+            ledger=None if joined is None else joined.ledger,
+            guaranteed_bytes=0 if joined is None else joined.guaranteed_bytes,
+        )
     except OffloadError:
         raise
     except RuntimeError as error:

@@ -1,7 +1,7 @@
 """Stock Trainer scripts on two ranks, under the launcher, leave the same files as without it, to the byte.
 
-Method: torchrun over gloo, plain and paged at once. The launcher divides its budget between the ranks, and each rank
-reports that bytes moved.
+Method: torchrun over gloo, plain and paged at once. The ranks share the launcher's budget, and each rank reports that
+bytes moved.
 """
 
 import json
@@ -47,7 +47,8 @@ def run_paged(command: list[str], scratch: Path, *, ram_of_rank: int) -> None:
     assert len(ended.reports) == RANKS
     for report in ended.reports:
         assert_report_paged(report)
-        assert report["budget_bytes"] <= ram_of_rank
+        assert report["share"]["equal_bytes"] <= ram_of_rank
+        assert report["budget_bytes"] <= report["share"]["shared_bytes"] <= RANKS * ram_of_rank
         assert report["faults"] == 0
 
 

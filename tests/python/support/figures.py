@@ -35,7 +35,7 @@ def statistics(
     """What the engine would say; causes of stalls that nobody knows yet included."""
     memory = {"frame_bytes": used, "free_frame_bytes": 0, "range_bytes": 0, "idle_range_bytes": 0, "small_bytes": 0}
     return {
-        "memory": memory | {"limit_bytes": 100, "peak_bytes": used},
+        "memory": memory | {"limit_bytes": 100, "most_limit_bytes": 100, "peak_bytes": used},
         "stored_bytes": written,
         "file_bytes": written,
         "read_bytes": {"parameter": read, "state": 0},
