@@ -23,7 +23,7 @@ from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-LAYERS = ("base", "device", "storage", "codec", "pager", "autograd", "optim", "bindings")
+LAYERS = ("base", "device", "storage", "codec", "net", "pager", "autograd", "optim", "bindings")
 CUDA_ONLY = "_cuda_operator"  # what the names of sources end in that need the headers of a torch with CUDA
 CUDA_ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 USUAL_CUDA_HOME = "/usr/local/cuda"

@@ -1,7 +1,7 @@
 """The compiled engine. Private: the public surface is ``torch_offload``."""
 
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -139,6 +139,7 @@ class Engine:
         copies_checkpoints: bool = False,
         ledger: BudgetLedger | None = None,
         guaranteed_bytes: int = 0,
+        store: str | None = None,
     ) -> None:
         """Start one; `remedy` ends messages about a full budget, after "raise `ram`".
 
@@ -148,6 +149,7 @@ class Engine:
         Pages of weights that are loaded from files lie there until they are written, unless `copies_checkpoints`.
         With a `ledger`, memory is leased from there: `budget_bytes` is what this process can have whatever others do,
         `guaranteed_bytes` what it always has. Waits for these some seconds; OutOfTierMemory if they do not come.
+        `store`, as host:port, is where pages go instead of `directories`: TierIOError unless it answers and agrees.
         """
     @property
     def torch_device(self) -> str:
@@ -278,3 +280,29 @@ class SsdProbe:
     @property
     def is_direct(self) -> bool:
         """Whether transfers pass by the page cache. Where not, the figures are those of memory."""
+
+@final
+class PageServer:
+    """A store of pages for engines in other processes: it listens from the beginning until `close()`."""
+
+    def __init__(
+        self,
+        *,
+        listen: str,
+        budget_bytes: int,
+        directories: list[str],
+        io_engine: str,
+        queue_depth: int,
+        io_timeout: int,
+        retry_delays_ms: list[int] = ...,
+        keep_free_bytes: list[int] = ...,
+        max_file_bytes: int | None = None,
+    ) -> None:
+        """Listen at `listen`, as host:port; port 0 is one that is free. The others are those of `Engine`."""
+    @property
+    def address(self) -> str:
+        """Where it listens, as host:port with the port that it has."""
+    def statistics(self) -> dict[str, Any]:
+        """Return what it has counted, all bytes those of pages."""
+    def close(self) -> None:
+        """End all connections, and with them all pages."""

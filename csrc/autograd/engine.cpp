@@ -5,6 +5,7 @@
 #include "autograd/dispatch_pager.h"
 #include "autograd/forked_child.h"
 #include "base/check.h"
+#include "pager/remote_store.h"
 #include "pager/ssd_store.h"
 #include "pager/tier_store.h"
 #include "storage/throttled_engine.h"
@@ -26,6 +27,8 @@ constexpr std::size_t kMaxDerivedRoles = std::size_t{1} << 16;  // of one kind f
 constexpr std::size_t kMaxKept = 4;                             // activations that the operator saving them still uses
 constexpr std::size_t kKeptShare = 16;                          // and at most one part in so many of the budget
 
+constexpr std::size_t kWidestElementBytes = 4;  // of pages that many have
+
 constexpr std::uint64_t kNoEngine = 0;
 std::atomic<std::uint64_t> last_engine_id{kNoEngine};
 
@@ -43,6 +46,21 @@ std::unique_ptr<BudgetShare> take_share(const EngineOptions& options) {
                                          options.pager.longest_operator);
 }
 
+/// Of what leaves the host's memory.
+std::unique_ptr<PageStore> make_store(const EngineOptions& options) {
+    const PagerOptions& host = options.pager;
+    if (options.store) {
+        return std::make_unique<RemoteStore>(*options.store, host.page_elements * kWidestElementBytes, host.queue_depth,
+                                             host.transfer_limits);
+    }
+    std::unique_ptr<IoEngine> engine = make_io_engine(host.engine, host.queue_depth);
+    if (options.ssd_bytes_per_second > 0) {
+        engine = std::make_unique<ThrottledEngine>(std::move(engine), options.ssd_bytes_per_second);
+    }
+    return std::make_unique<SsdStore>(host.directories, std::move(engine), host.transfer_limits,
+                                      options.scratch_limits);
+}
+
 std::shared_ptr<Pager> make_host_pager(const EngineOptions& options, BudgetShare* share, ComputeDevice* device) {
     PagerOptions host = options.pager;
     host.share = share;
@@ -50,12 +68,7 @@ std::shared_ptr<Pager> make_host_pager(const EngineOptions& options, BudgetShare
         host.device = &device->device();
         host.memory = device->host_memory();
     }
-    std::unique_ptr<IoEngine> engine = make_io_engine(host.engine, host.queue_depth);
-    if (options.ssd_bytes_per_second > 0) {
-        engine = std::make_unique<ThrottledEngine>(std::move(engine), options.ssd_bytes_per_second);
-    }
-    return std::make_shared<Pager>(host, std::make_unique<SsdStore>(host.directories, std::move(engine),
-                                                                    host.transfer_limits, options.scratch_limits));
+    return std::make_shared<Pager>(host, make_store(options));
 }
 
 std::shared_ptr<Pager> make_compute_pager(const EngineOptions& options, const std::shared_ptr<Pager>& host,

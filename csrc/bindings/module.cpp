@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -28,9 +27,11 @@
 #include "bindings/interrupts.h"
 #include "bindings/log_queue.h"
 #include "bindings/names.h"
+#include "bindings/page_server.h"
 #include "bindings/python_errors.h"
 #include "bindings/ssd_probe.h"
 #include "bindings/statistics.h"
+#include "bindings/tier_options.h"
 #include "bindings/unraised_errors.h"
 #include "device/address_space_shared.h"
 #include "pager/rank_wait.h"
@@ -164,16 +165,6 @@ void bind_buckets(py::module_& module) {
 
 // --- Engine -------------------------------------------------------------------------------------------------------
 
-/// A transfer is named in the log before it is late.
-TransferLimits transfer_limits(std::chrono::seconds io_timeout, const std::vector<int>& retry_delays_ms) {
-    TransferLimits limits;
-    limits.retry_delays.clear();
-    for (const int delay_ms : retry_delays_ms) limits.retry_delays.emplace_back(delay_ms);
-    limits.timeout = io_timeout;
-    limits.warn_after = std::min(limits.warn_after, limits.timeout / 2);
-    return limits;
-}
-
 std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::string> directories,
                                     const std::string& io_engine, std::size_t queue_depth, std::size_t page_elements,
                                     std::size_t min_paged_bytes, std::size_t device_bytes, bool updates_on_host,
@@ -182,14 +173,13 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
                                     int io_timeout, const std::vector<int>& retry_delays_ms, std::string remedy,
                                     const std::vector<std::uint64_t>& keep_free_bytes,
                                     std::optional<std::uint64_t> max_file_bytes, bool copies_checkpoints,
-                                    std::shared_ptr<LedgerFile> ledger, std::size_t guaranteed_bytes) {
+                                    std::shared_ptr<LedgerFile> ledger, std::size_t guaranteed_bytes,
+                                    const std::optional<std::string>& store) {
     EngineOptions options;
     options.ledger = std::move(ledger);
     options.guaranteed_bytes = guaranteed_bytes;
-    for (const std::uint64_t kept_bytes : keep_free_bytes) {
-        options.scratch_limits.push_back(
-            {kept_bytes, max_file_bytes.value_or(std::numeric_limits<std::uint64_t>::max())});
-    }
+    options.scratch_limits = scratch_limits(keep_free_bytes, max_file_bytes);
+    if (store) options.store = NetAddress::parse(*store);
     if (device_bytes > 0) {
         options.device = DeviceTier{.kind = value_named(kDevices, device_kind, "device_kind"),
                                     .budget_bytes = device_bytes,
@@ -296,7 +286,7 @@ EngineClass make_engine_class(py::module_& module) {
              py::arg("io_timeout") = 120, py::arg("retry_delays_ms") = std::vector<int>{10, 100, 1'000, 5'000},
              py::arg("remedy") = "", py::arg("keep_free_bytes") = std::vector<std::uint64_t>(),
              py::arg("max_file_bytes") = py::none(), py::arg("copies_checkpoints") = false,
-             py::arg("ledger") = py::none(), py::arg("guaranteed_bytes") = 0)
+             py::arg("ledger") = py::none(), py::arg("guaranteed_bytes") = 0, py::arg("store") = py::none())
         .def_property_readonly("torch_device", [](const Engine& self) { return py::cast(self.torch_device().str()); })
         .def("statistics",
              [](Engine& self) {
@@ -454,6 +444,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     bind_ledger(m);
     bind_engine(m);
     bind_ssd_probe(m);
+    bind_page_server(m);
     py::class_<SavedTensor>(m, "SavedTensor", py::is_final());
     m.def("restore_for_backward", &restore_for_backward, py::arg("saved"));
     m.def("may_hook_saved_tensors", &may_hook_saved_tensors);

@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 
 from source_tree import HEADERS, Tree, blank, cpp_files, functions, includes
 
-BELOW_TORCH = ("base", "device", "storage", "codec", "pager")
+BELOW_TORCH = ("base", "device", "storage", "codec", "net", "pager")
 WITH_TORCH = ("autograd", "optim")
 # What each layer may include of this project; siblings never include each other.
 MAY_INCLUDE = {
@@ -14,6 +14,7 @@ MAY_INCLUDE = {
     "device": {"base", "device"},
     "storage": {"base", "storage"},
     "codec": {"base", "codec"},
+    "net": {"base", "storage", "net"},
     "pager": {*BELOW_TORCH},
     **{layer: {*BELOW_TORCH, layer} for layer in WITH_TORCH},
     "bindings": {*BELOW_TORCH, *WITH_TORCH, "bindings"},
@@ -30,6 +31,11 @@ ONLY_IN = (
         ("csrc/device/cuda", "csrc/base/*.cu", "csrc/codec/*.cu", "csrc/optim/*.cu"),
     ),
     ("liburing", re.compile(r"#\s*include\s*[<\"]liburing|\bio_uring_\w+\s*\("), ("csrc/storage/uring_engine",)),
+    (
+        "sockets",
+        re.compile(r"(?<![\w.>])(socket|bind|listen|accept4?|connect|recv|sendmsg|[gs]etsockopt|getaddrinfo)\s*\("),
+        ("csrc/net/socket", "csrc/net/channel"),
+    ),
     (
         "mapping memory and handling signals",
         re.compile(r"(?<![\w.>])(mmap|munmap|mremap|mprotect|madvise|sigaction|signal)\s*\("),

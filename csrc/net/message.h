@@ -1,0 +1,60 @@
+// What a client and a store of pages say to each other: a header of fixed size, and a page or a text behind it.
+// Layer net: includes base, storage.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+namespace torch_offload {
+
+/// Beside each: who says it, and what of the header it uses.
+enum class MessageKind : std::uint16_t {
+    hello = 1,  // client, first: page_bytes, the largest that it will send
+    welcome,    // store: client, the number that it is known by
+    refused,    // store, and it hangs up: a text
+    read,       // client: request, segment, page, version
+    page,       // store: request; the page's bytes
+    write,      // client: request, segment, segment_bytes, page_bytes, page, version; the bytes when they are granted
+    granted,    // store: request; there is room for the bytes
+    bytes,      // client: request, version, body_checksum; the page's bytes
+    stored,     // store: request
+    damaged,    // store: request; what came has another checksum
+    failed,     // store: request, error_number; a text. What was asked for may be asked for again
+    lost,       // store: the same, and the page has no bytes any more
+    forget,     // client: segment
+};
+
+/// Both sides have the same byte order, or `magic` tells. The first two numbers are the same in every protocol.
+struct MessageHeader {
+    static constexpr std::uint32_t kMagic = 0x53504F54;  // "TOPS"
+    static constexpr std::uint16_t kProtocol = 1;
+
+    std::uint32_t magic = kMagic;
+    std::uint16_t protocol = kProtocol;
+    MessageKind kind{};
+    std::uint32_t request = 0;  // below kMaxRequests; answers have that of their question
+    std::int32_t error_number = 0;
+    std::uint64_t client = 0;
+    std::uint64_t segment = 0;
+    std::uint64_t segment_bytes = 0;
+    std::uint64_t page_bytes = 0;
+    std::uint64_t page = 0;
+    std::uint64_t version = 0;
+    std::uint64_t body_bytes = 0;
+    std::uint64_t body_checksum = 0;  // of a page: page_checksum() with client, segment and page, version
+    std::uint64_t header_checksum = 0;
+};
+static_assert(sizeof(MessageHeader) == 88 && std::has_unique_object_representations_v<MessageHeader>);
+
+inline constexpr std::uint32_t kMaxRequests = 64;  // of one client at a time
+inline constexpr std::size_t kMaxTextBytes = 1024;
+
+/// Of everything before it.
+std::uint64_t checksum_of(const MessageHeader& header) noexcept;
+
+/// Of a page that has the header's client, segment, page and version.
+std::uint64_t checksum_of_body(const MessageHeader& header, std::span<const std::byte> body) noexcept;
+
+}  // namespace torch_offload

@@ -1,0 +1,117 @@
+// A store for machines without an SSD: keeps pages of clients in one pager's memory and on its SSD.
+// Layer pager: includes base, storage, net.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/counters.h"
+#include "net/channel.h"
+#include "pager/pager.h"
+#include "pager/pin_lane.h"
+#include "storage/block_file.h"
+#include "storage/wake_event.h"
+
+namespace torch_offload {
+
+struct PageServerOptions {
+    NetAddress address;                         // to listen at; port 0: one that is free
+    PagerOptions pager;                         // but for page_elements: pages are as large as clients make them
+    std::vector<ScratchLimits> scratch_limits;  // of each directory; empty: there are none
+};
+
+struct PageServerStatistics {
+    PagerStatistics pager;
+    std::uint64_t clients = 0;          // now
+    std::uint64_t clients_so_far = 0;   // that were welcome
+    std::uint64_t segments = 0;         // now
+    std::uint64_t received_bytes = 0;   // of pages
+    std::uint64_t sent_bytes = 0;       // of pages
+    std::uint64_t damaged_bytes = 0;    // of pages that came with another checksum
+    std::uint64_t peak_lent_bytes = 0;  // of pages that were being received or sent at one time
+};
+
+/// Bytes go straight between a socket and a page of the pager, which is pinned meanwhile. So many bytes are pinned for
+/// all clients together, at most a quarter of the budget: a client sends a page when it was granted, and others wait in
+/// the order in which they came. So memory does not depend on how many there are. When a connection ends, however that
+/// is, the client's pages are gone.
+/// Threads: any. One of its own has all sockets and waits for nothing else; one lane pins pages to be read, one those
+/// to be written. The pager has its own.
+class PageServer {
+public:
+    /// Listens from now on. Throws: what listen_at() and the pager's constructor do; InvalidArgument for a budget that
+    /// cannot serve any client.
+    explicit PageServer(const PageServerOptions& options);
+    ~PageServer();
+    PageServer(const PageServer&) = delete;
+    PageServer& operator=(const PageServer&) = delete;
+
+    const NetAddress& address() const noexcept { return address_; }
+    PageServerStatistics statistics() const;
+
+private:
+    using Clock = std::chrono::steady_clock;
+    using Clients = std::list<ServedClient>;
+
+    void run();
+    std::vector<bool> wait();
+    void accept_clients();
+    void serve(ServedClient& client, bool is_readable) noexcept;
+    void receive_from(ServedClient& client);
+    void place_body(ServedClient& client);
+    void take_message(ServedClient& client);
+    void greet(ServedClient& client);
+    void refuse(ServedClient& client, std::string text);
+    void take_question(ServedClient& client);
+    std::shared_ptr<Segment> segment_of(ServedClient& client, const MessageHeader& question);
+    void find_page(PageRequest& request);
+    void take_bytes(ServedClient& client);
+    void forget(ServedClient& client, std::uint64_t segment);
+    void give_credits();
+    void take_pinned();
+    void answer(PageRequests& one, MessageKind kind) noexcept;
+    void answer_error(PageRequests& one, std::exception_ptr error) noexcept;
+    void send_to(ServedClient& client);
+    void end_sent(ServedClient& client) noexcept;
+    void give_back(PageRequest& request) noexcept;
+    void end(PageRequests& requests) noexcept;
+    void leave(ServedClient& client) noexcept;
+    void drop_stalled();
+    void drop_gone();
+
+    const std::size_t max_lent_bytes_;
+    const std::chrono::milliseconds patience_;  // with a client that has memory which others wait for
+    Pager pager_;
+    FileDescriptor listening_;
+    NetAddress address_;
+    WakeEvent wake_;
+    std::mutex pinned_mutex_;
+    PageRequests pinned_;  // from the lanes
+
+    // Of its thread only.
+    Clients clients_;
+    PageRequests waiting_;  // for memory
+    std::size_t lent_bytes_ = 0;
+    std::uint64_t next_client_ = 1;
+    Clock::time_point accept_from_{};  // not before
+
+    Counter clients_so_far_, received_bytes_, sent_bytes_, damaged_bytes_;
+    std::atomic<std::uint64_t> client_count_{0};
+    std::atomic<std::uint64_t> segment_count_{0};
+    std::atomic<std::uint64_t> peak_lent_bytes_{0};
+    std::atomic<bool> stopping_{false};
+    std::optional<PinLane> reads_;
+    std::optional<PinLane> writes_;
+    std::thread thread_;
+};
+
+}  // namespace torch_offload

@@ -1,0 +1,152 @@
+// Pages in another process, on this machine or another one: the client of a PageServer. Layer pager: includes base,
+// net.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "base/counters.h"
+#include "net/channel.h"
+#include "pager/page_store.h"
+#include "pager/rate_meter.h"
+#include "storage/wake_event.h"
+
+namespace torch_offload {
+
+/// Pages go from and to their frames without a copy. What was written is known by a version and a checksum here, which
+/// what is read must have; it is read twice before it counts as lost, and the store verifies what it is sent. A store
+/// that hangs up takes the pages with it: reads end as lost then, writes as not now, and nothing is tried again.
+/// Threads: as PageStore. One of its own has the socket, reads, writes and verifies, and has the pager look ahead.
+class RemoteStore final : public PageStore {
+public:
+    /// `page_bytes`: the most that a page of the pager has.
+    /// Throws: TierIoError, which names the store, if nobody answers there within some seconds, or it refuses.
+    RemoteStore(const NetAddress& address, std::size_t page_bytes, std::size_t queue_depth, TransferLimits limits);
+    ~RemoteStore() override;
+
+    void start(StoreClient& client) override;
+    bool stop() override;
+    void read(std::shared_ptr<Segment> segment, Page& page) override;
+    void write(std::shared_ptr<Segment> segment, Page& page) override;
+    void evict(Segment&) override {}
+    void forget(Segment& segment) noexcept override;
+    void kick() noexcept override;
+
+    StoreStatus status() const noexcept override;
+    StoreStatistics statistics() const override;
+    std::vector<std::string> describe_transfers(std::size_t most) override;
+    UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
+                                 bool may_wait) override;
+
+private:
+    using Clock = std::chrono::steady_clock;
+
+    /// What is known here of a page's bytes there.
+    struct StoredPage {
+        std::uint64_t version = 0;  // 0: there are none
+        std::uint64_t checksum = 0;
+        std::uint64_t last_version = 0;  // that any write had
+    };
+    struct StoredSegment {
+        std::uint64_t id = 0;
+        std::size_t stored_bytes = 0;
+        std::vector<StoredPage> pages;
+    };
+    using StoredSegments = std::list<StoredSegment>;
+
+    struct Transfer {
+        IoDirection direction = IoDirection::read;
+        std::shared_ptr<Segment> segment;
+        Page* page = nullptr;
+        std::span<std::byte> bytes;  // in the page's frame
+        std::uint64_t version = 0;   // of a write
+        std::uint64_t checksum = 0;  // of a write
+        std::int64_t begin_ns = 0;   // when it was first asked for
+        bool is_late = false;
+        bool is_second = false;  // after it was damaged on its way
+    };
+    /// They move from one list to another without allocating.
+    using Transfers = std::list<Transfer>;
+    /// A request that the store knows of, by its place among all.
+    struct Request {
+        enum class State : std::uint8_t { none, asked, granted, sent };
+        State state = State::none;
+        Transfers transfer;
+    };
+
+    void greet(std::size_t page_bytes);
+    void enqueue(IoDirection direction, std::shared_ptr<Segment> segment, Page& page);
+    void run();
+    void serve();
+    void serve_broken(const TierIoError& error);
+    void take_queue() noexcept;
+    void send_ready();
+    bool send_next();
+    bool send_forgotten();
+    bool ask(IoDirection direction);
+    bool send_granted();
+    std::span<Request> requests_of(IoDirection direction) noexcept;
+    MessageHeader header_of(MessageKind kind, const Request& request);
+    void receive_arrived();
+    void place_body();
+    void take_message();
+    Request& meant();
+    void end_read(Request& request);
+    void end_write(Request& request);
+    void end_failed(Request& request, TransferStatus status);
+    void ask_again(Request& request);
+    void end(Transfers& one, const TransferEnd& end) noexcept;
+    void end_all(const TierIoError& error) noexcept;
+    void check_silence();
+    std::string describe(const Transfer& transfer, const std::string& what) const;
+    [[noreturn]] void break_off(const char* why) const;
+    StoredPage& stored_page(const Transfer& transfer);
+    StoredSegment& stored_segment(const Segment& segment);
+    std::size_t in_flight() const noexcept { return in_flight_.load(std::memory_order_relaxed); }
+
+    const std::string name_;      // in messages
+    const std::size_t capacity_;  // requests of one direction at a time
+    const TransferLimits limits_;
+    Channel channel_;
+    std::uint64_t client_id_ = 0;
+    StoreClient* client_ = nullptr;  // from start() on
+    WakeEvent wake_;
+    std::mutex queue_mutex_;
+    Transfers queue_;
+    std::mutex stored_mutex_;  // guards the next three, but not what is known of pages with a transfer
+    StoredSegments segments_;
+    std::unordered_map<std::uint64_t, StoredSegments::iterator> segment_by_id_;
+    StoredSegments forgotten_;  // the store has not been told
+
+    // Of its thread only.
+    Transfers waiting_reads_;
+    Transfers waiting_writes_;
+    std::vector<Request> requests_;  // those of reads, then those of writes
+    std::array<char, kMaxTextBytes> text_{};
+    Clock::time_point last_move_{};                  // of a byte, or when nothing was in flight
+    Clock::time_point last_turn_{};                  // of this thread
+    std::optional<Clock::time_point> last_warning_;  // that the store is silent
+
+    std::atomic<std::size_t> in_flight_{0};  // in whatever list
+    std::atomic<std::size_t> reads_in_flight_{0};
+    std::atomic<std::size_t> stored_bytes_{0};
+    RateMeter read_rate_;
+    Counter retried_reads_, retried_writes_, healed_mismatches_;
+    std::atomic<bool> kicked_{false};
+    std::atomic<bool> stopping_{false};
+    std::thread thread_;
+};
+
+}  // namespace torch_offload
