@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from torch_offload.errors import ConfigError
+from torch_offload.places import DIRECTORIES, STORE, STORE_SCHEME, PlacesOfPages
 
 SECTOR_BYTES = 4096
 DEFAULT_PAGE_ELEMENTS = 1 << 20
@@ -149,10 +150,11 @@ class Config(BaseModel):
     """Hard limit of memory, such as ``24GiB``, for parameters, gradients, optimizer states, activations and temporaries
     together. None: 80 % of what is free under the memory cgroup, shared by the processes that torchrun or accelerate
     start on this machine: each can have an even part, and what the others do not need."""
-    ssd: tuple[Path, ...] = ()
+    ssd: PlacesOfPages = ()
     """Directory on a real disk for an unnamed scratch file, which nothing outlives; several directories on disks of
     their own share the pages evenly. ``{local_rank}`` in a path is the number of the process among those that torchrun
-    or accelerate start on this machine, 0 in others. Empty: the first usual directory for temporary files that is on a
+    or accelerate start on this machine, 0 in others. ``store://host:port``: pages go to ``torch-offload store`` there,
+    for machines without a disk of their own. Empty: the first usual directory for temporary files that is on a
     disk."""
     keep_free: Bytes | None = None
     """What pages leave free on the file system of each ``ssd`` directory; beyond it the disk counts as full. None: 5 %
@@ -253,18 +255,15 @@ class Config(BaseModel):
             except ValidationError as error:
                 raise _config_error(error, type(self)) from None
 
-    @field_validator("ssd", mode="before")
+    @field_validator("keep_free", "max_spill", "emulation")
     @classmethod
-    def _one_or_more(cls, directories: object) -> object:
-        if directories is None:
-            return ()
-        return (directories,) if isinstance(directories, (str, Path)) else directories
-
-    @field_validator("ssd")
-    @classmethod
-    def _resolve_directories(cls, directories: tuple[Path, ...]) -> tuple[Path, ...]:
-        """The script may change its directory before the engine opens."""
-        return tuple(Path(os.path.expanduser(directory)).resolve() for directory in directories)
+    def _check_disk(cls, setting: object, info: ValidationInfo) -> object:
+        """Refuse what is of a disk where there is none."""
+        of_disk = setting.ssd_rate if isinstance(setting, Emulation) else setting
+        if of_disk is not None and isinstance(info.data.get("ssd"), str):
+            what = "ssd_rate" if isinstance(setting, Emulation) else "this"
+            raise ConfigError(f"{what} is of a disk here, and pages go to {info.data['ssd']}; leave it out")
+        return setting
 
     @field_validator("update")
     @classmethod
@@ -327,13 +326,25 @@ class Config(BaseModel):
         return None if self.emulation is None else self.emulation.ssd_rate
 
     @property
+    def store(self) -> str | None:
+        """``host:port`` of the store that pages go to; None where they go to directories."""
+        return self.ssd.removeprefix(STORE_SCHEME) if isinstance(self.ssd, str) else None
+
+    @property
     def scratch_directory(self) -> Path | None:
-        """The first directory for pages, None while none is chosen; of several processes that of the first one."""
+        """The first directory for pages, None while none is chosen; of several processes that of the first one.
+
+        Raises:
+            ConfigError: If pages go to a store: nobody here knows its disk.
+        """
+        if self.store is not None:
+            raise ConfigError(f"ssd: this is about a disk of this machine, got {self.ssd}; give a directory")
         return self.directories_of(0)[0] if self.ssd else None
 
     def directories_of(self, local_rank: int) -> tuple[Path, ...]:
-        """Return the directories for pages of one of the processes on this machine."""
-        return tuple(Path(str(directory).replace("{local_rank}", str(local_rank))) for directory in self.ssd)
+        """Return the directories for pages of one of the processes on this machine; none where they go to a store."""
+        directories = () if isinstance(self.ssd, str) else self.ssd
+        return tuple(Path(str(directory).replace("{local_rank}", str(local_rank))) for directory in directories)
 
     @property
     def pages_activations(self) -> bool:
@@ -468,7 +479,7 @@ def _config_error(error: ValidationError, model: type[BaseModel], *, prefix: str
         if isinstance(nested, ConfigError) and nested.problems:
             problems += nested.problems
         else:
-            name = prefix + ".".join(str(step) for step in part["loc"])
+            name = prefix + ".".join(str(step) for step in part["loc"] if step not in (DIRECTORIES, STORE))
             problems.append((name, _explain(name, part, model)))
     found = ConfigError("; ".join(text for _, text in problems))
     found.problems = problems
@@ -552,12 +563,14 @@ def _default_text(default: object) -> str:
 def _kind(name: str, field: FieldInfo) -> str:
     """Return how the value of a setting is written, by its type."""
     types = get_args(field.annotation)
+    if name == "ssd":
+        return "paths"
     if field.annotation is bool:
         return "flag"
     if get_origin(field.annotation) is Literal:
         return "choice"
     if Path in types:
-        return "paths" if get_origin(field.annotation) is tuple else "path"
+        return "path"
     if Bytes in types or BeforeValidator(parse_size) in field.metadata:
         return "size"
     if field.annotation is int:

@@ -103,6 +103,13 @@ def test_sizes_are_written_in_the_largest_unit(size, text):
         ({"emulation": {1: 2}}, "emulation: expected the names of settings, such as 'ram', as keys, got 1"),
         ({"ssd": 7}, "ssd: expected a directory or a list of directories, got 7"),
         ({"ssd": [7]}, "ssd.0: expected a path, got 7"),
+        ({"ssd": "store://h"}, "ssd: expected host:port, such as 10.0.0.1:7000 or [::1]:7000, got 'h'"),
+        ({"ssd": "store://h:65536"}, "ssd: expected host:port"),
+        ({"ssd": "store://h:0"}, "ssd: a store listens at a port from 1 on, got h:0"),
+        ({"ssd": ["a", "store://h:1"]}, "ssd: store://h:1 is all there can be; give one store, or directories"),
+        ({"ssd": "store://h:1", "keep_free": 0}, "keep_free: this is of a disk here, and pages go to store://h:1"),
+        ({"ssd": "store://h:1", "max_spill": 1}, "max_spill: this is of a disk here, and pages go to store://h:1"),
+        ({"ssd": "store://h:1", "emulation": {"ssd_rate": 1}}, "emulation: ssd_rate is of a disk here, and pages go"),
         ({"report": 7}, "report: expected a path, got 7"),
         ({"trace": 7}, "trace: expected true, false or the path of a file, got 7"),
         ({"status_line": 1}, "status_line: expected true or false, got 1"),
@@ -138,6 +145,17 @@ def test_a_name_is_suggested_where_it_shares_a_word_or_most_letters(name, neares
         Config(**{name: 1})
     suggested = "; there are: " if nearest is None else f"; did you mean {nearest!r}?"
     assert f"unknown setting {name!r}{suggested}" in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:7000", "node-3:1", "[fe80::1]:65535"])
+def test_a_store_is_one_place_and_stays_what_it_is(address):
+    """In a list or alone, through the text that child processes get, and for every rank."""
+    config = Config(ssd=f"store://{address}")
+    assert config == Config(ssd=[f"store://{address}/"]) == Config(**config.model_dump(mode="json", exclude_unset=True))
+    assert (config.store, config.directories_of(3)) == (address, ())
+    assert config.replace(ram="1GiB").store == address
+    with pytest.raises(ConfigError, match="about a disk of this machine"):
+        _ = config.scratch_directory
 
 
 def test_every_bad_setting_is_named_at_once():

@@ -24,7 +24,7 @@ LAYERS = (
     ("launch",),
     ("cli",),
 )
-FOR_EVERYBODY = ("errors", "config", "_C", "_compat", "_build_info")
+FOR_EVERYBODY = ("errors", "places", "config", "_C", "_compat", "_build_info")
 SITE_HOOK = "torch_offload/launch/_site/"  # no part of the package: the interpreter finds it
 
 HOLDER = "torch_offload/runtime/process.py"  # of all state that a process has once

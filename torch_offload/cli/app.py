@@ -173,6 +173,28 @@ def bench_ssd(
     _show(result, as_json=as_json)
 
 
+@app.command()
+@config_options("ram", "ssd", "keep_free", "max_spill", "queue_depth", "io_engine", "io_timeout")
+def store(
+    *,
+    given: dict[str, Any],
+    file: Path | None,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="A private address of this machine, such as 10.0.0.1:7000.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Keep the pages of machines without an SSD, which say ssd=store://HOST:PORT, until it is interrupted.
+
+    Whoever reaches the port can use it, and nothing is encrypted.
+    """
+    from torch_offload.runtime import serving
+
+    with _plain_errors():
+        served = serving.serve(listen, config_from(given, file), tell=lambda line: echo(line, err=True))
+    echo(served.to_json(indent=1) if as_json else str(served))
+
+
 def _search_instead(options: SearchOptions, others: Mapping[str, Any]) -> None:
     """Search, where that is asked for, and end with its exit status."""
     with _plain_errors():

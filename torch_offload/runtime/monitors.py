@@ -13,6 +13,7 @@ from torch_offload.reporting.recorder import Recorder
 from torch_offload.reporting.status_line import StatusLine, Watched, is_terminal
 from torch_offload.reporting.timeline import Timeline
 from torch_offload.runtime.watchdog import Watchdog
+from torch_offload.system import environment
 
 
 class Monitored(Protocol):
@@ -52,7 +53,7 @@ class Monitors:
         self._recorded = None
         config = session.config
         if config.watchdog:
-            self._watchdog = Watchdog(session, directories=config.ssd or ())
+            self._watchdog = Watchdog(session, directories=config.directories_of(environment.local_rank()))
             self._watchdog.start()
             atexit.register(self._watchdog.stop)
         if config.status_line:

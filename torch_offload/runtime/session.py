@@ -139,7 +139,8 @@ class Session:
         except BaseException:
             self.close()
             raise
-        logger.info("engine with a budget of %d bytes and pages in %s", config.ram, ", ".join(map(str, config.ssd)))
+        places = config.store or ", ".join(map(str, config.directories_of(environment.local_rank())))
+        logger.info("engine with a budget of %d bytes and pages in %s", config.ram, places)
 
     def _install(self) -> None:
         raw_access.install(
@@ -497,9 +498,11 @@ def _engine_of(config: Config, joined: JoinedBudget | None) -> _C.Engine:
     Raises:
         OffloadError: As from :func:`_started_engine`.
     """
+    directories = config.directories_of(environment.local_rank())
     return _started_engine(
         budget_bytes=config.ram or 0,
-        directories=[str(directory) for directory in config.ssd],
+        directories=[str(directory) for directory in directories],
+        store=config.store,
         io_engine=config.io_engine,
         queue_depth=config.queue_depth,
         io_timeout=config.io_timeout,
@@ -513,8 +516,8 @@ def _engine_of(config: Config, joined: JoinedBudget | None) -> _C.Engine:
         device_kind="cuda" if config.uses_cuda else "emulated",
         device_ordinal=gpu.current() if config.uses_cuda else 0,
         remedy=REMEDIES[config.activations],
-        keep_free_bytes=[resources.kept_bytes(directory, keep_free=config.keep_free) for directory in config.ssd],
-        max_file_bytes=None if config.max_spill is None else config.max_spill // len(config.ssd),
+        keep_free_bytes=[resources.kept_bytes(directory, keep_free=config.keep_free) for directory in directories],
+        max_file_bytes=None if config.max_spill is None else config.max_spill // len(directories),
         copies_checkpoints=config.checkpoint_pages == "copy",
         joined=joined,
     )

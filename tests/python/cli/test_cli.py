@@ -186,6 +186,10 @@ def test_what_the_script_raises_comes_out_as_it_is(monkeypatch, launched, raised
         (["bench-ssd", "--size", "4KiB", "--ssd", "{folder}"], "size: must be at least"),
         (["bench-ssd", "--ssd", "{folder}/gone"], "gone does not exist; create it"),
         (["report", "{folder}/gone.json"], "run --report"),
+        (["store"], "missing option '--listen'; see torch-offload store --help"),
+        (["store", "--listen", "nowhere"], "expected host:port, such as 10.0.0.1:7000 or [::1]:7000, got 'nowhere'"),
+        (["store", "--listen", "[::1]:1", "--ssd", "store://h:1"], "ssd: a store keeps pages on a disk of its own"),
+        (["probe", "--ssd", "store://h:1"], "ssd: this is about a disk of this machine, got store://h:1"),
         (["report", "{folder}"], "no report in"),
     ],
 )

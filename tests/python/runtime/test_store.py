@@ -1,0 +1,204 @@
+"""Pages that go to another process instead of an SSD."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from support import stores
+from support.isolation import in_child, start_child
+from support.paging import assert_bitwise_equal, page_out, wait_until
+from support.small_module import adamw, make_module, step
+
+import torch_offload
+from torch_offload import PageCorruptError, TierIOError
+
+MIB = 1 << 20
+
+
+def test_trainings_over_one_store_are_bitwise_equal(scratch):
+    """Where pages lie changes no bit, for two clients at once; and what the store counts is what they moved."""
+    expected = in_child(stores.train, None)
+    with stores.store_process(scratch, ram="1MiB") as store, ThreadPoolExecutor() as threads:
+        both = list(threads.map(lambda address: in_child(stores.train, address), [store.address] * 2))
+        report = store.end()
+    assert_bitwise_equal(both, [expected] * 2)
+    assert report["clients"] == 2
+    assert report["received_bytes"] > MIB
+    assert report["sent_bytes"] > MIB
+    assert report["damaged_bytes"] == 0
+    assert 0 < report["peak_bytes"] <= report["budget_bytes"] == MIB
+
+
+def test_what_the_store_counts_is_what_the_client_counts(scratch):
+    """To the byte, where every page is made of whole sectors; and what the client lets go is gone at the store."""
+    with stores.store_here(scratch, ram=4 * MIB) as server:
+        module = make_module()
+        torch_offload.wrap(module, config=stores.config_for(server.address, min_paged_bytes=4096))
+        optimizer = adamw(module)
+        for _ in range(2):
+            step(module, optimizer)
+        torch_offload.flush()
+        report = torch_offload.report()
+        counted = server.statistics()
+        assert (counted["received_bytes"], counted["sent_bytes"]) == (report.ssd_written_bytes, report.ssd_read_bytes)
+        assert report.io_engine == f"store {server.address}"
+        assert counted["received_bytes"] > 0
+        assert report.faults == 0
+        torch_offload.unwrap(module)
+        wait_until(lambda: server.statistics()["segments"] == 0, "what was unwrapped had left the store")
+
+
+def test_memory_of_a_store_is_the_same_for_one_client_and_for_four(scratch):
+    """A store that is full has as much for all as it had for one: what is on its way is lent from the same budget."""
+
+    def train_at_once(clients):
+        with stores.store_here(scratch, ram=MIB // 2) as server, ThreadPoolExecutor() as threads:
+            list(threads.map(lambda address: in_child(stores.train_whole_pages, address), [server.address] * clients))
+            return server.statistics()
+
+    one, four = train_at_once(1), train_at_once(4)
+    assert four["received_bytes"] > 3 * one["received_bytes"]
+    peaks = [figures["memory"]["peak_bytes"] for figures in (one, four)]
+    assert max(peaks) <= MIB // 2
+    assert max(peaks) - min(peaks) <= MIB // 2 // 100
+    assert max(figures["peak_lent_bytes"] for figures in (one, four)) <= MIB // 8
+
+
+def test_a_store_that_does_not_answer_is_one_error():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = "{}:{}".format(*free.getsockname())
+    with pytest.raises(TierIOError, match=rf"store {address} does not answer: .*start one there: torch-offload store"):
+        torch_offload.wrap(make_module(), config=stores.config_for(address))
+    torch_offload.wrap(make_module(), ram="4MiB")  # nothing is left of it
+
+
+def test_a_store_that_is_killed_is_an_error_at_the_next_access(scratch):
+    with stores.store_process(scratch, ram="4MiB") as store:
+        module = make_module()
+        torch_offload.wrap(module, config=stores.config_for(store.address))
+        page_out(module)
+        store.process.kill()
+        begin = time.monotonic()
+        with pytest.raises(TierIOError, match=rf"store {store.address}.* 0\.weight: the page is gone"):
+            module[0].weight.sum()
+        assert time.monotonic() - begin < 30  # and not after the 120 s of io_timeout; usually at once
+        with pytest.raises(TierIOError, match="the page is gone"):
+            module[0].weight.sum()
+        with torch.no_grad():
+            module[0].weight.fill_(1.0)
+        assert module[0].weight.sum() == module[0].weight.numel()
+
+
+def _page_out_and_stay(address, is_out):
+    module = make_module()
+    torch_offload.wrap(module, config=stores.config_for(address))
+    page_out(module)
+    is_out.set()
+    threading.Event().wait()
+
+
+def _bytes_in_use(server):
+    figures = server.statistics()
+    return figures["stored_bytes"] + figures["memory"]["frame_bytes"] - figures["memory"]["free_frame_bytes"]
+
+
+def test_pages_of_a_client_that_is_killed_are_freed(scratch):
+    with stores.store_here(scratch, ram=4 * MIB) as server:
+        is_out = multiprocessing.get_context("forkserver").Event()
+        child = start_child(_page_out_and_stay, server.address, is_out)
+        assert is_out.wait(120)
+        assert server.statistics()["segments"] > 0
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        wait_until(lambda: server.statistics()["clients"] == 0, "the store had noticed")
+        assert server.statistics()["segments"] == 0
+        wait_until(lambda: _bytes_in_use(server) == 0, "memory and SSD were free again")
+
+
+@pytest.mark.parametrize("kind", [stores.PAGE, stores.BYTES], ids=["read", "write"])
+def test_bytes_damaged_on_their_way_go_again(scratch, kind):
+    """A page that arrives with another checksum goes once more, and the training is the same to the bit."""
+    sizes = []
+
+    def change(message, body):
+        if message == kind:
+            sizes.append(len(body))
+            if len(sizes) in (3, 8, 20):
+                body[len(body) // 2] ^= 16
+
+    expected = in_child(stores.train, None)
+    with stores.store_here(scratch, ram=4 * MIB) as server, stores.relay(server.address, change) as address:
+        trained, counters = in_child(stores.train_and_count, address)
+        assert_bitwise_equal(trained, expected)
+        damaged = sum(sizes[number - 1] for number in (3, 8, 20))
+        assert counters["retried_reads"] == counters["healed_mismatches"] == (3 if kind == stores.PAGE else 0)
+        assert counters["retried_writes"] == (3 if kind == stores.BYTES else 0)
+        assert server.statistics()["damaged_bytes"] == (damaged if kind == stores.BYTES else 0)
+
+
+def test_a_page_that_is_always_damaged_is_named(scratch):
+    is_broken = threading.Event()
+
+    def change(message, body):
+        if message == stores.PAGE and is_broken.is_set():
+            body[0] ^= 1
+
+    with stores.store_here(scratch, ram=4 * MIB) as server, stores.relay(server.address, change) as address:
+        module = make_module()
+        torch_offload.wrap(module, config=stores.config_for(address))
+        page_out(module)
+        is_broken.set()
+        with pytest.raises(PageCorruptError, match=rf"store {address}: reading page \d+ of .*2\.weight: checksum"):
+            module[2].weight.sum()
+        is_broken.clear()
+        assert module[0].weight.isfinite().all()
+        with torch.no_grad():
+            module[2].weight.zero_()
+        torch_offload.unwrap(module)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        (stores.HEADER.pack(stores.MAGIC, 7, 1, 0, 0, *range(9)), b"it speaks protocol 7 of torch-offload store"),
+        (b"GET / HTTP/1.1\r\nHost: store\r\n\r\n" + bytes(64), b"not the language of torch-offload store"),
+        (stores.HEADER.pack(stores.MAGIC, 1, 1, 0, 0, *range(9)), b"has another checksum than was sent"),
+    ],
+    ids=["another protocol", "another language", "a damaged header"],
+)
+def test_a_store_refuses_what_it_does_not_understand(scratch, prefix, expected):
+    with stores.store_here(scratch, ram=4 * MIB) as server:
+        assert expected in stores.answer_to(server.address, prefix)
+        module = make_module()
+        torch_offload.wrap(module, config=stores.config_for(server.address))  # others are served
+        torch_offload.unwrap(module)
+
+
+def test_a_store_of_another_protocol_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(stores.HEADER.pack(stores.MAGIC, 7, 3, 0, 0, *range(9)))
+                connection.recv(4096)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = "{}:{}".format(*listening.getsockname())
+        with pytest.raises(TierIOError, match=r"it speaks protocol 7 .*, and this side 1; install the same version"):
+            torch_offload.wrap(make_module(), config=stores.config_for(address))
+        thread.join()
+
+
+def test_pages_too_large_for_a_store_are_refused_at_wrap(scratch):
+    with stores.store_here(scratch, ram=MIB) as server:
+        settings = stores.config_for(server.address, ram="64MiB", page_elements=1 << 17)
+        with pytest.raises(TierIOError, match="start it with --ram 2097152 at least, or lower page_elements"):
+            torch_offload.wrap(make_module(), config=settings)

@@ -1,0 +1,159 @@
+"""A store process, trainings whose pages go to one, and a connection that changes bytes on their way."""
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch_offload
+from support.paging import assert_was_paged
+from support.small_module import TIGHT, adamw, make_module, snapshot, step
+from torch_offload import _C, Config
+
+STEPS = 3
+HEADER = struct.Struct("<IHHIi9Q")
+"""csrc/net/message.h"""
+MAGIC, PROTOCOL = 0x53504F54, 1
+PAGE, BYTES = 5, 8
+"""Kinds of messages with a page behind them: to a client, from one."""
+
+
+def config_for(address: str, **settings: Any) -> Config:
+    return Config(
+        **{"ram": TIGHT, "ssd": f"store://{address}", "min_paged_bytes": 0, "page_elements": 4096, **settings}
+    )
+
+
+def train(address: str | None, **settings: Any) -> list[Any]:
+    """Return losses and a digest of every tensor, in memory or over a store."""
+    module = make_module()
+    if address is not None:
+        torch_offload.wrap(module, config=config_for(address, **settings))
+    optimizer = adamw(module)
+    outcome = [[step(module, optimizer).item() for _ in range(STEPS)], snapshot(module, optimizer)]
+    if address is not None:
+        assert_was_paged()
+    return outcome
+
+
+def train_whole_pages(address: str) -> None:
+    """Train what has no page of less than 16 KiB."""
+    train(address, min_paged_bytes=16 << 10)
+
+
+def train_and_count(address: str) -> tuple[list[Any], dict[str, int]]:
+    """Return that, and what the engine has counted."""
+    return train(address), torch_offload.report().counters
+
+
+@dataclass
+class StoreProcess:
+    process: subprocess.Popen[str]
+    address: str
+
+    def end(self) -> dict[str, int]:
+        """Interrupt it, and return what it says that it did."""
+        self.process.send_signal(signal.SIGTERM)
+        output, said = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, said
+        return json.loads(output)
+
+
+@contextmanager
+def store_process(directory: Path, *, ram: str) -> Iterator[StoreProcess]:
+    """The command, at a free port of this machine."""
+    command = [sys.executable, "-m", "torch_offload", "store", "--listen", "127.0.0.1:0", "--json"]
+    process = subprocess.Popen(
+        [*command, "--ram", ram, "--ssd", str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        found = re.match(r"store at (\S+): ", line)
+        assert found, line + process.stderr.read()
+        yield StoreProcess(process, found[1])
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def store_here(directory: Path, *, ram: int) -> Iterator[_C.PageServer]:
+    """The same in this process."""
+    server = _C.PageServer(
+        listen="127.0.0.1:0",
+        budget_bytes=ram,
+        directories=[str(directory)],
+        io_engine="auto",
+        queue_depth=16,
+        io_timeout=60,
+    )
+    yield server
+    server.close()
+
+
+@contextmanager
+def relay(address: str, change: Callable[[int, bytearray], None]) -> Iterator[str]:
+    """Stand between one client and a store, and give `change` each message: its kind and its body."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    ends: list[socket.socket] = []
+
+    def pass_on(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError), source.makefile("rb") as incoming:
+            while header := incoming.read(HEADER.size):
+                fields = HEADER.unpack(header)
+                body = bytearray(incoming.read(fields[11]))
+                change(fields[2], body)
+                target.sendall(header + body)
+        hang_up()
+
+    def hang_up() -> None:
+        for end in (listening, *ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def connect() -> None:
+        with suppress(OSError):
+            ends.append(listening.accept()[0])
+            host, port = address.rsplit(":", 1)
+            ends.append(socket.create_connection((host, int(port))))
+            back = threading.Thread(target=pass_on, args=(ends[1], ends[0]))
+            back.start()
+            pass_on(ends[0], ends[1])
+            back.join()
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    try:
+        yield "{}:{}".format(*listening.getsockname())
+    finally:
+        hang_up()
+        thread.join()
+        for end in (listening, *ends):
+            end.close()
+
+
+def answer_to(address: str, said: bytes) -> bytes:
+    """Return all that a store answers to bytes that are said to it, until it is silent for a moment."""
+    host, port = address.rsplit(":", 1)
+    answer = b""
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(said)
+        while select.select([connection], [], [], 10 if not answer else 0.2)[0] and (more := connection.recv(4096)):
+            answer += more
+    return answer
