@@ -2,7 +2,9 @@
 
 import dataclasses
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch_offload import _C
@@ -71,8 +73,7 @@ def serve(listen: str, config: Config, *, tell: Callable[[str], None]) -> Served
         raise ConfigError(f"ssd: a store keeps pages on a disk of its own, got {config.ssd}; give a directory")
     decided = preflight.resolve(config)
     directories = decided.directories_of(0)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDED_BY)
-    try:
+    with _interruption() as is_interrupted:
         server = _C.PageServer(
             listen=address,
             budget_bytes=decided.ram or 0,
@@ -86,13 +87,23 @@ def serve(listen: str, config: Config, *, tell: Callable[[str], None]) -> Served
         try:
             places = ", ".join(map(str, directories))
             tell(f"store at {server.address}: {format_size(decided.ram or 0)} of memory, then {places}")
-            while signal.sigtimedwait(ENDED_BY, LOG_SECONDS) is None:
+            while not is_interrupted.wait(LOG_SECONDS):
                 server.statistics()  # takes the log along
             return _served(server.statistics())
         finally:
             server.close()
+
+
+@contextmanager
+def _interruption() -> Iterator[threading.Event]:
+    """Give what is set by the first signal that ends a store. (CPython's sigtimedwait takes a stop for one.)"""
+    is_interrupted = threading.Event()
+    before = {number: signal.signal(number, lambda *_: is_interrupted.set()) for number in ENDED_BY}
+    try:
+        yield is_interrupted
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _served(figures: dict[str, Any]) -> ServedPages:
