@@ -38,6 +38,45 @@ struct StoredPager {
     std::vector<std::shared_ptr<Segment>> segments;
 };
 
+/// A client that says what a test wants it to say.
+struct RawClient {
+    explicit RawClient(const NetAddress& address) : channel(connect_to(address, std::chrono::seconds(5)), "store") {}
+
+    void say(const MessageHeader& header, std::span<const std::byte> body = {}) {
+        for (channel.send(header, body); channel.is_sending(); channel.wait(-1, 10)) channel.flush();
+    }
+    /// The kind of the next message; the body goes to `text`. Throws: TierIoError if the store hangs up, LogicError if
+    /// it says nothing for ten seconds.
+    MessageKind hear() {
+        for (int turn = 0; turn < 100; ++turn) {
+            const Channel::Arrival arrival = channel.receive();
+            if (arrival == Channel::Arrival::message) return channel.header().kind;
+            if (arrival == Channel::Arrival::header) {
+                text.resize(channel.header().body_bytes);
+                channel.receive_into(std::as_writable_bytes(std::span(text)));
+            } else {
+                channel.wait(-1, 100);
+            }
+        }
+        throw LogicError("the store says nothing");
+    }
+    void greet() {
+        say({.kind = MessageKind::hello, .page_bytes = kPageBytes});
+        ASSERT_EQ(hear(), MessageKind::welcome);
+    }
+    static MessageHeader write_of(std::uint32_t number) {
+        return {.kind = MessageKind::write,
+                .request = number,
+                .segment = 7,
+                .segment_bytes = 100 * kPageBytes,
+                .page_bytes = kPageBytes,
+                .page = number};
+    }
+
+    Channel channel;
+    std::string text;
+};
+
 // What memory has no room for is sent to the store and comes back the same, page for page. Method: 60 pages, the last
 // of each segment a short one, over a client of 8 and a store of 24; what both count.
 TEST(RemoteStore, PagesComeBackAsTheyWent) {
@@ -60,24 +99,27 @@ TEST(RemoteStore, PagesComeBackAsTheyWent) {
     EXPECT_EQ(there.damaged_bytes, 0u);
 }
 
-// What a client forgets and what a client that goes leaves is nowhere any more. Method: segments end, then the client.
+// What a client forgets is nowhere any more, and so is what a client had that goes without a word; others keep theirs.
+// Method: segments that end; a connection that does.
 TEST(RemoteStore, NothingIsLeftAtTheStore) {
     PageServer server(server_options(64));
-    StoredPager other(server.address(), 8);
-    other.fill_segments(4, 4, 100);
+    StoredPager client(server.address(), 8);
+    client.fill_segments(8, 4, 0);
+    const std::uint64_t all = server.statistics().segments;
+    EXPECT_GE(all, 6u);
+    client.segments.erase(client.segments.begin(), client.segments.begin() + 3);
+    EXPECT_TRUE(comes_true([&] { return server.statistics().segments == all - 3; }));
     {
-        StoredPager client(server.address(), 8);
-        client.fill_segments(8, 4, 0);
-        ASSERT_GE(server.statistics().segments, 8u);
-        client.segments.resize(6);
-        const auto is_forgotten = [&] { return server.statistics().segments <= 6u + 4u; };
-        EXPECT_TRUE(comes_true(is_forgotten));
-        EXPECT_EQ(client.first_wrong(0), 6u);
+        RawClient other(server.address());
+        other.greet();
+        other.say(RawClient::write_of(0));
+        ASSERT_EQ(other.hear(), MessageKind::granted);
+        EXPECT_EQ(server.statistics().segments, all - 2);
         EXPECT_EQ(server.statistics().clients, 2u);
     }
-    const auto is_gone = [&] { return server.statistics().clients == 1 && server.statistics().segments <= 4; };
-    EXPECT_TRUE(comes_true(is_gone));
-    EXPECT_EQ(other.first_wrong(100), 4u);
+    EXPECT_TRUE(comes_true([&] { return server.statistics().clients == 1; }));
+    EXPECT_EQ(server.statistics().segments, all - 3);
+    EXPECT_EQ(client.first_wrong(3), 5u);
 }
 
 // Memory at the store is the same for one client and for 64: what is lent is shared by all. Method: as many pages from
@@ -127,6 +169,59 @@ TEST(RemoteStore, StoreThatIsGoneIsAnError) {
     const PinGuard guard = pin(client.pager, client.segments[1], Access::read);
     EXPECT_TRUE(holds(*client.segments[1], 1));
     EXPECT_THROW(StoredPager(NetAddress::parse(name), 8), TierIoError);
+}
+
+// A client that has all memory for pages on their way, and neither sends nor takes anything, does not stop the others:
+// it is hung up on when they wait for it. Method: one that is granted as much as there is and says no more.
+TEST(RemoteStore, WhoStandsStillWithMemoryThatOthersWaitForIsDropped) {
+    PageServerOptions options = server_options(16);
+    options.pager.transfer_limits.timeout = std::chrono::milliseconds(300);
+    PageServer server(options);
+    RawClient still(server.address());
+    still.greet();
+    for (std::uint32_t number = 0; number < 4; ++number) {
+        still.say(RawClient::write_of(number));
+        ASSERT_EQ(still.hear(), MessageKind::granted);
+    }
+    EXPECT_EQ(server.statistics().peak_lent_bytes, 4 * kPageBytes);
+    StoredPager other(server.address(), 8);
+    other.fill_segments(5, 4, 0);
+    EXPECT_EQ(other.first_wrong(0), 5u);
+    EXPECT_THROW(still.hear(), TierIoError);
+    EXPECT_EQ(server.statistics().clients, 1u);
+}
+
+// What cannot be meant ends the connection, what cannot be done is answered, and neither disturbs anybody. Method:
+// bytes that were not granted, an answer as only a store gives, too many questions; pages that there are not.
+TEST(RemoteStore, WhoBreaksTheRulesIsHungUpOn) {
+    PageServer server(server_options(16));
+    StoredPager other(server.address(), 8);
+    other.fill_segments(5, 4, 0);
+    const std::vector<std::byte> page(kPageBytes);
+    const auto hangs_up = [&](const std::function<void(RawClient&)>& misbehave) {
+        RawClient client(server.address());
+        client.greet();
+        try {
+            misbehave(client);
+            while (true) client.hear();
+        } catch (const TierIoError&) {
+            return true;
+        }
+    };
+    EXPECT_TRUE(hangs_up([&](RawClient& client) { client.say({.kind = MessageKind::bytes, .request = 3}, page); }));
+    EXPECT_TRUE(hangs_up([](RawClient& client) { client.say({.kind = MessageKind::stored}); }));
+    EXPECT_TRUE(hangs_up([](RawClient& client) {
+        for (std::uint32_t number = 0; number <= kMaxRequests; ++number) client.say(RawClient::write_of(number));
+    }));
+    RawClient client(server.address());
+    client.greet();
+    client.say({.kind = MessageKind::read, .segment = 9});
+    EXPECT_EQ(client.hear(), MessageKind::failed);
+    EXPECT_EQ(client.text, "there is no segment 9");
+    client.say(RawClient::write_of(100));
+    EXPECT_EQ(client.hear(), MessageKind::failed);
+    EXPECT_EQ(client.text, "segment 7 has 100 pages, asked for is page 100");
+    EXPECT_EQ(other.first_wrong(0), 5u);
 }
 
 // Who would send pages that cannot be kept is refused with a sentence that says what helps. Method: clients whose pages

@@ -95,6 +95,20 @@ def test_a_store_that_is_killed_is_an_error_at_the_next_access(scratch):
         assert module[0].weight.sum() == module[0].weight.numel()
 
 
+def test_a_store_that_stands_still_is_an_error_until_it_goes_on(scratch):
+    with stores.store_process(scratch, ram="4MiB") as store:
+        module = make_module()
+        expected = module[0].weight.sum().item()
+        torch_offload.wrap(module, config=stores.config_for(store.address, io_timeout=1))
+        page_out(module)
+        store.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(TierIOError, match=rf"store {store.address}: nothing has come for .* nothing is lost"):
+            module[0].weight.sum()
+        store.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: torch_offload.report().ssd_read_bytes > 0, "the page had come")
+        assert module[0].weight.sum().item() == expected
+
+
 def _page_out_and_stay(address, is_out):
     module = make_module()
     torch_offload.wrap(module, config=stores.config_for(address))
