@@ -44,6 +44,13 @@ constexpr std::int64_t kRoomAheadNs = 30'000'000;
 /// A read that failed is made again only for who needs it.
 bool may_read_ahead(PageWord word) noexcept { return word.is_absent() && !word.has(PageWord::kTransferFailed); }
 
+/// The place of a segment may be from when the pass was further on. What is read for its next use would go for what
+/// comes later then, and be read again, without an end.
+void rank_no_later(EvictionQueue& evictable, Segment& segment, UsePosition use) {
+    if (!segment.eviction_rank || segment.eviction_rank->next_use <= use) return;
+    evictable.put(segment, {use, segment.last_use.load(std::memory_order_relaxed)});
+}
+
 /// The role whose use triggers deferred work on the segment: its own, of a parameter.
 TraceId work_role(const Segment& segment) {
     const TraceId anchor = segment.anchor_id;
@@ -174,9 +181,11 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
         std::shared_ptr<Segment> segment = use->id < roles.size() ? roles[use->id].lock() : nullptr;
         if (!segment) continue;
         if (!uses->is_training() && segment->requested_uses.load(std::memory_order_relaxed) != 0) continue;
+        const UsePosition use_position = uses->position_of(distance);
+        rank_no_later(evictable, *segment, use_position);
         const bool is_updated_here = segment->has_pending() && !options.updates_below;
         planned_bytes += segment->size_bytes() * (is_updated_here ? 4 : 1);  // weight, gradient, two moments
-        outlook.segments.push_back({std::move(segment), uses->position_of(distance), due_ns, 0});
+        outlook.segments.push_back({std::move(segment), use_position, due_ns, 0});
     }
     outlook.growth_bytes = expected_other_bytes - other_bytes;
     if (uses->pass_ns() > 0) {

@@ -2,14 +2,17 @@
 
 import itertools
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from support.bits import digest, same_bits
 from support.isolation import in_child
+from support.small_module import MIB, TIGHT, adamw, make_module, snapshot, step
 from torch import nn
 
+import torch_offload
 from torch_offload import Config
 from torch_offload.runtime.passes import MAX_INSIDE_A_STEP, TRAINING, Passes
 
@@ -251,3 +254,18 @@ def test_steps_of_adapters_that_are_not_paged_are_predicted(scratch):
         assert prefetched > 0
         assert 0 < read < 2 * ADAPTED_BYTES, "each weight was read in the forward and in the backward pass"
         assert written == 0
+
+
+def test_nothing_is_read_again_and_again_while_nothing_is_used(scratch):
+    """What is read for its next use stays until then, also where a look at the weights took the pass back to where it
+    had been: gradients had their place from a later use then, went for it and were read once more, without an end.
+    """
+    module = make_module()
+    torch_offload.wrap(module, config=Config(ram=TIGHT, ssd=scratch, min_paged_bytes=0, page_elements=4096))
+    for _ in range(2):
+        step(module, adamw(module))
+    snapshot(module)
+    before = torch_offload.report().ssd_read_bytes
+    time.sleep(0.2)  # some 50 MB were read in it
+    assert torch_offload.report().ssd_read_bytes - before < 2 * MIB
+    torch_offload.unwrap(module)
