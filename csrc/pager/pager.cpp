@@ -369,12 +369,16 @@ void Pager::raise_fault_error() { impl_->raise_fault_error(); }
 
 void Pager::flush() {
     const InterruptibleWait wait;  // of all of it: some progress may be made while one transfer does not end
-    while (impl_->is_anything_moving()) {
-        const WaitList::Entry listed(impl_->waits, StallCause::memory);
-        const std::uint32_t seen = impl_->progress.load(std::memory_order_acquire);
-        if (!impl_->is_anything_moving()) break;
-        impl_->wait_change(impl_->progress, seen, wait);
+    {
+        const ReadAheadPause pause(impl_->flushers);
+        while (impl_->is_anything_moving()) {
+            const WaitList::Entry listed(impl_->waits, StallCause::memory);
+            const std::uint32_t seen = impl_->progress.load(std::memory_order_acquire);
+            if (!impl_->is_anything_moving()) break;
+            impl_->wait_change(impl_->progress, seen, wait);
+        }
     }
+    impl_->store->kick();  // what stood back
     impl_->raise_fault_error();
     impl_->raise_unsaid_write_error();
 }

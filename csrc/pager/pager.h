@@ -181,7 +181,7 @@ public:
     void prefetch_page(const std::shared_ptr<Segment>& segment, std::size_t index);
     /// Sends every page to SSD (clean ones are dropped) and waits for it. Returns the bytes that stay since pinned.
     std::size_t evict(const std::shared_ptr<Segment>& segment);
-    /// Waits until all transfers under way have ended; raises a failed write.
+    /// Waits until no transfer is under way, with reads ahead of use left out; raises a failed write.
     void flush();
     /// Throws, once, why an access behind the dispatcher failed since the last pin. Such pages are tried again then.
     void raise_fault_error();

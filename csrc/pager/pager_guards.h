@@ -80,6 +80,20 @@ private:
     WaitList::Entry listed_;
 };
 
+/// While one lives, reads ahead of use stand back. `threads`: the pager's count of those for whose sake.
+class ReadAheadPause {
+public:
+    explicit ReadAheadPause(std::atomic<int>& threads) noexcept : threads_(threads) {
+        threads_.fetch_add(1, std::memory_order_acq_rel);
+    }
+    ~ReadAheadPause() { threads_.fetch_sub(1, std::memory_order_acq_rel); }
+    ReadAheadPause(const ReadAheadPause&) = delete;
+    ReadAheadPause& operator=(const ReadAheadPause&) = delete;
+
+private:
+    std::atomic<int>& threads_;
+};
+
 void drop_pins(std::span<const HeldPages> pages) noexcept;
 
 /// Private doors of the guards, for the pager's own files.

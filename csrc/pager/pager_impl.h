@@ -227,8 +227,8 @@ struct Pager::Impl final : StoreClient {
 
     std::atomic<std::uint32_t> progress{0};  // grows whenever memory or a page may have become available
     std::atomic<int> transients{0};          // latches, wanted or held, of threads that give up rather than wait
-    std::atomic<int> memory_waiters{0};      // threads that wait for memory: reads ahead of use stand back
-    std::atomic<int> program_waiters{0};     // threads of the program that wait: their cores are free for updates
+    std::atomic<int> memory_waiters{0}, flushers{0};  // threads before which reads ahead of use stand back
+    std::atomic<int> program_waiters{0};  // threads of the program that wait: their cores are free for updates
     std::atomic<std::uint64_t> clock{1};
     std::atomic<std::size_t> moving_pages{0};    // loading or evicting: each ends with progress
     std::atomic<std::size_t> late_pages{0};      // of these, whose transfer is late

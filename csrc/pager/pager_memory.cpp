@@ -15,15 +15,11 @@ namespace {
 /// says nothing.
 constexpr std::chrono::milliseconds kOperatorSlice{10};
 
-/// A thread that waits for memory: reads ahead of use stand back meanwhile.
+/// A thread that waits for memory.
 class MemoryWait {
 public:
-    explicit MemoryWait(Pager::Impl& pager) : pager_(pager), wait_(pager, StallCause::memory) {
-        pager_.memory_waiters.fetch_add(1, std::memory_order_acq_rel);
-    }
-    ~MemoryWait() { pager_.memory_waiters.fetch_sub(1, std::memory_order_acq_rel); }
-    MemoryWait(const MemoryWait&) = delete;
-    MemoryWait& operator=(const MemoryWait&) = delete;
+    explicit MemoryWait(Pager::Impl& pager)
+        : pager_(pager), pause_(pager.memory_waiters), wait_(pager, StallCause::memory) {}
 
     /// Waits a little for what other threads hold for a moment. False once that has been tried for too long.
     bool wait_for_operators(std::uint32_t seen) {
@@ -36,6 +32,7 @@ public:
 
 private:
     Pager::Impl& pager_;
+    ReadAheadPause pause_;
     ProgramWait wait_;
     InterruptibleWait interrupt_;
     std::optional<std::int64_t> operators_since_ns_;
@@ -128,7 +125,7 @@ void Pager::Impl::acquire_small(std::size_t size_bytes) {
 std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, UsePosition keep_before) {
     const std::size_t wanted_bytes = size_bytes + spare_bytes();
     for (int attempt = 0; attempt < 2; ++attempt) {
-        if (memory_waiters.load(std::memory_order_acquire) != 0) break;
+        if (memory_waiters.load(std::memory_order_acquire) + flushers.load(std::memory_order_acquire) != 0) break;
         std::size_t available_bytes = 0;
         {
             MemoryLock lock(*this);
