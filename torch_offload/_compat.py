@@ -280,7 +280,7 @@ class NotedStage:
         return []
 
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _nothing
-    _get_init_p2p_neighbors_ops = _prepare_forward_infra = _prepare_backward_infra = _nothing
+    release_fwd_send_outputs = _nothing  # newer than torch 2.13
 
 
 def calls_of_stages(
@@ -297,7 +297,16 @@ def calls_of_stages(
     held = [
         NotedStage(index, stages=stages, rank=rank, ranks=ranks, calls=calls) for index in range(rank, stages, ranks)
     ]
-    made = schedule(held[0] if has_one_stage else held, micro_batches, loss_fn=lambda *_: None)
+
+    class NotedSchedule(schedule):  # type: ignore[misc]
+        """Begins without asking stages for shapes and other ranks for their addresses."""
+
+        def _initialize_stage(self, *_: Any, **__: Any) -> None:
+            """Leave the stage as it is."""
+
+        _initialize_stages = _initialize_stage
+
+    made = NotedSchedule(held[0] if has_one_stage else held, micro_batches, loss_fn=lambda *_: None)
     with torch.enable_grad():
         made.step(target=torch.empty(micro_batches), return_outputs=False)
     return calls
