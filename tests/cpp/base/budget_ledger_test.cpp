@@ -296,13 +296,15 @@ private:
 };
 
 TEST_F(BudgetLedger, IsNeverExceededByProcessesThatAreKilledAtRandom) {
+    constexpr std::uint64_t kLeastKills = 20;  // however seldom this process has a core
     const char* const asked = std::getenv("OFFLOAD_TEST_OPERATIONS");
     const std::uint64_t wanted = asked ? std::strtoull(asked, nullptr, 10) : 100'000;
     std::mt19937_64 random(base_seed());
     std::uint64_t sums = 0, full = 0, kills = 0, too_much = 0;
     {
         Crowd crowd(*page, random());
-        for (std::uint64_t killed_at = 0; crowd.board().operations < wanted;) {
+        const auto is_enough = [&] { return crowd.board().operations >= wanted && kills > kLeastKills && full > 0; };
+        for (std::uint64_t killed_at = 0; !is_enough();) {
             if (const std::optional<std::uint64_t> sum = crowd.sum()) {
                 ++sums;
                 full += *sum == kBudgetBytes ? 1 : 0;
@@ -320,8 +322,6 @@ TEST_F(BudgetLedger, IsNeverExceededByProcessesThatAreKilledAtRandom) {
         EXPECT_GT(crowd.board().returned, 0u);
     }
     EXPECT_EQ(too_much, 0u);
-    EXPECT_GT(full, 0u);
-    EXPECT_GT(kills, 10u);
     std::array<std::unique_ptr<BudgetShare>, kRanks> last;
     for (std::unique_ptr<BudgetShare>& share : last) share = join(0);
     EXPECT_EQ(last[0]->lease(kBudgetBytes), kBudgetBytes) << "all are dead: everything is to be had";
