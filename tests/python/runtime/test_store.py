@@ -13,12 +13,10 @@ import torch
 from support import stores
 from support.isolation import in_child, start_child
 from support.paging import assert_bitwise_equal, page_out, wait_until
-from support.small_module import adamw, make_module, step
+from support.small_module import MIB, adamw, make_module, step
 
 import torch_offload
 from torch_offload import PageCorruptError, TierIOError
-
-MIB = 1 << 20
 
 
 def test_trainings_over_one_store_are_bitwise_equal(scratch):
