@@ -99,7 +99,7 @@ def test_a_store_that_stands_still_is_an_error_until_it_goes_on(scratch):
         expected = module[0].weight.sum().item()
         torch_offload.wrap(module, config=stores.config_for(store.address, io_timeout=1))
         page_out(module)
-        store.process.send_signal(signal.SIGSTOP)
+        store.stand_still()
         with pytest.raises(TierIOError, match=rf"store {store.address}: nothing has come for .* nothing is lost"):
             module[0].weight.sum()
         store.process.send_signal(signal.SIGCONT)

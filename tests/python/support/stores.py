@@ -62,6 +62,11 @@ class StoreProcess:
     process: subprocess.Popen[str]
     address: str
 
+    def stand_still(self) -> None:
+        """Stop it, and wait until each of its threads has stopped: the others go on until the first is scheduled."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
     def end(self) -> dict[str, int]:
         """Interrupt it, and return what it says that it did."""
         self.process.send_signal(signal.SIGTERM)
