@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/wait.h"
+#include "pager/pager_dump.h"
 #include "support/late_pager.h"
 #include "support/log_capture.h"
 
@@ -164,6 +165,25 @@ TEST(PagerLate, WaitsAreInterrupted) {
     }
     const PinGuard guard = pin(late.pager, leaving, Access::read);
     EXPECT_TRUE(holds(*leaving, 2));
+}
+
+// Nothing more is read ahead while a thread waits for all transfers to end, or it could wait for ever; afterwards it
+// is. Method: a shut disk with a read under way, and another one that is asked for meanwhile.
+TEST(PagerLate, NothingIsReadAheadDuringFlush) {
+    LatePager late(std::chrono::hours(1));
+    const auto first = filled_segment(late.pager, 1, 1);
+    const auto second = filled_segment(late.pager, 1, 2);
+    ASSERT_EQ(late.pager.evict(first) + late.pager.evict(second), 0u);
+    late.disk().shut();
+    late.pager.prefetch(first);
+    ASSERT_TRUE(comes_true([&] { return late.disk().order() == "r"; }));
+    std::thread flusher([&] { late.pager.flush(); });
+    EXPECT_TRUE(comes_true([&] { return !late.pager.dump().waits.empty(); }));
+    late.pager.prefetch(second);
+    EXPECT_EQ(late.pager.dump().moving_pages, 1u);
+    late.disk().open();
+    flusher.join();
+    EXPECT_TRUE(comes_true([&] { return late.pager.is_resident(*second); }));
 }
 
 // A pager over a disk that does not answer ends all the same.
