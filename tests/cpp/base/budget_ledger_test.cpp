@@ -11,6 +11,7 @@
 #include <csignal>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <iostream>
 #include <memory>
 #include <new>
@@ -194,6 +195,36 @@ TEST_F(BudgetLedger, QuantaOfAKilledProcessAreTakenByWhoIsShort) {
     }
     EXPECT_EQ(got, kEqualBytes);
     wait_for_end(child);
+}
+
+// Of two who want the last quantum one gets it. Method: again and again two threads ask for it at the same time, of so
+// many places that both begin to look for it nearly where it is.
+TEST_F(BudgetLedger, TheLastQuantumHasOneHolder) {
+    constexpr int kRounds = 50'000;
+    const Shared<LedgerPage> shared_page;
+    shared_page->lay_out(kBudgetBytes, LedgerPage::kMaxRanks);
+    std::vector<std::unique_ptr<BudgetShare>> shares(LedgerPage::kMaxRanks);
+    for (std::unique_ptr<BudgetShare>& share : shares)
+        share = std::make_unique<BudgetShare>(*shared_page, 0, kPatience);
+    ASSERT_EQ(shares[2]->lease(kBudgetBytes - kQuantumBytes), kBudgetBytes - kQuantumBytes);
+    std::atomic<int> arrivals{0}, holders{0}, too_many{0};
+    const auto contend = [&](BudgetShare& share) {
+        for (int round = 1; round <= kRounds; ++round) {
+            ++arrivals;
+            for (int look = 1; arrivals < 2 * round; ++look) {
+                if (look % 1'000 == 0) std::this_thread::yield();  // the other one may have no core
+            }
+            if (share.lease(kQuantumBytes) == 0) continue;
+            too_many += holders.fetch_add(1);
+            --holders;
+            share.give_back(kQuantumBytes);
+        }
+    };
+    std::thread other(contend, std::ref(*shares[0]));
+    contend(*shares[1]);
+    other.join();
+    EXPECT_EQ(too_many, 0);
+    for (const std::size_t i : {0, 1}) EXPECT_EQ(shares[i]->held_bytes(), 0u) << "what it gave back was its own";
 }
 
 // What processes hold never adds up to more than the budget, and nothing is lost, whenever processes are killed.
