@@ -158,6 +158,7 @@ def sweep(scratch: str, budget_share: float) -> tuple[list[int], int, int, bool]
     return read, least, torch_offload.report().ssd_written_bytes, is_equal
 
 
+@pytest.mark.alone  # a busy machine uses pages later than foreseen: 1.2 times as much was read there
 @pytest.mark.parametrize("budget_share", [0.5, 0.75])
 def test_forward_reads_what_has_to_be_read(budget_share, scratch):
     """A module larger than its budget that only runs forward; with LRU, each pass reads all of it.
