@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.folders import save_model, save_rows
 from support.grpo_rewards import phases_of
-from support.script_runs import SCRIPTS, Ended, assert_paged, assert_same_files, start, start_paged
+from support.script_runs import SCRIPTS, Ended, assert_paged, assert_same_files, logged, start, start_paged
 
 pytestmark = pytest.mark.any_torch
 
@@ -197,11 +197,6 @@ def test_the_first_call_pages_what_it_saves(tmp_path, scratch):
     assert ended.status == 0, ended.errors[-5000:]
 
 
-def logged_norms(output: Path) -> list[float]:
-    state = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())
-    return [entry["grad_norm"] for entry in state["log_history"] if "grad_norm" in entry]
-
-
 def test_stock_trainer_that_updates_in_the_backward(folders, tmp_path, scratch):
     """Without clipping: equal weights, the same norms in its log, and resumed it ends the same."""
     command = [str(SCRIPTS / "fine_tune.py"), "causal", str(folders["causal"]), "OUTPUT", "--max_grad_norm", "0"]
@@ -214,9 +209,8 @@ def test_stock_trainer_that_updates_in_the_backward(folders, tmp_path, scratch):
     assert ended.status == 0, ended.errors[-5000:]
     name = "model.safetensors"
     assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
-    logged = logged_norms(tmp_path / "plain")
-    assert len(logged) == 4
-    assert logged_norms(tmp_path / "paged") == logged
+    assert len(logged(tmp_path / "plain")) == 4
+    assert logged(tmp_path / "paged") == logged(tmp_path / "plain")
 
 
 def test_a_stock_trainer_that_clips_is_told_what_is_in_the_way(folders, tmp_path, scratch):

@@ -4,13 +4,12 @@ Method: torchrun over gloo, plain and paged at once. The ranks share the launche
 bytes moved.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from support.folders import save_model, save_rows
-from support.script_runs import SCRIPTS, assert_report_paged, assert_same_files, start, start_paged
+from support.script_runs import SCRIPTS, assert_report_paged, assert_same_files, logged, start, start_paged
 
 RANKS = 2
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
@@ -50,12 +49,6 @@ def run_paged(command: list[str], scratch: Path, *, ram_of_rank: int) -> None:
         assert report["share"]["equal_bytes"] <= ram_of_rank
         assert report["budget_bytes"] <= report["share"]["shared_bytes"] <= RANKS * ram_of_rank
         assert report["faults"] == 0
-
-
-def logged(folder: Path) -> list[dict[str, float]]:
-    """Return losses and norms of the run's steps."""
-    state = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())
-    return [{name: entry[name] for name in ("loss", "grad_norm")} for entry in state["log_history"] if "loss" in entry]
 
 
 def test_data_parallel_trainer(model, tmp_path, scratch):

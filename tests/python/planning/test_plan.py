@@ -17,6 +17,7 @@ from support.bits import same_bits
 from support.figures import MACHINE
 from support.isolation import in_child
 from support.models import tiny_config, tiny_model
+from support.planned_steps import PAGE, batch_of, plan_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -33,20 +34,10 @@ from torch_offload.planning.step_time import Phase, Rates, rates_of, ssd_seconds
 from torch_offload.planning.tier_traffic import Budgets, traffic_of
 from torch_offload.runtime.process import PROCESS
 
-PAGE = 4096
 STEPS = 7
+TOKENS = 16
 COUNTED_FROM = 4
 LINKS = ("ssd_read", "ssd_written", "to_device", "to_host")
-
-
-def plan_of(model: nn.Module, batch: dict[str, Any], config: Config, **options: Any) -> torch_offload.Plan:
-    return torch_offload.plan(
-        model, batch, config=config, **{"probe": MACHINE, "timing_seconds": 0, "ssd_bytes": "1GiB", **options}
-    )
-
-
-def token_batch(rows: int = 1, tokens: int = 16) -> dict[str, torch.Tensor]:
-    return {name: torch.ones(rows, tokens, dtype=torch.long) for name in ("input_ids", "labels")}
 
 
 class Layers(nn.Module):
@@ -80,7 +71,7 @@ def compared(case: str, scratch: str, device_share: float, ram_share: float) -> 
         config = config.replace(gpu=int(device_share * state_bytes), emulation={"gpu": True})
     micro_batches = 2 if "accumulate" in case else 1
     name = "torch_offload.AdamW" if own else "adamw_torch_fused"
-    plan = plan_of(empty, token_batch(), config, optimizer=name, micro_batches=micro_batches)
+    plan = plan_of(empty, batch_of(rows=1, tokens=TOKENS), config, optimizer=name, micro_batches=micro_batches)
     model = tiny_model("llama", tied=False, hidden=256, layers=8, dtype=dtype)
     torch_offload.wrap(model, config=config)
     optimizer = torch_offload.AdamW(model.parameters()) if own else torch.optim.AdamW(model.parameters(), fused=True)
@@ -91,7 +82,7 @@ def measured_beside(plan: torch_offload.Plan, model: nn.Module, optimizer: Any, 
     counts = []
     for _ in range(STEPS):
         for _ in range(micro_batches):
-            model(**token_batch()).loss.backward()
+            model(**batch_of(rows=1, tokens=TOKENS)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         counts.append(counters())
@@ -163,7 +154,7 @@ class OperatorCounts(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "qwen3", "gemma"])
 def test_a_recording_has_the_operators_of_a_run(name):
     """No mask is made for attention, for example, that a run would do without. Method: both counted, of two rows."""
-    model, batch = tiny_model(name, tied=True), token_batch(rows=2)
+    model, batch = tiny_model(name, tied=True), batch_of(rows=2, tokens=TOKENS)
     recorded: Counter[str] = Counter()
     for calls in record(model, batch).calls.values():
         for call, count in calls.items():
@@ -244,7 +235,7 @@ def planned_without_memory() -> tuple[int, int]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(configuration, dtype=torch.float32).train()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    plan = plan_of(model, token_batch(), Config(ram="8GiB"), ssd_bytes="1TiB")
+    plan = plan_of(model, batch_of(rows=1, tokens=TOKENS), Config(ram="8GiB"), ssd_bytes="1TiB")
     assert plan.fits
     assert sum(plan.ssd_read.values()) > 8 << 30
     return plan.state_bytes // 4, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
@@ -367,7 +358,7 @@ def test_a_plan_adds_up():
 
 def test_operators_are_timed_where_there_is_time():
     """All of them, with real numbers; without time all are estimated."""
-    batch, config = token_batch(), Config(ram="64MiB", min_paged_bytes=0, page_elements=PAGE)
+    batch, config = batch_of(rows=1, tokens=TOKENS), Config(ram="64MiB", min_paged_bytes=0, page_elements=PAGE)
     model = tiny_model("llama", tied=False)
     assert plan_of(model, batch, config, timing_seconds=60).timed_share == pytest.approx(1.0)
     assert plan_of(model, batch, config).timed_share == 0
@@ -375,7 +366,7 @@ def test_operators_are_timed_where_there_is_time():
 
 def test_no_operator_costs_what_a_disturbed_moment_took(monkeypatch):
     """Five times in a row that are disturbed are not all those of one call."""
-    batch, config = token_batch(), Config(ram="64MiB", min_paged_bytes=0, page_elements=PAGE)
+    batch, config = batch_of(rows=1, tokens=TOKENS), Config(ram="64MiB", min_paged_bytes=0, page_elements=PAGE)
     model = tiny_model("llama", tied=False)
     timings = itertools.count()
 

@@ -96,3 +96,9 @@ def assert_same_files(found: Path, expected: Path, pattern: str) -> list[Path]:
     for name in names:
         assert (found / name).read_bytes() == (expected / name).read_bytes(), name
     return names
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    """Return losses and norms of four steps of a Trainer that saved there."""
+    state = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())
+    return [{name: entry[name] for name in ("loss", "grad_norm")} for entry in state["log_history"] if "loss" in entry]
