@@ -207,11 +207,11 @@ TEST_F(BudgetLedger, TheLastQuantumHasOneHolder) {
     for (std::unique_ptr<BudgetShare>& share : shares)
         share = std::make_unique<BudgetShare>(*shared_page, 0, kPatience);
     ASSERT_EQ(shares[2]->lease(kBudgetBytes - kQuantumBytes), kBudgetBytes - kQuantumBytes);
-    std::atomic<int> arrivals{0}, holders{0}, too_many{0};
+    std::atomic<int> begun{0}, holders{0}, too_many{0};
     const auto contend = [&](BudgetShare& share) {
         for (int round = 1; round <= kRounds; ++round) {
-            ++arrivals;
-            for (int look = 1; arrivals < 2 * round; ++look) {
+            ++begun;
+            for (int look = 1; begun < 2 * round; ++look) {
                 if (look % 1'000 == 0) std::this_thread::yield();  // the other one may have no core
             }
             if (share.lease(kQuantumBytes) == 0) continue;
