@@ -482,6 +482,13 @@ void AddressSpace::commit(std::span<std::byte> range, HugePages huge_pages) {
     }
 }
 
+/// By touching it: MADV_POPULATE_WRITE would have all other mappings of the process wait, a fault locks only its own.
+void AddressSpace::populate(std::span<std::byte> range) noexcept {
+    for (std::size_t i = 0; i < range.size(); i += kSectorBytes) {
+        *static_cast<volatile std::byte*>(&range[i]) = std::byte{0};
+    }
+}
+
 void AddressSpace::map_file(std::span<std::byte> range, int file, std::uint64_t offset, Protection protection) {
     state_->check_inside(range, "map_file");
     const int bits = protection_bits(protection);

@@ -50,6 +50,8 @@ public:
     /// several ranges, of which each is dropped by itself.
     void map_file(std::span<std::byte> range, int file, std::uint64_t offset, Protection protection);
 
+    void populate(std::span<std::byte> range) noexcept override;
+
     /// Drops the memory: the range is PROT_NONE again and costs nothing.
     void decommit(std::span<std::byte> range) override;
 

@@ -50,6 +50,10 @@ public:
     /// Throws: OutOfTierMemory if the system has none.
     virtual void commit(std::span<std::byte> range, HugePages huge_pages) = 0;
 
+    /// Has the system clear what was committed, and nobody uses yet, now and not at its first use. A memory that has
+    /// done so, or cannot, does nothing.
+    virtual void populate(std::span<std::byte>) noexcept {}
+
     /// Drops the memory; the addresses stay reserved.
     virtual void decommit(std::span<std::byte> range) = 0;
 

@@ -238,6 +238,11 @@ std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes, ArenaLock& lo
     if (usage_.available_bytes() < size_bytes || !make_space(size_bytes, usage_.reserve_bytes, lock)) {
         return std::nullopt;
     }
+    return take_new_frame(size_bytes, lock);
+}
+
+/// Pre: there is space.
+Frame Arena::take_new_frame(std::size_t size_bytes, ArenaLock& lock) {
     charge(usage_.frame_bytes, size_bytes);
     try {
         const SystemCalls calls(*this, lock);
@@ -246,6 +251,18 @@ std::optional<Frame> Arena::try_take_frame(std::size_t size_bytes, ArenaLock& lo
         usage_.frame_bytes -= size_bytes;
         throw;
     }
+}
+
+bool Arena::add_free_frame(std::size_t kept_bytes, ArenaLock& lock) {
+    const std::size_t size_bytes = usual_frame_bytes();
+    if (!has_space(size_bytes, usage_.reserve_bytes + kept_bytes)) return false;
+    const Frame frame = take_new_frame(size_bytes, lock);
+    {
+        const SystemCalls calls(*this, lock);
+        memory_.populate(frame.slot);
+    }
+    give_frame(frame, lock);
+    return true;
 }
 
 /// Of new memory.

@@ -86,6 +86,11 @@ public:
     /// A frame of `size_bytes` (whole sectors) with unspecified contents, or nothing when the budget is full.
     std::optional<Frame> try_take_frame(std::size_t size_bytes, ArenaLock& lock);
     void give_frame(const Frame& frame, ArenaLock& lock) noexcept;
+    /// Frames of that size will be wanted.
+    void note_wanted(std::size_t size_bytes) noexcept;
+    /// Makes a free frame of the usual size, of new memory that the system has cleared. False: that would leave less
+    /// than `kept_bytes` of the limit.
+    bool add_free_frame(std::size_t kept_bytes, ArenaLock& lock);
     /// The frame's memory was not in its slot, which the caller has released, and will not come back.
     void give_up_frame(const Frame& frame) noexcept;
 
@@ -163,9 +168,9 @@ private:
     bool take_apart(std::size_t frame_bytes, ArenaLock& lock);
     bool take_frame_apart(std::size_t frame_bytes, ArenaLock& lock);
     std::optional<Frame> take_free_frame(std::size_t size_bytes);
+    Frame take_new_frame(std::size_t size_bytes, ArenaLock& lock);
     std::optional<Frame> take_registered_frame(std::size_t size_bytes);
     std::optional<std::size_t> index_of_page_size(std::size_t size_bytes) const noexcept;
-    void note_wanted(std::size_t size_bytes) noexcept;
     std::size_t usual_frame_bytes() const noexcept;
     void charge(std::size_t& account, std::size_t size_bytes) noexcept;
 

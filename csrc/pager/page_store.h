@@ -74,8 +74,9 @@ public:
 /// What a store is doing just now.
 struct StoreStatus {
     std::size_t reads_in_flight = 0;
-    std::size_t capacity = 0;  // transfers under way at once at most
-    double read_rate = 0;      // bytes per second that reads got lately while there were any to make
+    std::size_t capacity = 0;    // transfers under way at once at most
+    double read_rate = 0;        // bytes per second that reads got lately while there were any to make
+    std::size_t home_bytes = 0;  // of pages that lie in files of somebody else's
 };
 
 struct StoreStatistics {

@@ -246,7 +246,10 @@ std::size_t Pager::set_home(Segment& segment, const std::shared_ptr<const HomeFi
         }
         page.enter(is_read_there ? PageState::stored : PageState::zero, is_read_there ? PageWord::kStored : 0);
         if (!is_read_there) break;
+        const std::lock_guard lock(impl_->mutex);
+        impl_->arena.note_wanted(segment.frame_bytes(count));
     }
+    if (count > 0) impl_->store->kick();
     return count;
 }
 

@@ -77,6 +77,7 @@ struct Pager::Impl final : StoreClient {
     // Memory (pager_memory.cpp)
     Frame acquire_frame(std::size_t size_bytes);
     std::optional<Frame> try_acquire_frame(std::size_t size_bytes, UsePosition keep_before);
+    void make_frame_ahead();
     std::span<std::byte> acquire_range(std::size_t size_bytes);
     void acquire_small(std::size_t size_bytes);
     template <typename Take, typename Available>
@@ -230,9 +231,8 @@ struct Pager::Impl final : StoreClient {
     std::atomic<int> memory_waiters{0}, flushers{0};  // threads before which reads ahead of use stand back
     std::atomic<int> program_waiters{0};  // threads of the program that wait: their cores are free for updates
     std::atomic<std::uint64_t> clock{1};
-    std::atomic<std::size_t> moving_pages{0};    // loading or evicting: each ends with progress
-    std::atomic<std::size_t> late_pages{0};      // of these, whose transfer is late
-    std::atomic<std::size_t> evicting_bytes{0};  // memory that writes under way, and not late, will free
+    std::atomic<std::size_t> moving_pages{0}, late_pages{0};  // loading or evicting, each ends with progress; some late
+    std::atomic<std::size_t> evicting_bytes{0};               // memory that writes under way, and not late, will free
     std::atomic<std::int64_t> last_kick_ns{0};
     UseLog use_log;
     PinTally tally;

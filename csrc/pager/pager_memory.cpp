@@ -140,6 +140,21 @@ std::optional<Frame> Pager::Impl::try_acquire_frame(std::size_t size_bytes, UseP
     return std::nullopt;
 }
 
+/// Pages that lie in files of somebody else's have no frame before they are read, and the system takes about as long to
+/// clear new memory as the disk to fill it. So that is done while nothing moves, for one frame at each look ahead.
+void Pager::Impl::make_frame_ahead() {
+    const std::size_t home_bytes = store->status().home_bytes;
+    if (home_bytes == 0 || is_anything_moving()) return;
+    const std::size_t kept_bytes = spare_bytes();
+    {
+        MemoryLock lock(*this);
+        const ArenaUsage usage = arena.usage();
+        if (usage.frame_bytes + usage.free_frame_bytes >= home_bytes) return;
+        if (!arena.add_free_frame(kept_bytes, lock)) return;
+    }
+    store->kick();
+}
+
 /// Unpinned pages in memory, furthest next use first, at least `wanted_bytes` if there are as many that are used at
 /// `keep_before` or later. Of one segment the last page goes first: the first is needed first. Pages whose last write
 /// failed a moment ago only as `resting` says; none that would have to be written to a disk that does not answer.

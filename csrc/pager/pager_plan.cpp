@@ -256,6 +256,7 @@ void Pager::Impl::keep_free(std::size_t free_bytes, UsePosition keep_before) {
 void Pager::Impl::look_ahead() noexcept {
     try {
         read_what_is_due();
+        make_frame_ahead();
     } catch (const std::exception& error) {  // not lost: the pin that needs it meets the same
         OFFLOAD_LOG(info, "looking ahead failed: ", error.what());
     }

@@ -93,6 +93,10 @@ void SsdStore::forget(Segment& segment) noexcept {
     }
 }
 
+StoreStatus SsdStore::status() const noexcept {
+    return {reads_in_flight(), engine_->capacity(), read_rate_.rate(), home_bytes_.load(std::memory_order_relaxed)};
+}
+
 StoreStatistics SsdStore::statistics() const {
     return {file_.allocated_bytes(),
             file_.size_bytes(),

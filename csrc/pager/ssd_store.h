@@ -79,7 +79,7 @@ public:
     void forget(Segment& segment) noexcept override;
     void kick() noexcept override;
 
-    StoreStatus status() const noexcept override { return {reads_in_flight(), engine_->capacity(), read_rate_.rate()}; }
+    StoreStatus status() const noexcept override;
     StoreStatistics statistics() const override;
     std::vector<std::string> describe_transfers(std::size_t most) override;
     UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,

@@ -34,6 +34,10 @@ public:
         ArenaLock lock(mutex_);
         return Arena::try_take_frame(size_bytes, lock);
     }
+    bool add_free_frame(std::size_t kept_bytes) {
+        ArenaLock lock(mutex_);
+        return Arena::add_free_frame(kept_bytes, lock);
+    }
     void give_frame(const Frame& frame) {
         ArenaLock lock(mutex_);
         Arena::give_frame(frame, lock);
@@ -109,6 +113,22 @@ TEST(Arena, ReusesExactSizes) {
     const auto again = arena.try_take_range(kUnit);
     EXPECT_EQ(again->data(), range->data());
     EXPECT_EQ(arena.usage().idle_range_bytes, 0u);
+}
+
+// Frames that are made ahead are of the size that is wanted, their memory is there, and as much is left as is asked
+// for.
+TEST(Arena, FramesAreMadeAhead) {
+    LockedArena arena({.limit_bytes = 4 * kUnit, .page_bytes = 2 * kUnit});
+    arena.note_wanted(kUnit);
+    for (std::size_t made = 1; made <= 3; ++made) {
+        EXPECT_TRUE(arena.add_free_frame(kUnit));
+        EXPECT_EQ(arena.usage().free_frame_bytes, made * kUnit);
+        EXPECT_EQ(arena.usage().frame_bytes, 0u);
+    }
+    EXPECT_FALSE(arena.add_free_frame(kUnit));
+    const auto frame = arena.try_take_frame(kUnit);
+    EXPECT_EQ(sectors_at(frame->slot), kUnit / kSectorBytes);
+    EXPECT_EQ(arena.usage().free_frame_bytes, 2 * kUnit);
 }
 
 // Frames that the I/O engine has registered are not dropped behind its back. Method: register one, ask for its room.

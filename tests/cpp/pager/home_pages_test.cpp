@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "pager/pager.h"
+#include "support/counting_memory.h"
 #include "support/pager_fixture.h"
 #include "support/scratch_directory.h"
 
@@ -83,6 +84,27 @@ TEST_P(HomePages, AreReadFromTheirFileAndNeverWritten) {
     }
     EXPECT_EQ(total(pager.statistics().written_bytes), 0u);
     EXPECT_EQ(pager.statistics().store.stored_bytes, 0u);
+}
+
+// Memory for them is made and cleared before they are read: for all, or as much as the budget has but for an eighth.
+TEST_P(HomePages, HaveMemoryBeforeTheyAreRead) {
+    for (const auto& [budget_pages, frames] : {std::pair<std::size_t, std::size_t>(16, kPages), {5, 4}}) {
+        CountingMemory memory;
+        PagerOptions options = options_with(budget_pages);
+        options.memory = &memory;
+        Pager pager(options);
+        const auto segment = segment_in(pager, open_home());
+        const auto free_bytes = [&] { return pager.statistics().memory.free_frame_bytes; };
+        EXPECT_TRUE(comes_true([&, frames = frames] { return free_bytes() == frames * kPageBytes; })) << free_bytes();
+        pager.flush();  // and has looked ahead once more
+        EXPECT_EQ(total(pager.statistics().read_bytes), 0u);
+        for (std::size_t i = 0; i < frames; ++i) {
+            const PinGuard guard = pager.pin_pages(segment, i, 1, Access::read);
+            EXPECT_EQ(pager.statistics().memory.frame_bytes, (i + 1) * kPageBytes);
+        }
+        EXPECT_EQ(memory.populated_bytes(), frames * kPageBytes);
+        EXPECT_EQ(memory.peak_bytes(), frames * kPageBytes) << "what was read lies in that";
+    }
 }
 
 // The first write of a page moves it to the scratch file, and that page only. The file stays as it is.

@@ -19,6 +19,7 @@ public:
         const std::lock_guard lock(mutex_);
         return peak_sectors_ * kSectorBytes;
     }
+    std::size_t populated_bytes() const { return populated_bytes_; }
 
     std::size_t granularity_bytes() const noexcept override { return memory_.granularity_bytes(); }
     std::span<std::byte> reserve(std::size_t size_bytes, FaultTarget* target) override {
@@ -38,6 +39,10 @@ public:
             peak_sectors_ = std::max(peak_sectors_, sectors_.size());
         }
         memory_.commit(range, huge_pages);
+    }
+    void populate(std::span<std::byte> range) noexcept override {
+        populated_bytes_ += range.size();
+        memory_.populate(range);
     }
     void decommit(std::span<std::byte> range) override {
         const std::lock_guard lock(mutex_);
@@ -69,6 +74,7 @@ private:
     mutable std::mutex mutex_;
     std::unordered_set<std::uintptr_t> sectors_;
     std::size_t peak_sectors_ = 0;
+    std::atomic<std::size_t> populated_bytes_{0};
 };
 
 }  // namespace torch_offload::test
