@@ -199,13 +199,12 @@ TEST_F(BudgetLedger, QuantaOfAKilledProcessAreTakenByWhoIsShort) {
 
 // Of two who want the last quantum one gets it. Method: again and again two threads ask for it at the same time, of so
 // many places that both begin to look for it nearly where it is.
-TEST_F(BudgetLedger, TheLastQuantumHasOneHolder) {
+TEST(LedgerPage, TheLastQuantumHasOneHolder) {
     constexpr int kRounds = 50'000;
-    const Shared<LedgerPage> shared_page;
-    shared_page->lay_out(kBudgetBytes, LedgerPage::kMaxRanks);
+    LedgerPage page{};
+    page.lay_out(kBudgetBytes, LedgerPage::kMaxRanks);
     std::vector<std::unique_ptr<BudgetShare>> shares(LedgerPage::kMaxRanks);
-    for (std::unique_ptr<BudgetShare>& share : shares)
-        share = std::make_unique<BudgetShare>(*shared_page, 0, kPatience);
+    for (auto& share : shares) share = std::make_unique<BudgetShare>(page, 0, kPatience);
     ASSERT_EQ(shares[2]->lease(kBudgetBytes - kQuantumBytes), kBudgetBytes - kQuantumBytes);
     std::atomic<int> begun{0}, holders{0}, too_many{0};
     const auto contend = [&](BudgetShare& share) {
