@@ -46,10 +46,11 @@ protected:
         return std::make_shared<const HomeFile>(std::move(*found));
     }
 
-    std::shared_ptr<Segment> segment_in(Pager& pager, const std::shared_ptr<const HomeFile>& home) const {
-        auto segment = pager.create_segment(kPages * kPageBytes, 4, SegmentKind::parameter);
+    std::shared_ptr<Segment> segment_in(Pager& pager, const std::shared_ptr<const HomeFile>& home,
+                                        std::size_t element_bytes = 4) const {
+        auto segment = pager.create_segment(kPages * kPageBytes, element_bytes, SegmentKind::parameter);
         segment->label = "weights";
-        EXPECT_EQ(pager.set_home(*segment, home, lead_bytes()), kPages);
+        EXPECT_EQ(pager.set_home(*segment, home, lead_bytes()), segment->page_count());
         return segment;
     }
 
@@ -86,24 +87,29 @@ TEST_P(HomePages, AreReadFromTheirFileAndNeverWritten) {
     EXPECT_EQ(pager.statistics().store.stored_bytes, 0u);
 }
 
-// Memory for them is made and cleared before they are read: for all, or as much as the budget has but for an eighth.
+// Memory for them, of their size, is made and cleared before they are read: for all, or as much as the budget has but
+// for an eighth.
 TEST_P(HomePages, HaveMemoryBeforeTheyAreRead) {
-    for (const auto& [budget_pages, frames] : {std::pair<std::size_t, std::size_t>(16, kPages), {5, 4}}) {
+    struct Case {
+        std::size_t budget_pages, made_pages, element_bytes;
+    };
+    for (const Case& each : {Case{16, kPages, 4}, Case{5, 4, 4}, Case{16, kPages, 2}}) {
+        const std::size_t made_bytes = each.made_pages * kPageBytes;
         CountingMemory memory;
-        PagerOptions options = options_with(budget_pages);
+        PagerOptions options = options_with(each.budget_pages);
         options.memory = &memory;
         Pager pager(options);
-        const auto segment = segment_in(pager, open_home());
+        const auto segment = segment_in(pager, open_home(), each.element_bytes);
         const auto free_bytes = [&] { return pager.statistics().memory.free_frame_bytes; };
-        EXPECT_TRUE(comes_true([&, frames = frames] { return free_bytes() == frames * kPageBytes; })) << free_bytes();
+        EXPECT_TRUE(comes_true([&] { return free_bytes() == made_bytes; })) << free_bytes();
         pager.flush();  // and has looked ahead once more
         EXPECT_EQ(total(pager.statistics().read_bytes), 0u);
-        for (std::size_t i = 0; i < frames; ++i) {
+        for (std::size_t i = 0; i < made_bytes / segment->page_bytes(); ++i) {
             const PinGuard guard = pager.pin_pages(segment, i, 1, Access::read);
-            EXPECT_EQ(pager.statistics().memory.frame_bytes, (i + 1) * kPageBytes);
+            EXPECT_EQ(pager.statistics().memory.frame_bytes, (i + 1) * segment->page_bytes());
         }
-        EXPECT_EQ(memory.populated_bytes(), frames * kPageBytes);
-        EXPECT_EQ(memory.peak_bytes(), frames * kPageBytes) << "what was read lies in that";
+        EXPECT_EQ(memory.populated_bytes(), made_bytes);
+        EXPECT_EQ(memory.peak_bytes(), made_bytes) << "what was read lies in that";
     }
 }
 
