@@ -308,7 +308,8 @@ def forward_run(folder: str, scratch: str, work: str) -> tuple[dict[str, int], d
             model.generate(batch["input_ids"], max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
 
     planned = {"ssd_read": sum(plan.ssd_read.values()), "ssd_written": sum(plan.ssd_written.values())}
-    return planned | {"peak": plan.peak_bytes["ram"], "file": plan.peak_bytes["ssd"]}, counted_per_step(step)
+    planned |= {"peak": plan.peak_bytes["ram"], "file": plan.peak_bytes["ssd"]}
+    return planned, counted_per_step(step) | {"written_in_all": torch_offload.report().ssd_written_bytes}
 
 
 @pytest.mark.parametrize("work", ["evaluate", "generate"])
@@ -316,8 +317,9 @@ def test_passes_without_gradients_read_what_was_planned(work, saved, scratch):
     planned, counted = in_child(forward_run, str(saved), str(scratch), work)
     assert counted["ssd_read"] > 10 << 20
     assert planned["ssd_read"] == pytest.approx(counted["ssd_read"], rel=0.15)
-    assert (planned["ssd_written"], counted["ssd_written"]) == (0, 0)
+    assert planned["ssd_written"] == 0
     assert planned["file"] < 1024  # buffers, which no checkpoint has
+    assert counted["written_in_all"] == counted["file"] <= 3 * PAGE  # each page once, in whichever pass it first leaves
     assert planned["peak"] == pytest.approx(counted["peak"], rel=0.05)
 
 
