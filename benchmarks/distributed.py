@@ -10,6 +10,8 @@ A Llama over gloo, one thread a rank, with DDP and with `fully_shard` (FSDP2), i
   gradients and 15 %.
 - **traffic**: the bytes of all ranks' scratch files for each parameter and step, at 1, 2 and 4 ranks of FSDP2 that
   share the same memory, beside those of the best eviction of the same uses.
+- **store**: the bytes of a step of one to four ranks of FSDP2 whose pages go to one store, as multiples of all weights,
+  and the most memory that the store had. Its process runs the updates.
 - **memory**: four ranks of FSDP2 in one memory group, limited to what four take that train next to nothing, what the
   four may take for pages, and 2 % of that.
 - **overhead**: steps of two ranks with everything in memory, beside steps of two that page nothing, in turns.
@@ -28,6 +30,7 @@ from typing import Any
 from harness.machine import CpuSeconds
 from harness.memory_group import LimitsUnavailable, MemoryGroup, end_cleanly_on_signals
 from harness.options import driver_parser
+from harness.page_store import store_process
 from harness.provenance import machine
 from harness.rank_group import group
 from harness.reporting import at_least, at_most, emit, is_quiet, progress, spread, usable
@@ -42,6 +45,10 @@ MAX_OVERHEAD = 1.02
 MAX_LOOPED_RATIO = 0.5  # bytes of LoopedBFS over those of 1F1B
 MAX_OFF_PLAN = 0.1  # bytes of a schedule on few ranks, from those planned
 MIN_IN_WAITS = 0.8  # of the deferred updates of a pipeline
+# Of what a store receives and sends in a step: gradients; weights for forward and for backward.
+MULTIPLES_OF_WEIGHTS = {"written_bytes": 1, "read_bytes": 2}
+MAX_OVER_MULTIPLE = 1.01
+MAX_SPREAD_OF_PEAK = 0.01  # of the store's memory, between counts of ranks
 LIMIT_TOLERANCE = 1.02  # of what all ranks may take for pages
 SHARE = 0.4
 KINDS_OF_STATE = 4
@@ -64,6 +71,12 @@ class Plan:
     compared_ranks: tuple[int, ...] = (2, 3)
     traffic_hidden: int = 512
     traffic_ranks: tuple[int, ...] = (1, 2, 4)
+    store_ranks: tuple[int, ...] = (1, 2, 3, 4)
+    store_steps: int = 5
+    store_hidden: int = 256
+    store_layers: int = 40
+    store_rank_bytes: int = 16 << 20  # most of which layers take that are gathered, for any count of ranks
+    store_budget_bytes: int = 32 << 20
     limited_ranks: int = 4
     limited_steps: int = 12
     pipeline_ranks: tuple[int, ...] = (2, 4)
@@ -79,6 +92,8 @@ class Plan:
 
 SMOKE = Plan(
     hidden=128, layers=10, rows=1, tokens=16, every=29, compared_ranks=(2,), traffic_hidden=128, traffic_ranks=(1, 2),
+    store_ranks=(1, 2), store_steps=1, store_hidden=128, store_layers=10, store_rank_bytes=4 << 20,
+    store_budget_bytes=4 << 20,
     limited_ranks=2, limited_steps=2, pipeline_ranks=(2,), pipeline_layers=8, pipeline_width=128, pipeline_steps=1,
     repeated_collectives=3, warmup_steps=1, rounds=1, steps_of_round=1,
 )  # fmt: skip
@@ -109,8 +124,12 @@ def identity(plan: Plan, folder: str) -> list[dict[str, Any]]:
     return found
 
 
+def shape_of(hidden: int, layers: int) -> Shape:
+    return Shape(hidden, 2 * hidden, layers, 4, 512)
+
+
 def parameters_of(plan: Plan) -> int:
-    return Shape(plan.traffic_hidden, 2 * plan.traffic_hidden, plan.layers, 4, 512).parameters
+    return shape_of(plan.traffic_hidden, plan.layers).parameters
 
 
 def budget_of_rank(plan: Plan, ranks: int) -> int:
@@ -153,6 +172,65 @@ def traffic_bars(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         at_most(f"bytes of {ranks} ranks over the least by replay", over_least, MAX_OVER_LEAST),
         at_most(f"bytes of states for each parameter, one way, {ranks} ranks", most, MAX_BYTES_OF_STATES),
+    ]
+
+
+def store(plan: Plan, folder: str) -> list[dict[str, Any]]:
+    """Return what one store received and sent in a step, and had in memory, for each count of ranks."""
+    shape = sizes(plan, plan.store_hidden) | {"layers": plan.store_layers, "rows": 1, "tokens": 16}
+    weights_bytes = 4 * shape_of(plan.store_hidden, plan.store_layers).parameters
+    options = {"train": "paged", "budget_bytes": plan.store_rank_bytes, "activations": "keep", **shape}
+    found = []
+    for ranks in plan.store_ranks:
+        with store_process(folder, plan.store_budget_bytes) as served:
+            with group(f"store{ranks}", folder, ranks, store=served.address, **options) as trained:
+                for _ in range(plan.warmup_steps):
+                    trained.ask("step")
+                steps = [trained.ask("step") for _ in range(plan.store_steps)]
+            there = served.end()
+        multiples = {
+            name: spread([sum(answer[name] for answer in step) / weights_bytes for step in steps])
+            for name in MULTIPLES_OF_WEIGHTS
+        }
+        states = sum(
+            answer[f"{way}_bytes_of_state"] for step in steps for answer in step for way in ("read", "written")
+        )
+        found.append(
+            {
+                "ranks": ranks,
+                "weights_bytes": weights_bytes,
+                "over_weights": multiples,
+                "bytes_of_states": states,
+                "store": there,
+            }
+        )
+        progress(
+            f"{ranks} ranks: a store received {multiples['written_bytes']['median']:.3f} and sent "
+            f"{multiples['read_bytes']['median']:.3f} times the weights, peak {there['peak_bytes'] / 1e6:.1f} MB"
+        )
+    return found
+
+
+def store_bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    most = {name: max(row["over_weights"][name]["max"] for row in rows) for name in MULTIPLES_OF_WEIGHTS}
+    least = {name: min(row["over_weights"][name]["min"] for row in rows) for name in MULTIPLES_OF_WEIGHTS}
+    wrong = sum(
+        round(extreme[name]) != multiple for name, multiple in MULTIPLES_OF_WEIGHTS.items() for extreme in (least, most)
+    )
+    peaks = [row["store"]["peak_bytes"] for row in rows]
+    spread_of_peak = (max(peaks) - min(peaks)) / rows[0]["store"]["budget_bytes"]
+    return [
+        at_most("extremes of a step's bytes at a store that are not the weights once and twice", wrong, 0),
+        *(
+            at_most(
+                f"{name} of a step at a store over {multiple} times the weights",
+                most[name] / multiple,
+                MAX_OVER_MULTIPLE,
+            )
+            for name, multiple in MULTIPLES_OF_WEIGHTS.items()
+        ),
+        at_most("bytes of states to and from a store", sum(row["bytes_of_states"] for row in rows), 0),
+        at_most("spread of a store's peak over its memory, 1 to 4 ranks", spread_of_peak, MAX_SPREAD_OF_PEAK),
     ]
 
 
@@ -334,6 +412,7 @@ def full_bars(parts: dict[str, Any]) -> list[dict[str, Any]]:
         ratio = max(totals) / min(totals)
         bars.append(at_most("bytes at one count of ranks over those at another", ratio, MAX_RATIO_OF_BYTES))
         bars += [bar for row in parts["traffic"] for bar in traffic_bars(row)]
+    bars += store_bars(parts["store"]) if "store" in parts else []
     if "memory" in parts:
         found = parts["memory"]
         bars.append(at_least("steps of ranks that one memory group limits", found["steps"], Plan.limited_steps))
@@ -346,6 +425,7 @@ def full_bars(parts: dict[str, Any]) -> list[dict[str, Any]]:
 PARTS = {
     "identity": identity,
     "traffic": traffic,
+    "store": store,
     "memory": memory,
     "overhead": overhead,
     "schedules": schedules,

@@ -297,12 +297,16 @@ class PageServer:
         retry_delays_ms: list[int] = ...,
         keep_free_bytes: list[int] = ...,
         max_file_bytes: int | None = None,
+        runs_updates: bool = True,
     ) -> None:
-        """Listen at `listen`, as host:port; port 0 is one that is free. The others are those of `Engine`."""
+        """Listen at `listen`, as host:port; port 0 is one that is free. The others are those of `Engine`.
+
+        With `runs_updates`, optimizers' updates run here for clients whose kernels give the same bits.
+        """
     @property
     def address(self) -> str:
         """Where it listens, as host:port with the port that it has."""
     def statistics(self) -> dict[str, Any]:
-        """Return what it has counted, all bytes those of pages."""
+        """Return what it has counted; bytes are those of pages, but for `update_bytes`, which say what to run."""
     def close(self) -> None:
         """End all connections, and with them all pages."""

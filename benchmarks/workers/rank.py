@@ -76,10 +76,12 @@ class Rank:
         self.options = options
         self.shape = shape_of(options)
         self.scratch = tempfile.TemporaryDirectory(dir=options.ssd)
+        self.pages_at = f"store://{options.store}" if options.store else self.scratch.name
         self.cases = iter(all_cases()[:: options.every])
         self.training: Training | None = None
         if options.train != "no":
-            self.training = Training(self, Case("fsdp"), is_paged=options.train == "paged")
+            case = Case("fsdp", activations=options.activations)
+            self.training = Training(self, case, is_paged=options.train == "paged")
 
     def describe(self) -> dict[str, Any]:
         return {"cases": len(all_cases()[:: self.options.every]), "parameters": self.shape.parameters}
@@ -143,7 +145,7 @@ class Training:
         if case.is_sharded:
             shard(self.module, self.ranks, is_mixed=case.sharding == "fsdp bf16")
         if is_paged:
-            torch_offload.wrap(self.module, config=self.config(rank.scratch.name))
+            torch_offload.wrap(self.module, config=self.config(rank.pages_at))
         if rank.options.device == "meta":
             fill(self.module)
         self.model = self.module if case.is_sharded else nn.parallel.DistributedDataParallel(self.module)
@@ -267,6 +269,8 @@ def make_parser() -> argparse.ArgumentParser:
     for name in ("hidden", "layers", "rows", "tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--model", choices=("llama", "stack"), default="llama")
+    parser.add_argument("--store", help="of pages, as host:port; default: a scratch file on the SSD")
+    parser.add_argument("--activations", choices=("page", "keep"), default="page", help="of --train")
     parser.add_argument("--every", type=int, default=1, help="take one case in so many")
     parser.add_argument("--train", choices=("no", "plain", "paged"), default="no")
     parser.add_argument(

@@ -4,8 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "autograd/recorded_op.h"
@@ -55,7 +57,13 @@ public:
 
     /// One thread at a time may advance a page.
     bool is_taken(std::size_t index) const noexcept { return pages_[index].is_taken; }
-    void set_taken(std::size_t index, bool is_taken) noexcept { pages_[index].is_taken = is_taken; }
+    void set_taken(std::size_t index, bool is_taken) noexcept {
+        pages_[index].is_taken = is_taken;
+        pages_[index].late = nullptr;
+    }
+    /// Why what advances the page takes longer than it may; nullptr: it does not.
+    const std::exception_ptr& why_late(std::size_t index) const noexcept { return pages_[index].late; }
+    void set_late(std::size_t index, std::exception_ptr why) noexcept { pages_[index].late = std::move(why); }
 
     bool is_finished() const noexcept;
     /// The program has given up the storage of a member: what is computed for it can never be seen.
@@ -70,6 +78,7 @@ private:
     struct PageProgress {
         std::uint32_t applied = 0;  // operators, from the first
         bool is_taken = false;
+        std::exception_ptr late;
     };
 
     std::size_t position_of(const std::shared_ptr<Segment>& segment);

@@ -15,6 +15,7 @@
 
 #include "autograd/compute_device.h"
 #include "autograd/deferred_chain.h"
+#include "autograd/encoded_work.h"
 #include "autograd/profiler_range.h"
 #include "autograd/recorded_op.h"
 #include "autograd/register_allocator.h"
@@ -44,6 +45,13 @@ bool postpone(Pager& pager, const Segments& segments, std::size_t index) {
 
 bool are_in_memory(const Segments& segments, std::size_t index) {
     return std::all_of(segments.begin(), segments.end(), [&](const auto& s) { return Pager::in_memory(*s, index); });
+}
+
+/// Nobody will read the pages of segments that the program has given up.
+void discard(UpdateLatch& latch, const std::vector<bool>& released) noexcept {
+    for (std::size_t k = 0; k < released.size(); ++k) {
+        if (released[k]) latch.discard(k);
+    }
 }
 
 /// The chains that the segments belong to, each once, the one with most members first.
@@ -81,18 +89,33 @@ struct DeferredOps::Impl {
         ~Turn();
 
         PageWork work() const;
-        /// Runs what is outstanding. Returns the operators run, or nothing if the pager gave up.
-        std::optional<std::size_t> advance(const PageWork& work, bool may_wait) const;
+        /// Runs what is outstanding on latched pages.
+        void run(const PageWork& work, UpdateLatch& latch, KernelThreads threads) const;
         void count_applied() const;
+        std::vector<bool> released_of(const PageWork& work) const;
+        void note_late(std::exception_ptr error) const noexcept;
+        const ChainPointer& chain() const noexcept { return chain_; }
+        std::size_t index() const noexcept { return index_; }
 
     private:
-        void discard_released(const PageWork& work, UpdateLatch& latch) const;
         Turn(Impl& impl, ChainPointer chain, std::size_t index)
             : impl_(&impl), chain_(std::move(chain)), index_(index) {}
         Impl* impl_;
         ChainPointer chain_;
         std::size_t index_;
     };
+
+    /// Work that the store's process runs, and what is held meanwhile. Ends on a thread of the store's.
+    struct RemoteTurn;
+    /// Runs what is outstanding on the page of the turn. Returns the operators run, or, without `may_wait`, that the
+    /// store's process has been asked to run; nothing if the pager gave up.
+    std::optional<std::size_t> advance(Turn turn, bool may_wait);
+    std::size_t run_remotely(Turn turn, const PageWork& work, UpdateLatch latch, bool may_wait);
+    void begin(RemoteTurn& remote, RemoteWork work);
+    void end(RemoteTurn& remote, std::size_t ran, std::exception_ptr error) noexcept;
+    template <typename IsOver>
+    void wait_for_turn(std::unique_lock<std::mutex>& lock, const DeferredChain& chain, std::size_t index,
+                       IsOver is_over);
 
     /// What a chain leaves behind, kept by the caller until the lock is open: letting go of it calls the pager.
     using Released = std::pair<ChainPointer, Segments>;  // nothing, or a chain without members and what they were
@@ -121,7 +144,8 @@ struct DeferredOps::Impl {
     std::unordered_set<ChainPointer> chains;
     std::atomic<std::thread::id> recording_thread{};
     std::optional<c10::Stream> stream;  // of the recording thread: kernels that follow the program's in order
-    Counter recorded_elements, applied_pages, applied_at_once, forced_chains;
+    std::ptrdiff_t remote_turns = 0;    // under way; of the mutex
+    Counter recorded_elements, applied_pages, applied_at_once, applied_remotely, forced_chains;
 };
 
 // --- Turns --------------------------------------------------------------------------------------------------------
@@ -130,14 +154,25 @@ std::optional<DeferredOps::Impl::Turn> DeferredOps::Impl::Turn::take(Impl& impl,
                                                                      bool may_wait) {
     std::unique_lock lock(impl.mutex);
     if (chain->is_taken(index) && !may_wait) return std::nullopt;
+    impl.wait_for_turn(lock, *chain, index, [&] { return !chain->is_taken(index); });
+    chain->set_taken(index, true);
+    return Turn(impl, std::move(chain), index);
+}
+
+/// Throws: what ends a wait early; why, if what has the page is late.
+template <typename IsOver>
+void DeferredOps::Impl::wait_for_turn(std::unique_lock<std::mutex>& lock, const DeferredChain& chain, std::size_t index,
+                                      IsOver is_over) {
     const InterruptibleWait wait;
-    while (!impl.turn_ended.wait_for(lock, InterruptibleWait::kSlice, [&] { return !chain->is_taken(index); })) {
+    while (!turn_ended.wait_for(lock, InterruptibleWait::kSlice, is_over)) {
+        if (const std::exception_ptr late = chain.why_late(index)) {
+            lock.unlock();
+            std::rethrow_exception(late);
+        }
         lock.unlock();
         wait.check();
         lock.lock();
     }
-    chain->set_taken(index, true);
-    return Turn(impl, std::move(chain), index);
 }
 
 DeferredOps::Impl::Turn::~Turn() {
@@ -162,38 +197,116 @@ void DeferredOps::Impl::Turn::count_applied() const {
     chain_->count_applied(index_);
 }
 
-std::optional<std::size_t> DeferredOps::Impl::Turn::advance(const PageWork& work, bool may_wait) const {
-    if (work.empty()) return 0;
-    // What a recorded kernel allocates must not wait for memory that only the record's end can free.
-    const AllocatorBypass bypass;
-    const c10::OptionalStreamGuard in_order(impl_->recording_stream());  // outlives the latch, whose end marks it
-    UpdateLatch latch = impl_->pager.latch_for_update(work.segments, index_, may_wait);
-    if (!latch) return std::nullopt;
+void DeferredOps::Impl::Turn::note_late(std::exception_ptr error) const noexcept {
+    {
+        const std::lock_guard lock(impl_->mutex);
+        chain_->set_late(index_, std::move(error));
+    }
+    impl_->turn_ended.notify_all();
+}
+
+void DeferredOps::Impl::Turn::run(const PageWork& work, UpdateLatch& latch, KernelThreads threads) const {
     for (const PlacedOp& operation : work.operations) {
         std::vector<std::span<std::byte>> pages;
         for (const std::size_t position : operation.positions) pages.push_back(latch.bytes(position));
         const std::int64_t begin_ns = activity_now_ns();
         {
             const ProfilerRange range("torch_offload::update");
-            operation.op->run(pages, impl_->threads(may_wait));
+            operation.op->run(pages, threads);
         }
         impl_->note_update(begin_ns, pages, *work.segments.front());
         count_applied();
     }
     latch.finish();
-    discard_released(work, latch);
+    discard(latch, released_of(work));
+}
+
+/// Of each segment, whether the program has given it up.
+std::vector<bool> DeferredOps::Impl::Turn::released_of(const PageWork& work) const {
+    std::vector<bool> released;
+    const std::lock_guard lock(impl_->mutex);
+    for (const auto& segment : work.segments) released.push_back(chain_->is_released(*segment));
+    return released;
+}
+
+std::optional<std::size_t> DeferredOps::Impl::advance(Turn turn, bool may_wait) {
+    const PageWork work = turn.work();
+    if (work.empty()) return 0;
+    // What a recorded kernel allocates must not wait for memory that only the record's end can free.
+    const AllocatorBypass bypass;
+    const c10::OptionalStreamGuard in_order(recording_stream());  // outlives the latch, whose end marks it
+    UpdateLatch latch = pager.latch_for_update(work.segments, turn.index(), may_wait);
+    if (!latch) return std::nullopt;
+    if (latch.is_remote()) return run_remotely(std::move(turn), work, std::move(latch), may_wait);
+    turn.run(work, latch, threads(may_wait));
     return work.operations.size();
 }
 
-void DeferredOps::Impl::Turn::discard_released(const PageWork& work, UpdateLatch& latch) const {
-    std::vector<std::size_t> released;
-    {
-        const std::lock_guard lock(impl_->mutex);
-        for (std::size_t position = 0; position < work.segments.size(); ++position) {
-            if (chain_->is_released(*work.segments[position])) released.push_back(position);
-        }
+// --- Work that the store's process runs -----------------------------------------------------------------------------
+
+/// Shared by what ends it and by who waits for it.
+struct DeferredOps::Impl::RemoteTurn {
+    std::optional<Turn> turn;
+    UpdateLatch latch;      // ends before the turn
+    std::size_t count = 0;  // of operators
+    std::vector<bool> released;
+    bool has_ended = false;  // of the mutex, as the next
+    std::exception_ptr error{};
+
+    void finish() noexcept {
+        latch.finish();
+        discard(latch, released);
     }
-    for (const std::size_t position : released) latch.discard(position);
+};
+
+/// Throws, with `may_wait`: why not all of it ran.
+std::size_t DeferredOps::Impl::run_remotely(Turn turn, const PageWork& work, UpdateLatch latch, bool may_wait) {
+    const ChainPointer chain = turn.chain();
+    const std::size_t index = turn.index();
+    RemoteWork asked{encode_work(work.operations), turn.released_of(work), {}, {}};
+    const auto remote = std::make_shared<RemoteTurn>(
+        RemoteTurn{std::move(turn), std::move(latch), work.operations.size(), asked.is_worthless});
+    asked.end = [this, remote](std::size_t ran, std::exception_ptr error) { end(*remote, ran, std::move(error)); };
+    asked.note_late = [remote](std::exception_ptr error) { remote->turn->note_late(std::move(error)); };
+    begin(*remote, std::move(asked));
+    std::unique_lock lock(mutex);
+    if (may_wait) wait_for_turn(lock, *chain, index, [&] { return remote->has_ended; });
+    const std::exception_ptr error = may_wait ? remote->error : nullptr;
+    lock.unlock();
+    if (error) std::rethrow_exception(error);
+    return work.operations.size();
+}
+
+void DeferredOps::Impl::begin(RemoteTurn& remote, RemoteWork work) {
+    const auto count_turns = [this](int change) {
+        const std::lock_guard lock(mutex);
+        remote_turns += change;
+    };
+    count_turns(1);
+    try {
+        remote.latch.run_remotely(std::move(work));
+    } catch (...) {
+        count_turns(-1);
+        throw;
+    }
+}
+
+/// On a thread of the store's.
+void DeferredOps::Impl::end(RemoteTurn& remote, std::size_t ran, std::exception_ptr error) noexcept {
+    for (std::size_t k = 0; k < std::min(ran, remote.count); ++k) remote.turn->count_applied();
+    applied_remotely.add(ran);
+    if (ran > 0) remote.latch.note_ran();
+    if (ran == remote.count) remote.finish();
+    remote.latch = UpdateLatch();
+    {
+        const std::lock_guard lock(mutex);
+        remote.error = std::move(error);
+        remote.has_ended = true;
+    }
+    remote.turn.reset();
+    const std::lock_guard lock(mutex);  // also while others are told: who waits for the last one ends this
+    remote_turns -= 1;
+    turn_ended.notify_all();
 }
 
 void DeferredOps::Impl::note_update(std::int64_t begin_ns, std::span<const std::span<std::byte>> pages,
@@ -290,17 +403,16 @@ void DeferredOps::Impl::settle(std::span<const ChainPointer> changed) {
 /// Updates the page at once if all of it is in the memory where updates are applied, or if somebody holds an address
 /// into it.
 void DeferredOps::Impl::settle_page(const ChainPointer& chain, std::size_t index) {
-    const std::optional<Turn> turn = Turn::take(*this, chain, index, true);
+    std::optional<Turn> turn = Turn::take(*this, chain, index, true);
     const PageWork work = turn->work();
     const bool is_ready = !pager.options().updates_below && are_in_memory(work.segments, index);
     if (!is_ready && postpone(pager, work.segments, index)) return;
-    applied_at_once.add(turn->advance(work, true).value_or(0));
+    applied_at_once.add(advance(std::move(*turn), true).value_or(0));
 }
 
 void DeferredOps::Impl::force(const ChainPointer& chain) {
     for (std::size_t index = 0; index < chain->page_count(); ++index) {
-        const std::optional<Turn> turn = Turn::take(*this, chain, index, true);
-        turn->advance(turn->work(), true);
+        advance(*Turn::take(*this, chain, index, true), true);
     }
 }
 
@@ -329,7 +441,8 @@ DeferredOps::DeferredOps(std::shared_ptr<Pager> pager, c10::Device torch_device)
 
 DeferredOps::~DeferredOps() {
     std::vector<Impl::Released> released;
-    const std::lock_guard lock(impl_->mutex);
+    std::unique_lock lock(impl_->mutex);
+    impl_->turn_ended.wait(lock, [this] { return impl_->remote_turns == 0; });
     while (!impl_->chains.empty()) released.push_back(impl_->dissolve(*impl_->chains.begin()));
 }
 
@@ -366,8 +479,8 @@ bool DeferredOps::resolve(Segment& segment, std::size_t index, bool may_wait) {
                       " waits for recorded work that is gone");
         return !is_pending;
     }
-    const std::optional<Impl::Turn> turn = Impl::Turn::take(*impl_, std::move(chain), index, may_wait);
-    return turn && turn->advance(turn->work(), may_wait).has_value();
+    std::optional<Impl::Turn> turn = Impl::Turn::take(*impl_, std::move(chain), index, may_wait);
+    return turn && impl_->advance(std::move(*turn), may_wait).has_value();
 }
 
 void DeferredOps::force(const std::shared_ptr<Segment>& segment) {
@@ -412,7 +525,7 @@ std::vector<std::shared_ptr<Segment>> DeferredOps::members(const Segment& segmen
 
 DeferredStatistics DeferredOps::statistics() const {
     return {impl_->recorded_elements.get(), impl_->applied_pages.get(), impl_->applied_at_once.get(),
-            impl_->forced_chains.get()};
+            impl_->applied_remotely.get(), impl_->forced_chains.get()};
 }
 
 }  // namespace torch_offload

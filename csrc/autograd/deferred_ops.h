@@ -19,6 +19,7 @@ struct DeferredStatistics {
     std::uint64_t recorded_elements = 0;  // list elements recorded
     std::uint64_t applied_pages = 0;      // operators run on pages, at once or later
     std::uint64_t applied_at_once = 0;    // of those, because every page was in memory already
+    std::uint64_t applied_remotely = 0;   // of those, by the store's own process
     std::uint64_t forced_chains = 0;      // recorded work run early because something else needed its order
 };
 
@@ -29,7 +30,8 @@ class DeferredOps {
 public:
     /// `torch_device`: of the pager's memory; updates that are applied below it run on the host.
     DeferredOps(std::shared_ptr<Pager> pager, c10::Device torch_device);
-    /// Discards what is still recorded. Pre: resolve() is not called any more.
+    /// Discards what is still recorded, and waits for what the store's process runs. Pre: resolve() is not called any
+    /// more, and the pager's clear_pending_work() was.
     ~DeferredOps();
     DeferredOps(const DeferredOps&) = delete;
     DeferredOps& operator=(const DeferredOps&) = delete;
@@ -47,7 +49,8 @@ public:
     /// Throws: what a pin throws, for work that had to be done at once; what was not updated stays recorded.
     bool try_record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
-    /// Applies everything recorded for page `index` of `segment` and of the segments updated with it. False: gave up.
+    /// Applies everything recorded for page `index` of `segment` and of the segments updated with it; without
+    /// `may_wait` it may still be under way in the store's process. False: gave up.
     /// Throws: what a pin throws; what the kernel throws. Nothing is ever applied twice.
     bool resolve(Segment& segment, std::size_t index, bool may_wait);
 

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "autograd/dispatch_pager.h"
+#include "autograd/encoded_work.h"
 #include "autograd/forked_child.h"
 #include "base/check.h"
 #include "pager/remote_store.h"
@@ -46,12 +47,14 @@ std::unique_ptr<BudgetShare> take_share(const EngineOptions& options) {
                                          options.pager.longest_operator);
 }
 
-/// Of what leaves the host's memory.
-std::unique_ptr<PageStore> make_store(const EngineOptions& options) {
-    const PagerOptions& host = options.pager;
+/// Of what leaves the host's memory. `host` learns whether updates are applied there.
+std::unique_ptr<PageStore> make_store(const EngineOptions& options, PagerOptions& host) {
     if (options.store) {
-        return std::make_unique<RemoteStore>(*options.store, host.page_elements * kWidestElementBytes, host.queue_depth,
-                                             host.transfer_limits);
+        const std::string kernels = options.device ? std::string() : kernels_here();
+        auto remote = std::make_unique<RemoteStore>(*options.store, host.page_elements * kWidestElementBytes,
+                                                    host.queue_depth, host.transfer_limits, kernels);
+        host.updates_below = remote->runs_work();
+        return remote;
     }
     std::unique_ptr<IoEngine> engine = make_io_engine(host.engine, host.queue_depth);
     if (options.ssd_bytes_per_second > 0) {
@@ -68,7 +71,8 @@ std::shared_ptr<Pager> make_host_pager(const EngineOptions& options, BudgetShare
         host.device = &device->device();
         host.memory = device->host_memory();
     }
-    return std::make_shared<Pager>(host, make_store(options));
+    std::unique_ptr<PageStore> store = make_store(options, host);
+    return std::make_shared<Pager>(host, std::move(store));
 }
 
 std::shared_ptr<Pager> make_compute_pager(const EngineOptions& options, const std::shared_ptr<Pager>& host,

@@ -3,6 +3,10 @@
 #include <ATen/Parallel.h>
 #include <c10/core/DispatchKeySet.h>
 
+#include <cstring>
+
+#include "base/check.h"
+
 /// Of the OpenMP runtime that torch itself uses, found through torch's libraries; absent from a build without OpenMP.
 /// It sets the number for the calling thread only, which at::set_num_threads does not.
 extern "C" [[gnu::weak]] void omp_set_num_threads(int count);
@@ -12,6 +16,18 @@ namespace torch_offload {
 FloatEnvironment FloatEnvironment::current() noexcept {
     FloatEnvironment result;
     std::fegetenv(&result.environment_);
+    return result;
+}
+
+std::string FloatEnvironment::to_bytes() const {
+    return {reinterpret_cast<const char*>(&environment_), sizeof(environment_)};
+}
+
+FloatEnvironment FloatEnvironment::from_bytes(std::string_view bytes) {
+    FloatEnvironment result;
+    OFFLOAD_CHECK(bytes.size() == sizeof(result.environment_), InvalidArgument, "a floating-point environment of ",
+                  bytes.size(), " bytes, not ", sizeof(result.environment_));
+    std::memcpy(&result.environment_, bytes.data(), bytes.size());
     return result;
 }
 

@@ -5,6 +5,8 @@
 
 #include <cfenv>
 #include <cstdint>
+#include <string>
+#include <string_view>
 
 namespace torch_offload {
 
@@ -15,6 +17,9 @@ enum class KernelThreads : std::uint8_t { one, all };
 class FloatEnvironment {
 public:
     static FloatEnvironment current() noexcept;
+    /// As bytes, for another process of the same kind of processor. Throws: InvalidArgument for bytes that are none.
+    std::string to_bytes() const;
+    static FloatEnvironment from_bytes(std::string_view bytes);
     void install() const noexcept;
 
 private:

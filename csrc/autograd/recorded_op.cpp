@@ -12,6 +12,7 @@
 
 #include "autograd/compute_device.h"
 #include "autograd/paged_storage.h"
+#include "base/check.h"
 
 namespace torch_offload {
 namespace {
@@ -82,6 +83,23 @@ bool have_same_layout(const at::Tensor& one, const at::Tensor& other) {
     return one.sizes() == other.sizes() && one.strides() == other.strides();
 }
 
+/// Of a tuple that another process has pickled. Throws: c10::Error for a value that is none.
+c10::ArrayRef<c10::IValue> elements_of(const c10::IValue& value) { return value.toTupleRef().elements(); }
+
+c10::ArrayRef<c10::IValue> elements_of(const c10::IValue& value, std::size_t count) {
+    const c10::ArrayRef<c10::IValue> elements = elements_of(value);
+    OFFLOAD_CHECK(elements.size() == count, InvalidArgument, elements.size(), " parts, not ", count);
+    return elements;
+}
+
+/// The position of an argument, of `count`, that a pair begins with.
+std::size_t position_in(const c10::IValue& pair, std::size_t count) {
+    const std::int64_t position = elements_of(pair, 2)[0].toInt();
+    OFFLOAD_CHECK(position >= 0 && static_cast<std::size_t>(position) < count, InvalidArgument, "there is no argument ",
+                  position, " of ", count);
+    return static_cast<std::size_t>(position);
+}
+
 }  // namespace
 
 bool works_by_element(const c10::OperatorHandle& op) { return find_by_element(op.operator_name()) != nullptr; }
@@ -97,6 +115,45 @@ void RecordedOp::run(std::span<const std::span<std::byte>> pages, KernelThreads 
     }
     for (const OwnValue& own : values_) stack[own.position] = own.value;
     call_->op.callBoxed(&stack);
+}
+
+/// Every position of an argument comes with something: of a member its dtype, of a value of its own that value.
+c10::IValue RecordedOp::to_value() const {
+    using c10::ivalue::Tuple;
+    std::vector<c10::IValue> members;
+    for (const Member& member : members_) {
+        members.emplace_back(
+            Tuple::create(static_cast<std::int64_t>(member.position), static_cast<std::int64_t>(member.dtype)));
+    }
+    std::vector<c10::IValue> values;
+    for (const OwnValue& own : values_) {
+        values.emplace_back(Tuple::create(static_cast<std::int64_t>(own.position), own.value));
+    }
+    const c10::OperatorName& name = call_->op.operator_name();
+    return Tuple::create({name.name, name.overload_name, call_->environment.to_bytes(), Tuple::create(call_->arguments),
+                          Tuple::create(std::move(members)), Tuple::create(std::move(values))});
+}
+
+RecordedOp RecordedOp::from_value(const c10::IValue& value) {
+    const c10::ArrayRef<c10::IValue> parts = elements_of(value, 6);
+    const c10::OperatorName name(parts[0].toStringRef(), parts[1].toStringRef());
+    const std::optional<c10::OperatorHandle> op = c10::Dispatcher::singleton().findSchema(name);
+    OFFLOAD_CHECK(find_by_element(name) && op, InvalidArgument, c10::toString(name), " is not run for others");
+    const std::size_t count = op->schema().arguments().size();
+    std::vector<Member> members;
+    for (const c10::IValue& member : elements_of(parts[4])) {
+        const std::int64_t dtype = elements_of(member, 2)[1].toInt();
+        OFFLOAD_CHECK(dtype >= 0 && dtype < static_cast<std::int64_t>(c10::ScalarType::Undefined), InvalidArgument,
+                      "there is no dtype ", dtype);
+        members.push_back({position_in(member, count), static_cast<c10::ScalarType>(dtype)});
+    }
+    std::vector<OwnValue> values;
+    for (const c10::IValue& own : elements_of(parts[5])) {
+        values.push_back({position_in(own, count), elements_of(own, 2)[1]});
+    }
+    RecordedCall call{*op, c10::Device(c10::kCPU), FloatEnvironment::from_bytes(parts[2].toStringRef()),
+                      elements_of(parts[3], count).vec()};
+    return RecordedOp(std::make_shared<const RecordedCall>(std::move(call)), std::move(members), std::move(values));
 }
 
 // --- Taking a call apart ------------------------------------------------------------------------------------------

@@ -51,6 +51,11 @@ public:
     /// Runs the operator's kernel on one page of each tensor. `pages`: its bytes, in the order of the members.
     void run(std::span<const std::span<std::byte>> pages, KernelThreads threads) const;
 
+    /// As a value that torch can pickle, and the operator of one. Throws: InvalidArgument for a value that is none.
+    c10::IValue to_value() const;
+    static RecordedOp from_value(const c10::IValue& value);
+    std::size_t member_count() const noexcept { return members_.size(); }
+
 private:
     std::shared_ptr<const RecordedCall> call_;
     std::vector<Member> members_;

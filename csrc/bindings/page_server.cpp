@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "autograd/encoded_work.h"
 #include "bindings/log_queue.h"
 #include "bindings/names.h"
 #include "bindings/statistics.h"
@@ -32,8 +33,10 @@ struct ServerHold {
 ServerHold make_server(const std::string& listen, std::size_t budget_bytes, std::vector<std::string> directories,
                        const std::string& io_engine, std::size_t queue_depth, int io_timeout,
                        const std::vector<int>& retry_delays_ms, const std::vector<std::uint64_t>& keep_free_bytes,
-                       std::optional<std::uint64_t> max_file_bytes) {
-    PageServerOptions options{NetAddress::parse(listen), {}, scratch_limits(keep_free_bytes, max_file_bytes)};
+                       std::optional<std::uint64_t> max_file_bytes, bool runs_updates) {
+    PageServerOptions options{
+        NetAddress::parse(listen), {}, scratch_limits(keep_free_bytes, max_file_bytes), nullptr, kernels_here()};
+    if (runs_updates) options.run_work = &run_encoded_work;
     options.pager.budget_bytes = budget_bytes;
     options.pager.directories = std::move(directories);
     options.pager.engine = value_named(kEngines, io_engine, "io_engine");
@@ -58,6 +61,8 @@ py::dict statistics_of_server(const ServerHold& hold) {
     result["sent_bytes"] = figures.sent_bytes;
     result["damaged_bytes"] = figures.damaged_bytes;
     result["peak_lent_bytes"] = figures.peak_lent_bytes;
+    result["updates"] = figures.updates;
+    result["update_bytes"] = figures.update_bytes;
     result["memory"] = memory_of(figures.pager.memory);
     result["stored_bytes"] = figures.pager.store.stored_bytes;
     result["file_bytes"] = figures.pager.store.file_bytes;
@@ -79,7 +84,8 @@ void bind_page_server(py::module_& module) {
         .def(py::init(&make_server), py::kw_only(), py::arg("listen"), py::arg("budget_bytes"), py::arg("directories"),
              py::arg("io_engine"), py::arg("queue_depth"), py::arg("io_timeout"),
              py::arg("retry_delays_ms") = std::vector<int>{10, 100, 1'000, 5'000},
-             py::arg("keep_free_bytes") = std::vector<std::uint64_t>(), py::arg("max_file_bytes") = py::none())
+             py::arg("keep_free_bytes") = std::vector<std::uint64_t>(), py::arg("max_file_bytes") = py::none(),
+             py::arg("runs_updates") = true)
         .def_property_readonly("address", [](const ServerHold& self) { return self.get().address().text(); })
         .def("statistics", &statistics_of_server)
         .def("close", &close_server);

@@ -99,6 +99,7 @@ void add_deferred(py::dict& result, const DeferredStatistics& deferred) {
     result["recorded_elements"] = deferred.recorded_elements;
     result["applied_pages"] = deferred.applied_pages;
     result["applied_at_once"] = deferred.applied_at_once;
+    result["applied_remotely"] = deferred.applied_remotely;
     result["forced_chains"] = deferred.forced_chains;
 }
 

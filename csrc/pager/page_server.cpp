@@ -34,6 +34,7 @@ public:
     PageRequests sending;           // the one that is
     PageRequests granted;           // whose bytes have not come
     PageRequests arriving;          // the one whose bytes come
+    std::vector<std::byte> body;    // of a message that is none of a page
     std::string refusal;
     std::uint64_t moved_bytes = 0;  // at the last look
     std::chrono::steady_clock::time_point last_move{};
@@ -72,6 +73,19 @@ std::size_t page_size(const PageRequest& request) noexcept {
     return request.segment->page_range(request.question.page).size();
 }
 
+void pin_page(Pager& pager, PageRequest& request) noexcept {
+    const bool is_read = request.question.kind == MessageKind::read;
+    const std::size_t index = request.question.page;
+    try {
+        pager.touch(request.segment);
+        request.guard = pager.pin_pages(request.segment, index, 1, is_read ? Access::read : Access::overwrite);
+        request.guard.keep();
+        request.bytes = pager.copied_range(*request.segment, index);
+    } catch (...) {
+        request.error = std::current_exception();
+    }
+}
+
 PageRequests take(PageRequests& from, PageRequests::iterator which) noexcept {
     PageRequests one;
     one.splice(one.begin(), from, which);
@@ -83,6 +97,8 @@ PageRequests take(PageRequests& from, PageRequests::iterator which) noexcept {
 PageServer::PageServer(const PageServerOptions& options)
     : max_lent_bytes_(options.pager.budget_bytes / kLentShare),
       patience_(options.pager.transfer_limits.timeout),
+      run_work_(options.run_work),
+      kernels_(options.kernels),
       pager_(with_elements(options.pager), store_of(options)),
       listening_(listen_at(options.address)),
       address_{options.address.host, port_of(listening_)} {
@@ -93,8 +109,11 @@ PageServer::PageServer(const PageServerOptions& options)
         }
         wake_.raise();
     };
-    reads_.emplace(pager_, "to-pin-read", done);
-    writes_.emplace(pager_, "to-pin-write", done);
+    const auto pin = [this](PageRequest& request) { pin_page(pager_, request); };
+    reads_.emplace("to-pin-read", pin, done);
+    writes_.emplace("to-pin-write", pin, done);
+    const auto update = [this](PageRequest& request) { run_update(pager_, request, request.client->id, run_work_); };
+    updates_lane_.emplace("to-update", update, done);
     thread_ = engine_thread("to-serve", [this] { run(); });
 }
 
@@ -104,11 +123,13 @@ PageServer::~PageServer() {
     thread_.join();
     reads_.reset();
     writes_.reset();
+    updates_lane_.reset();
 }
 
 PageServerStatistics PageServer::statistics() const {
     return {pager_.statistics(),   client_count_.load(), clients_so_far_.get(), segment_count_.load(),
-            received_bytes_.get(), sent_bytes_.get(),    damaged_bytes_.get(),  peak_lent_bytes_.load()};
+            received_bytes_.get(), sent_bytes_.get(),    damaged_bytes_.get(),  peak_lent_bytes_.load(),
+            updates_.get(),        update_bytes_.get()};
 }
 
 // --- Its thread ---------------------------------------------------------------------------------------------------
@@ -194,9 +215,15 @@ void PageServer::receive_from(ServedClient& client) {
     }
 }
 
-/// Only bytes that were granted have a place.
+/// Bytes of pages have one where they were granted.
 void PageServer::place_body(ServedClient& client) {
     const MessageHeader& header = client.channel.header();
+    if (header.kind == MessageKind::hello || header.kind == MessageKind::update) {
+        const std::size_t most = header.kind == MessageKind::hello ? kMaxTextBytes : kMaxUpdateBytes;
+        if (header.body_bytes > most) break_off(client, "it sent a text or an update that is too long");
+        client.body.resize(header.body_bytes);
+        return client.channel.receive_into(client.body);
+    }
     const auto is_meant = [&](const PageRequest& request) { return request.question.request == header.request; };
     const auto found = std::ranges::find_if(client.granted, is_meant);
     const bool is_granted = header.kind == MessageKind::bytes && found != client.granted.end();
@@ -219,6 +246,8 @@ void PageServer::take_message(ServedClient& client) {
             return take_bytes(client);
         case MessageKind::forget:
             return forget(client, header.segment);
+        case MessageKind::update:
+            return take_update(client);
         default:
             break_off(client, "it sent what only a store says");
     }
@@ -238,8 +267,19 @@ void PageServer::greet(ServedClient& client) {
     MessageHeader welcome;
     welcome.kind = MessageKind::welcome;
     welcome.client = client.id;
-    client.channel.send(welcome);
+    client.refusal = why_no_updates(client);
+    client.refusal.resize(std::min(client.refusal.size(), kMaxTextBytes));
+    welcome.page_bytes = client.refusal.empty() ? max_lent_bytes_ : 0;
+    client.channel.send(welcome, std::as_bytes(std::span(client.refusal)));
     OFFLOAD_LOG(info, "store: ", client.channel.peer(), " is client ", client.id);
+}
+
+/// Empty: it gets them, with the bits that it computes itself.
+std::string PageServer::why_no_updates(const ServedClient& client) const {
+    if (!run_work_) return "it was started without";
+    const std::string_view kernels(reinterpret_cast<const char*>(client.body.data()), client.body.size());
+    if (kernels == kernels_) return {};
+    return concat("its kernels (", kernels_, ") may give other bits than those here (", kernels, ")");
 }
 
 void PageServer::refuse(ServedClient& client, std::string text) {
@@ -251,32 +291,37 @@ void PageServer::refuse(ServedClient& client, std::string text) {
     client.channel.send(refused, std::as_bytes(std::span(client.refusal)));
 }
 
-void PageServer::take_question(ServedClient& client) {
+/// Of the message that has come.
+PageRequests PageServer::request_of(ServedClient& client) {
     if (client.request_count == kMaxRequests) break_off(client, "it asks for too many pages at once");
     PageRequests one(1);
-    PageRequest& request = one.front();
-    request.client = &client;
-    request.question = client.channel.header();
+    one.front().client = &client;
+    one.front().question = client.channel.header();
     client.request_count += 1;
+    return one;
+}
+
+void PageServer::take_question(ServedClient& client) {
+    PageRequests one = request_of(client);
     try {
-        find_page(request);
+        find_page(one.front());
     } catch (...) {
         return answer_error(one, std::current_exception());
     }
     waiting_.splice(waiting_.end(), one);
 }
 
-/// The first page of a segment that is written makes it. Throws: InvalidArgument for one that there cannot be.
-std::shared_ptr<Segment> PageServer::segment_of(ServedClient& client, const MessageHeader& question) {
-    const auto found = client.segments.find(question.segment);
+/// The first page of a segment that is written or updated makes it. Throws: InvalidArgument for one that there cannot
+/// be.
+std::shared_ptr<Segment> PageServer::make_segment(ServedClient& client, const MemberPage& member) {
+    const auto found = client.segments.find(member.segment);
     if (found != client.segments.end()) return found->second;
-    OFFLOAD_CHECK(question.kind == MessageKind::write, InvalidArgument, "there is no segment ", question.segment);
-    OFFLOAD_CHECK(question.page_bytes % kPageElements == 0, InvalidArgument, "pages of ", question.page_bytes,
+    OFFLOAD_CHECK(member.page_bytes % kPageElements == 0, InvalidArgument, "pages of ", member.page_bytes,
                   " bytes; a store keeps multiples of ", kPageElements);
     std::shared_ptr<Segment> made =
-        pager_.create_segment(question.segment_bytes, question.page_bytes / kPageElements, SegmentKind::other);
-    made->label = concat("segment ", question.segment, " of ", client.channel.peer());
-    client.segments.emplace(question.segment, made);
+        pager_.create_segment(member.segment_bytes, member.page_bytes / kPageElements, SegmentKind::other);
+    made->label = concat("segment ", member.segment, " of ", client.channel.peer());
+    client.segments.emplace(member.segment, made);
     segment_count_.fetch_add(1);
     return made;
 }
@@ -284,12 +329,49 @@ std::shared_ptr<Segment> PageServer::segment_of(ServedClient& client, const Mess
 /// Throws: InvalidArgument for a page that there cannot be.
 void PageServer::find_page(PageRequest& request) {
     const MessageHeader& question = request.question;
-    request.segment = segment_of(*request.client, question);
+    ServedClient& client = *request.client;
+    OFFLOAD_CHECK(question.kind == MessageKind::write || client.segments.contains(question.segment), InvalidArgument,
+                  "there is no segment ", question.segment);
+    request.segment = make_segment(client, {question.segment, question.segment_bytes, question.page_bytes});
     OFFLOAD_CHECK(question.page < request.segment->page_count(), InvalidArgument, "segment ", question.segment, " has ",
                   request.segment->page_count(), " pages, asked for is page ", question.page);
     OFFLOAD_CHECK(page_size(request) <= max_lent_bytes_, InvalidArgument, "a page of ", page_size(request),
                   " bytes; a store with this --ram takes at most ", max_lent_bytes_);
     if (question.kind == MessageKind::read) pager_.prefetch_page(request.segment, question.page);
+}
+
+void PageServer::take_update(ServedClient& client) {
+    PageRequests one = request_of(client);
+    PageRequest& request = one.front();
+    request.body.swap(client.body);
+    update_bytes_.add(request.body.size());
+    if (checksum_of_body(request.question, request.body) != request.question.body_checksum) {
+        return answer(one, MessageKind::damaged);
+    }
+    try {
+        find_members(request);
+    } catch (...) {
+        return answer_error(one, std::current_exception());
+    }
+    updates_lane_->take(one);
+}
+
+/// Throws: InvalidArgument for an update that there cannot be.
+void PageServer::find_members(PageRequest& request) {
+    OFFLOAD_CHECK(run_work_, InvalidArgument, "this store runs no updates");
+    request.members = members_of(request);
+    const std::uint64_t index = request.question.page;
+    std::size_t size_bytes = 0;
+    for (const MemberPage& member : request.members) {
+        const std::shared_ptr<Segment> segment = make_segment(*request.client, member);
+        OFFLOAD_CHECK(index < segment->page_count(), InvalidArgument, "segment ", member.segment, " has ",
+                      segment->page_count(), " pages, to be updated is page ", index);
+        size_bytes += segment->page_range(index).size();
+        request.segments.push_back(segment);
+    }
+    OFFLOAD_CHECK(size_bytes <= max_lent_bytes_, InvalidArgument, "an update of ", size_bytes,
+                  " bytes of pages; a store with this --ram runs those of at most ", max_lent_bytes_);
+    for (const std::shared_ptr<Segment>& segment : request.segments) pager_.prefetch_page(segment, index);
 }
 
 /// All of a page has come.
@@ -318,7 +400,7 @@ void PageServer::give_credits() {
         if (lent_bytes_ + page_size(next) > max_lent_bytes_) return;
         lent_bytes_ += page_size(next);
         if (lent_bytes_ > peak_lent_bytes_.load()) peak_lent_bytes_.store(lent_bytes_);
-        (next.question.kind == MessageKind::read ? reads_ : writes_)->pin(waiting_);
+        (next.question.kind == MessageKind::read ? reads_ : writes_)->take(waiting_);
     }
 }
 
@@ -337,6 +419,8 @@ void PageServer::take_pinned() {
         } else if (request.error) {
             give_back(request);
             answer_error(one, request.error);
+        } else if (request.question.kind == MessageKind::update) {
+            answer_update(one);
         } else {
             answer(one, request.question.kind == MessageKind::read ? MessageKind::page : MessageKind::granted);
         }
@@ -367,9 +451,19 @@ void PageServer::answer(PageRequests& one, MessageKind kind) noexcept {
     request.client->answers.splice(request.client->answers.end(), one);
 }
 
+void PageServer::answer_update(PageRequests& one) noexcept {
+    PageRequest& request = one.front();
+    updates_.increment();
+    request.segments.clear();
+    request.answer.count = request.ran;
+    request.answer.body_checksum = checksum_of_body(request.answer, std::as_bytes(std::span(request.text)));
+    answer(one, MessageKind::updated);
+}
+
 void PageServer::answer_error(PageRequests& one, std::exception_ptr error) noexcept {
     PageRequest& request = one.front();
     request.segment.reset();
+    request.segments.clear();
     MessageKind kind = MessageKind::failed;
     try {
         std::rethrow_exception(error);

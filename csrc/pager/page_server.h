@@ -17,7 +17,8 @@
 #include "base/counters.h"
 #include "net/channel.h"
 #include "pager/pager.h"
-#include "pager/pin_lane.h"
+#include "pager/request_lane.h"
+#include "pager/served_update.h"
 #include "storage/block_file.h"
 #include "storage/wake_event.h"
 
@@ -27,6 +28,8 @@ struct PageServerOptions {
     NetAddress address;                         // to listen at; port 0: one that is free
     PagerOptions pager;                         // but for page_elements: pages are as large as clients make them
     std::vector<ScratchLimits> scratch_limits;  // of each directory; empty: there are none
+    RunWork run_work{};                         // of updates; nullptr: there are none
+    std::string kernels{};                      // what the bits of those depend on, which a client's must be equal to
 };
 
 struct PageServerStatistics {
@@ -38,14 +41,17 @@ struct PageServerStatistics {
     std::uint64_t sent_bytes = 0;       // of pages
     std::uint64_t damaged_bytes = 0;    // of pages that came with another checksum
     std::uint64_t peak_lent_bytes = 0;  // of pages that were being received or sent at one time
+    std::uint64_t updates = 0;          // of pages, run for clients
+    std::uint64_t update_bytes = 0;     // that said what to run
 };
 
 /// Bytes go straight between a socket and a page of the pager, which is pinned meanwhile. So many bytes are pinned for
 /// all clients together, at most a quarter of the budget: a client sends a page when it was granted, and others wait in
 /// the order in which they came. So memory does not depend on how many there are. When a connection ends, however that
-/// is, the client's pages are gone.
+/// is, the client's pages are gone. Updates run one at a time, on pages of as many bytes again at most; the pages of
+/// those that wait begin to come.
 /// Threads: any. One of its own has all sockets and waits for nothing else; one lane pins pages to be read, one those
-/// to be written. The pager has its own.
+/// to be written, and one runs updates. The pager has its own.
 class PageServer {
 public:
     /// Listens from now on. Throws: what listen_at() and the pager's constructor do; InvalidArgument for a budget that
@@ -70,10 +76,15 @@ private:
     void place_body(ServedClient& client);
     void take_message(ServedClient& client);
     void greet(ServedClient& client);
+    std::string why_no_updates(const ServedClient& client) const;
     void refuse(ServedClient& client, std::string text);
     void take_question(ServedClient& client);
-    std::shared_ptr<Segment> segment_of(ServedClient& client, const MessageHeader& question);
+    PageRequests request_of(ServedClient& client);
+    std::shared_ptr<Segment> make_segment(ServedClient& client, const MemberPage& member);
     void find_page(PageRequest& request);
+    void take_update(ServedClient& client);
+    void find_members(PageRequest& request);
+    void answer_update(PageRequests& one) noexcept;
     void take_bytes(ServedClient& client);
     void forget(ServedClient& client, std::uint64_t segment);
     void give_credits();
@@ -90,6 +101,8 @@ private:
 
     const std::size_t max_lent_bytes_;
     const std::chrono::milliseconds patience_;  // with a client that has memory which others wait for
+    const RunWork run_work_;
+    const std::string kernels_;
     Pager pager_;
     FileDescriptor listening_;
     NetAddress address_;
@@ -104,13 +117,14 @@ private:
     std::uint64_t next_client_ = 1;
     Clock::time_point accept_from_{};  // not before
 
-    Counter clients_so_far_, received_bytes_, sent_bytes_, damaged_bytes_;
+    Counter clients_so_far_, received_bytes_, sent_bytes_, damaged_bytes_, updates_, update_bytes_;
     std::atomic<std::uint64_t> client_count_{0};
     std::atomic<std::uint64_t> segment_count_{0};
     std::atomic<std::uint64_t> peak_lent_bytes_{0};
     std::atomic<bool> stopping_{false};
-    std::optional<PinLane> reads_;
-    std::optional<PinLane> writes_;
+    std::optional<RequestLane> reads_;
+    std::optional<RequestLane> writes_;
+    std::optional<RequestLane> updates_lane_;
     std::thread thread_;
 };
 

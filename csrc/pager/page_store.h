@@ -12,6 +12,7 @@
 
 #include "pager/page_table.h"
 #include "pager/read_times.h"
+#include "pager/remote_work.h"
 #include "storage/home_file.h"
 #include "storage/io_engine.h"
 
@@ -127,6 +128,13 @@ public:
     /// Pager::latch_for_update(). Throws: LogicError from a store without memory.
     virtual UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                          bool may_wait) = 0;
+    /// Whether the store's own process runs deferred work on pages of the index.
+    virtual bool runs_work_on(std::span<const std::shared_ptr<Segment>>, std::size_t) const noexcept { return false; }
+    /// Pre: it does; nothing of the pages is in flight, and none of them is read or written before work.end().
+    /// Throws: std::bad_alloc, and then end() is not called.
+    virtual void run_work(std::span<const std::shared_ptr<Segment>>, std::size_t, RemoteWork) {}
+    /// No more work will come: a store that is silent over what it has is not waited for.
+    virtual void end_work() noexcept {}
 
     virtual StoreStatus status() const noexcept = 0;
     virtual StoreStatistics statistics() const = 0;

@@ -123,7 +123,10 @@ void Pager::set_pending_work(ResolvePending resolve, PendingMembers members) {
     impl_->members = std::move(members);
 }
 
-void Pager::clear_pending_work() { set_pending_work(nullptr, nullptr); }
+void Pager::clear_pending_work() {
+    impl_->store->end_work();
+    set_pending_work(nullptr, nullptr);
+}
 
 // --- Segments -----------------------------------------------------------------------------------------------------
 

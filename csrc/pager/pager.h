@@ -16,11 +16,10 @@
 #include "device/memory.h"
 #include "device/stream.h"
 #include "pager/fault_errors.h"
-#include "pager/in_flight_uses.h"
+#include "pager/page_holds.h"
 #include "pager/page_store.h"
 #include "pager/page_table.h"
 #include "pager/pager_statistics.h"
-#include "pager/pin_tally.h"
 #include "pager/stall_clock.h"
 #include "pager/use_log.h"
 #include "pager/use_predictor.h"
@@ -43,7 +42,9 @@ struct PagerOptions {
     Memory* memory = nullptr;  // where frames come from, nullptr: the process's; one that is not needs a TierStore
     std::string remedy;        // what helps where it is full, for messages
     std::chrono::milliseconds longest_operator{10'000};  // who runs out waits so long for pins of other threads
-    bool updates_below = false;           // deferred work is applied where the store keeps pages, not in this memory
+    /// Deferred work is applied where the store keeps pages, not in this memory: in the tier below, or, of a host's
+    /// memory, by the store's own process.
+    bool updates_below = false;
     ActivityLog* activity_log = nullptr;  // told of transfers and stalls; outlives the pager
     FaultNotice fault_notice;             // told of accesses behind the dispatcher that ended on wrong bytes
 };
@@ -59,30 +60,6 @@ struct PinRequest {
     Access access = Access::read;
 };
 
-/// Holds pages of segments mapped, until the kernels that were given them have passed. Move-only; an empty guard holds
-/// nothing. Its end waits for nothing.
-class [[nodiscard]] PinGuard {
-public:
-    PinGuard() noexcept = default;
-    PinGuard(PinGuard&& other) noexcept { swap(other); }
-    PinGuard& operator=(PinGuard other) noexcept {
-        swap(other);
-        return *this;
-    }
-    ~PinGuard();
-    void swap(PinGuard& other) noexcept {
-        share_.swap(other.share_);
-        held_.swap(other.held_);
-    }
-    /// It outlives the operator, or goes to another thread: nobody who runs out of memory waits for its end.
-    void keep() noexcept { share_ = {}; }
-
-private:
-    friend struct PageAccess;
-    PinTally::Share share_;  // ends after the pins
-    std::vector<HeldPages> held_;
-};
-
 /// Applies what was deferred on page `index` of `segment`, and of the segments that share it, without mapping it.
 /// `may_wait`: false lets it give up (returning false) when memory is short. Called without any lock of the pager;
 /// must not take the GIL. Throws what a pin throws.
@@ -90,46 +67,6 @@ using ResolvePending = std::function<bool(Segment& segment, std::size_t index, b
 
 /// The segments updated together with this one by its deferred work, itself included; empty: none.
 using PendingMembers = std::function<std::vector<std::shared_ptr<Segment>>(Segment& segment)>;
-
-/// Pages of equal index of several segments, held for an update wherever their bytes lie: in frames here, or in the
-/// tier below. Move-only.
-class [[nodiscard]] UpdateLatch {
-public:
-    UpdateLatch() noexcept = default;
-    UpdateLatch(UpdateLatch&& other) noexcept { swap(other); }
-    UpdateLatch& operator=(UpdateLatch other) noexcept {
-        swap(other);
-        return *this;
-    }
-    /// Pages become dirty, and are not moved before the kernels that were given them have passed; those that `finish()`
-    /// was called for lose their pending mark.
-    ~UpdateLatch();
-    void swap(UpdateLatch& other) noexcept;
-
-    explicit operator bool() const noexcept { return !pages_.empty(); }
-    /// The bytes of page k of the latch (without the padding to a sector).
-    std::span<std::byte> bytes(std::size_t k) const noexcept { return bytes_[k]; }
-    /// The update succeeded: pending marks go when the latch is released.
-    void finish() noexcept;
-    /// Nobody will read page k of the latch any more: it may leave without being written.
-    void discard(std::size_t k) noexcept;
-
-private:
-    friend struct PageAccess;
-    /// Where a page of the latch is held: in its frame's slot, at the segment's address, or in the tier below.
-    enum class Location : std::uint8_t { slot, address, below };
-
-    void release_page(std::size_t k) noexcept;
-    std::vector<Page*> pages_;
-    std::vector<std::shared_ptr<Segment>> segments_;
-    std::vector<std::span<std::byte>> bytes_;
-    std::vector<Location> locations_;
-    std::vector<bool> is_worthless_;
-    PinTally::Share share_;                      // of a thread that waits: others wait for it
-    std::unique_ptr<UpdateLatch> below_;         // of the store's pages, where they are held there
-    bool finished_ = false, confirmed_ = false;  // confirmed: complete, so its bytes may have been changed
-    bool is_transient_ = false;                  // counted in the pager as held by a thread that does not wait
-};
 
 /// Lock order, the only one: Pager's lock, then the predictor's or the store's queue lock, under which nothing is
 /// locked. No thread holds the locks of two pagers, or one across I/O, a copy, mapping, ResolvePending or a callback;
@@ -194,8 +131,8 @@ public:
     /// hold it pinned: the work must then be done at once. Waits for kernels that still use it.
     bool set_pending(Segment& segment, std::size_t index);
     /// Latches page `index` of every segment for an update, loading what is missing: in this memory or, with
-    /// `updates_below` and unless an address into one of them is held, in the tier below, sending down what is here.
-    /// With `may_wait` false returns an empty latch rather than wait for memory.
+    /// `updates_below` and unless an address into one of them is held, where the store keeps them, sending what is
+    /// here. With `may_wait` false returns an empty latch rather than wait for memory.
     UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, bool may_wait);
     /// True if the page's bytes are in memory (mapped, or loaded without pending work elsewhere).
     static bool in_memory(const Segment& segment, std::size_t index) noexcept;

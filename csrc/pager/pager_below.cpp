@@ -1,5 +1,5 @@
-// Updates applied in the tier below: what this memory holds of their pages goes down first. And what that tier holds
-// when this one is lost.
+// Updates applied in the tier below, or by the store's own process: what this memory holds of their pages goes there
+// first. And what that tier holds when this one is lost.
 #include "pager/pager_guards.h"
 
 namespace torch_offload {
@@ -35,12 +35,20 @@ void PageAccess::confirm_below(UpdateLatch& latch, UpdateLatch below) {
     latch.confirmed_ = true;
 }
 
-/// Nothing if a page is held here at its address; an empty latch if it gave up.
+void UpdateLatch::run_remotely(RemoteWork work) {
+    Segment& first = *segments_.front();
+    first.pager().impl_->store->run_work(segments_, first.index_of(*pages_.front()), std::move(work));
+}
+
+/// Nothing if a page is held here at its address, or the work is too much for the store's own process; an empty latch
+/// if it gave up.
 std::optional<UpdateLatch> Pager::Impl::latch_below(std::span<const std::shared_ptr<Segment>> latched,
                                                     std::size_t index, Patience patience) {
     for (const std::shared_ptr<Segment>& segment : latched) {
         if (segment->page(index).load().state() == PageState::mapped) return std::nullopt;
     }
+    const bool is_remote = !is_of_device();
+    if (is_remote && !store->runs_work_on(latched, index)) return std::nullopt;
     UpdateLatch latch;
     PageAccess::reserve(latch, latched.size());
     for (const std::shared_ptr<Segment>& segment : latched) {
@@ -50,6 +58,10 @@ std::optional<UpdateLatch> Pager::Impl::latch_below(std::span<const std::shared_
             return UpdateLatch();
         }
         PageAccess::add_below(latch, segment, page);
+    }
+    if (is_remote) {
+        PageAccess::make_remote(latch);
+        return latch;
     }
     UpdateLatch below = store->latch_for_update(latched, index, patience == Patience::wait);
     if (!below) return UpdateLatch();

@@ -94,6 +94,7 @@ void UpdateLatch::swap(UpdateLatch& other) noexcept {
     below_.swap(other.below_);
     std::swap(finished_, other.finished_);
     std::swap(confirmed_, other.confirmed_);
+    std::swap(is_remote_, other.is_remote_);
     std::swap(is_transient_, other.is_transient_);
 }
 
@@ -114,8 +115,10 @@ void UpdateLatch::release_page(std::size_t k) noexcept {
     const std::uint32_t cleared = (finished_ ? PageWord::kPending : 0) | (is_worthless_[k] ? PageWord::kDirty : 0);
     switch (locations_[k]) {
         case Location::below: {
-            const bool is_stored = confirmed_ || page.load().has(PageWord::kStored);
-            page.enter(is_stored ? PageState::stored : PageState::zero, is_stored ? PageWord::kStored : 0, cleared);
+            const bool is_stored = !is_worthless_[k] && (confirmed_ || page.load().has(PageWord::kStored));
+            const std::uint32_t stored = PageWord::kStored;
+            page.enter(is_stored ? PageState::stored : PageState::zero, is_stored ? stored : 0,
+                       is_stored ? cleared : cleared | stored);
             break;
         }
         case Location::address:

@@ -115,6 +115,7 @@ struct PageAccess {
     /// Leaves the pins to what the device still does with the pages. False if it does nothing with them.
     static bool keep_for_device(const UpdateLatch& latch, Pager::Impl& pager) noexcept;
     static void confirm_below(UpdateLatch& latch, UpdateLatch below);
+    static void make_remote(UpdateLatch& latch) noexcept { latch.is_remote_ = true; }
 };
 
 }  // namespace torch_offload

@@ -18,8 +18,8 @@ namespace {
 constexpr std::chrono::milliseconds kGreetingLimit{5'000};  // to connect, and again to be welcomed
 constexpr std::chrono::milliseconds kLongestTurn{500};      // of a thread that runs, by far
 constexpr int kIdleMilliseconds = 200;
-constexpr std::size_t kMaxOfOneDirection = kMaxRequests / 2;
-constexpr double kFirstReadRate = 1e9;  // bytes per second, until there is a measurement
+constexpr std::size_t kMaxOfOneKind = kMaxRequests / 3;  // reads, writes, updates
+constexpr double kFirstReadRate = 1e9;                   // bytes per second, until there is a measurement
 
 FileDescriptor connection_to(const NetAddress& address) {
     try {
@@ -34,24 +34,25 @@ FileDescriptor connection_to(const NetAddress& address) {
 }  // namespace
 
 RemoteStore::RemoteStore(const NetAddress& address, std::size_t page_bytes, std::size_t queue_depth,
-                         TransferLimits limits)
+                         TransferLimits limits, const std::string& kernels)
     : name_(concat("store ", address.text())),
-      capacity_(std::min(queue_depth, kMaxOfOneDirection)),
+      capacity_(std::min(queue_depth, kMaxOfOneKind)),
       limits_(std::move(limits)),
       channel_(connection_to(address), name_),
       requests_(2 * capacity_),
+      update_requests_(capacity_),
       read_rate_(kFirstReadRate) {
-    greet(page_bytes);
+    greet(page_bytes, kernels);
 }
 
 RemoteStore::~RemoteStore() { stop(); }
 
 /// Throws: TierIoError unless the store says welcome.
-void RemoteStore::greet(std::size_t page_bytes) {
+void RemoteStore::greet(std::size_t page_bytes, const std::string& kernels) {
     MessageHeader hello;
     hello.kind = MessageKind::hello;
     hello.page_bytes = page_bytes;
-    channel_.send(hello);
+    channel_.send(hello, std::as_bytes(std::span(kernels)));
     const auto deadline = Clock::now() + kGreetingLimit;
     Channel::Arrival arrival = Channel::Arrival::nothing;
     while (arrival != Channel::Arrival::message) {
@@ -63,11 +64,13 @@ void RemoteStore::greet(std::size_t page_bytes) {
         if (arrival == Channel::Arrival::nothing) channel_.wait(-1, static_cast<int>(left.count()));
     }
     const MessageHeader& answer = channel_.header();
-    if (answer.kind == MessageKind::refused) {
-        throw TierIoError(concat(name_, " refuses: ", std::string_view(text_.data(), answer.body_bytes)), EPROTO);
-    }
+    const std::string_view text(text_.data(), answer.body_bytes);
+    if (answer.kind == MessageKind::refused) throw TierIoError(concat(name_, " refuses: ", text), EPROTO);
     if (answer.kind != MessageKind::welcome) break_off("it does not say welcome");
     client_id_ = answer.client;
+    max_update_bytes_ = kernels.empty() ? 0 : answer.page_bytes;
+    if (kernels.empty() || max_update_bytes_ > 0) return;
+    OFFLOAD_LOG(warning, name_, " runs no updates, so optimizer states cross the network: ", text);
 }
 
 void RemoteStore::start(StoreClient& client) {
@@ -208,6 +211,7 @@ void RemoteStore::take_queue() noexcept {
     {
         const std::lock_guard lock(queue_mutex_);
         taken.swap(queue_);
+        waiting_updates_.splice(waiting_updates_.end(), queued_updates_);
     }
     while (!taken.empty()) {
         Transfers& waiting = taken.front().direction == IoDirection::read ? waiting_reads_ : waiting_writes_;
@@ -233,7 +237,7 @@ void RemoteStore::check_silence() {
                    in_flight(), " transfers are under way; nothing is lost if it comes back"),
             ETIMEDOUT);
     };
-    if (stopping_.load(std::memory_order_acquire)) throw error();
+    if (stopping_.load(std::memory_order_acquire) || ends_work_.load(std::memory_order_acquire)) throw error();
     if (!last_warning_ || now - *last_warning_ >= limits_.warn_every) {
         last_warning_ = now;
         OFFLOAD_LOG(warning, error().what());
@@ -245,6 +249,11 @@ void RemoteStore::check_silence() {
     };
     for (Request& request : requests_) std::ranges::for_each(request.transfer, note_late);
     for (Transfers* waiting : {&waiting_reads_, &waiting_writes_}) std::ranges::for_each(*waiting, note_late);
+    const auto note_update_late = [&](Update& update) {
+        if (!std::exchange(update.is_late, true)) update.work.note_late(late);
+    };
+    for (Updates& request : update_requests_) std::ranges::for_each(request, note_update_late);
+    std::ranges::for_each(waiting_updates_, note_update_late);
 }
 
 // --- What the store is told ---------------------------------------------------------------------------------------
@@ -260,7 +269,7 @@ void RemoteStore::send_ready() {
 
 /// What is short goes first. False if there is nothing to be sent.
 bool RemoteStore::send_next() {
-    return send_forgotten() || ask(IoDirection::read) || ask(IoDirection::write) || send_granted();
+    return send_forgotten() || ask(IoDirection::read) || ask(IoDirection::write) || ask_for_update() || send_granted();
 }
 
 bool RemoteStore::send_forgotten() {
@@ -369,6 +378,9 @@ void RemoteStore::place_body() {
 }
 
 void RemoteStore::take_message() {
+    if (channel_.header().request >= requests_.size()) {
+        return channel_.header().kind == MessageKind::updated ? end_update() : end_update_failed();
+    }
     Request& request = meant();
     const bool is_write = request.transfer.front().direction == IoDirection::write;
     switch (channel_.header().kind) {
@@ -414,15 +426,22 @@ void RemoteStore::end_read(Request& request) {
 
 void RemoteStore::end_write(Request& request) {
     const Transfer& transfer = request.transfer.front();
-    StoredPage& stored = stored_page(transfer);
-    if (stored.version == 0) {
-        stored_segment(*transfer.segment).stored_bytes += transfer.bytes.size();
-        stored_bytes_.fetch_add(transfer.bytes.size(), std::memory_order_relaxed);
-    }
-    stored.version = transfer.version;
-    stored.checksum = transfer.checksum;
+    note_stored(*transfer.segment, transfer.segment->index_of(*transfer.page), transfer.version, transfer.checksum);
     request.state = Request::State::none;
     end(request.transfer, {TransferStatus::ok, nullptr, transfer.begin_ns});
+}
+
+void RemoteStore::note_stored(const Segment& segment, std::size_t index, std::uint64_t version,
+                              std::uint64_t checksum) {
+    StoredSegment& stored = stored_segment(segment);
+    StoredPage& page = stored.pages[index];
+    if (page.version == 0) {
+        const std::size_t size_bytes = segment.page_range(index).size();
+        stored.stored_bytes += size_bytes;
+        stored_bytes_.fetch_add(size_bytes, std::memory_order_relaxed);
+    }
+    page.version = version;
+    page.checksum = checksum;
 }
 
 /// Bytes that arrived with another checksum go once more. What arrives so twice is lost there, or stays here.
@@ -498,6 +517,7 @@ void RemoteStore::end_all(const TierIoError& error) noexcept {
             [&] { return TierIoError(concat(error.what(), "; ", describe(one.front(), what)), error.error_number()); });
         end(one, {is_read ? TransferStatus::lost : TransferStatus::not_now, why});
     }
+    end_all_updates(error);
 }
 
 std::string RemoteStore::describe(const Transfer& transfer, const std::string& what) const {

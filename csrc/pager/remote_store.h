@@ -13,6 +13,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -28,12 +29,15 @@ namespace torch_offload {
 /// Pages go from and to their frames without a copy. What was written is known by a version and a checksum here, which
 /// what is read must have; it is read twice before it counts as lost, and the store verifies what it is sent. A store
 /// that hangs up takes the pages with it: reads end as lost then, writes as not now, and nothing is tried again.
-/// Threads: as PageStore. One of its own has the socket, reads, writes and verifies, and has the pager look ahead.
+/// Deferred work runs there where the store's kernels give the same bits. Threads: as PageStore. One of its own has the
+/// socket, reads, writes and verifies, and has the pager look ahead.
 class RemoteStore final : public PageStore {
 public:
-    /// `page_bytes`: the most that a page of the pager has.
-    /// Throws: TierIoError, which names the store, if nobody answers there within some seconds, or it refuses.
-    RemoteStore(const NetAddress& address, std::size_t page_bytes, std::size_t queue_depth, TransferLimits limits);
+    /// `page_bytes`: the most that a page of the pager has. `kernels`: what the bits of this side's depend on; empty:
+    /// no work is to run there. Throws: TierIoError, which names the store, if nobody answers there within some
+    /// seconds, or it refuses.
+    RemoteStore(const NetAddress& address, std::size_t page_bytes, std::size_t queue_depth, TransferLimits limits,
+                const std::string& kernels = {});
     ~RemoteStore() override;
 
     void start(StoreClient& client) override;
@@ -49,6 +53,11 @@ public:
     std::vector<std::string> describe_transfers(std::size_t most) override;
     UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                  bool may_wait) override;
+    /// Whether there is work that the store runs at all.
+    bool runs_work() const noexcept { return max_update_bytes_ > 0; }
+    bool runs_work_on(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) const noexcept override;
+    void run_work(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, RemoteWork work) override;
+    void end_work() noexcept override;
 
 private:
     using Clock = std::chrono::steady_clock;
@@ -86,7 +95,18 @@ private:
         Transfers transfer;
     };
 
-    void greet(std::size_t page_bytes);
+    /// Work on pages that the store is asked to run.
+    struct Update {
+        std::vector<std::shared_ptr<Segment>> segments;
+        std::size_t index = 0;
+        RemoteWork work;
+        std::vector<MemberPage> members;  // once it is asked for, as the next
+        std::vector<std::byte> body;
+        bool is_late = false;
+    };
+    using Updates = std::list<Update>;
+
+    void greet(std::size_t page_bytes, const std::string& kernels);
     void enqueue(IoDirection direction, std::shared_ptr<Segment> segment, Page& page);
     void run();
     void serve();
@@ -97,6 +117,13 @@ private:
     bool send_forgotten();
     bool ask(IoDirection direction);
     bool send_granted();
+    bool ask_for_update();
+    void describe_members(Update& update);
+    Updates take_answered();
+    void end_update();
+    void end_update_failed();
+    void end(Updates one, std::size_t ran, std::exception_ptr error) noexcept;
+    void end_all_updates(const TierIoError& error) noexcept;
     std::span<Request> requests_of(IoDirection direction) noexcept;
     MessageHeader header_of(MessageKind kind, const Request& request);
     void receive_arrived();
@@ -111,9 +138,11 @@ private:
     void end_all(const TierIoError& error) noexcept;
     void check_silence();
     std::string describe(const Transfer& transfer, const std::string& what) const;
+    std::string describe(const Update& update, std::string_view what) const;
     [[noreturn]] void break_off(const char* why) const;
     StoredPage& stored_page(const Transfer& transfer);
     StoredSegment& stored_segment(const Segment& segment);
+    void note_stored(const Segment& segment, std::size_t index, std::uint64_t version, std::uint64_t checksum);
     std::size_t in_flight() const noexcept { return in_flight_.load(std::memory_order_relaxed); }
 
     const std::string name_;      // in messages
@@ -121,10 +150,12 @@ private:
     const TransferLimits limits_;
     Channel channel_;
     std::uint64_t client_id_ = 0;
-    StoreClient* client_ = nullptr;  // from start() on
+    std::size_t max_update_bytes_ = 0;  // of all pages of one update; 0: there are none
+    StoreClient* client_ = nullptr;     // from start() on
     WakeEvent wake_;
     std::mutex queue_mutex_;
     Transfers queue_;
+    Updates queued_updates_;
     std::mutex stored_mutex_;  // guards the next three, but not what is known of pages with a transfer
     StoredSegments segments_;
     std::unordered_map<std::uint64_t, StoredSegments::iterator> segment_by_id_;
@@ -134,6 +165,8 @@ private:
     Transfers waiting_reads_;
     Transfers waiting_writes_;
     std::vector<Request> requests_;  // those of reads, then those of writes
+    Updates waiting_updates_;
+    std::vector<Updates> update_requests_;  // that the store knows of, numbered on from the others
     std::array<char, kMaxTextBytes> text_{};
     Clock::time_point last_move_{};                  // of a byte, or when nothing was in flight
     Clock::time_point last_turn_{};                  // of this thread
@@ -146,6 +179,7 @@ private:
     Counter retried_reads_, retried_writes_, healed_mismatches_;
     std::atomic<bool> kicked_{false};
     std::atomic<bool> stopping_{false};
+    std::atomic<bool> ends_work_{false};
     std::thread thread_;
 };
 

@@ -58,12 +58,14 @@ void ServiceThread::wake() noexcept {
 }
 
 /// Updates that nobody asked for run only while the program waits: otherwise they would fight its kernels for the
-/// cores, and the thread that pins the page applies them with all cores at no more cost. On a device of its own they
-/// are only queued here, and the sooner that is done the sooner their memory is free.
+/// cores, and the thread that pins the page applies them with all cores at no more cost. On a device of its own or in
+/// the store's own process they are only queued here, and the sooner that is done the sooner their memory is free.
 bool ServiceThread::may_update() const noexcept {
-    const Device* const device =
-        pager_.is_of_device() && !pager_.options.updates_below ? pager_.options.device : nullptr;
-    return (device && device->has_own_cores()) || pager_.program_waiters.load(std::memory_order_acquire) > 0;
+    if (pager_.program_waiters.load(std::memory_order_acquire) > 0) return true;
+    const bool is_below = pager_.options.updates_below;
+    if (!pager_.is_of_device()) return is_below;
+    const Device* const device = pager_.options.device;
+    return !is_below && device && device->has_own_cores();
 }
 
 /// Where processes share a budget, for a moment: others do not say when they want what this one has.

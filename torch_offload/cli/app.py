@@ -182,6 +182,9 @@ def store(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="A private address of this machine, such as 10.0.0.1:7000.")
     ],
+    updates: Annotated[
+        bool, typer.Option(help="Run optimizers' updates here, so that their states do not cross the network.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Keep the pages of machines without an SSD, which say ssd=store://HOST:PORT, until it is interrupted.
@@ -191,7 +194,8 @@ def store(
     from torch_offload.runtime import serving
 
     with _plain_errors():
-        served = serving.serve(listen, config_from(given, file), tell=lambda line: echo(line, err=True))
+        config = config_from(given, file)
+        served = serving.serve(listen, config, tell=lambda line: echo(line, err=True), updates=updates)
     echo(served.to_json(indent=1) if as_json else str(served))
 
 

@@ -22,13 +22,15 @@ LOG_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class ServedPages(Result):
-    """What a store has done. All bytes are of pages.
+    """What a store has done. Bytes are those of pages, unless it says otherwise.
 
     Attributes:
         clients: That were welcome, one after the other or at once.
         received_bytes: That clients sent and that were kept.
         sent_bytes: That clients got back.
         damaged_bytes: That came with another checksum than they were sent with, and were not kept.
+        updates: Pages whose weights it updated for clients.
+        update_bytes: That said how.
         budget_bytes: Of memory.
         peak_bytes: The most memory that pages had.
         peak_lent_bytes: Of that, the most that was being received or sent at one time.
@@ -39,6 +41,8 @@ class ServedPages(Result):
     received_bytes: int
     sent_bytes: int
     damaged_bytes: int
+    updates: int
+    update_bytes: int
     budget_bytes: int
     peak_bytes: int
     peak_lent_bytes: int
@@ -51,18 +55,20 @@ class ServedPages(Result):
     def __str__(self) -> str:
         return (
             f"{self.clients} clients sent {format_size(self.received_bytes)} of pages and got "
-            f"{format_size(self.sent_bytes)}; memory {format_size(self.peak_bytes)} of "
-            f"{format_size(self.budget_bytes)}, scratch file {format_size(self.ssd_bytes)}"
+            f"{format_size(self.sent_bytes)}, {self.updates} pages were updated here; "
+            f"memory {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}, "
+            f"scratch file {format_size(self.ssd_bytes)}"
         )
 
 
-def serve(listen: str, config: Config, *, tell: Callable[[str], None]) -> ServedPages:
+def serve(listen: str, config: Config, *, tell: Callable[[str], None], updates: bool = True) -> ServedPages:
     """Keep pages of whoever connects until SIGINT or SIGTERM. For the main thread.
 
     Args:
         listen: ``host:port`` of this machine; port 0 is one that is free.
         config: Its ``ram``, ``ssd`` and limits of the disk, those of transfers as well.
         tell: Gets one line when clients may connect.
+        updates: Whether optimizers' updates run here, for clients whose kernels give the same bits.
 
     Raises:
         ConfigError: If a setting cannot be used.
@@ -83,6 +89,7 @@ def serve(listen: str, config: Config, *, tell: Callable[[str], None]) -> Served
             io_timeout=decided.io_timeout,
             keep_free_bytes=[resources.kept_bytes(place, keep_free=decided.keep_free) for place in directories],
             max_file_bytes=None if decided.max_spill is None else decided.max_spill // len(directories),
+            runs_updates=updates,
         )
         try:
             places = ", ".join(map(str, directories))
@@ -112,6 +119,8 @@ def _served(figures: dict[str, Any]) -> ServedPages:
         received_bytes=figures["received_bytes"],
         sent_bytes=figures["sent_bytes"],
         damaged_bytes=figures["damaged_bytes"],
+        updates=figures["updates"],
+        update_bytes=figures["update_bytes"],
         budget_bytes=figures["memory"]["limit_bytes"],
         peak_bytes=figures["memory"]["peak_bytes"],
         peak_lent_bytes=figures["peak_lent_bytes"],

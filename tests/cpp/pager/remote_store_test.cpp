@@ -2,12 +2,17 @@
 
 #include <gtest/gtest.h>
 
+#include <future>
+#include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "pager/page_server.h"
 #include "support/pager_fixture.h"
+#include "support/seeds.h"
+#include "support/small_training.h"
 
 namespace torch_offload::test {
 namespace {
@@ -222,6 +227,181 @@ TEST(RemoteStore, WhoBreaksTheRulesIsHungUpOn) {
     EXPECT_EQ(client.hear(), MessageKind::failed);
     EXPECT_EQ(client.text, "segment 7 has 100 pages, asked for is page 100");
     EXPECT_EQ(other.first_wrong(0), 5u);
+}
+
+// --- Updates ------------------------------------------------------------------------------------------------------
+
+constexpr char kKernels[] = "of a test";
+
+PageServerOptions updating_options(std::size_t budget_pages) {
+    PageServerOptions options = server_options(budget_pages);
+    options.run_work = &SmallTraining::run_update;
+    options.kernels = kKernels;
+    return options;
+}
+
+/// A pager whose updates run at the store.
+std::unique_ptr<Pager> updating_pager(const NetAddress& address, std::size_t budget_pages) {
+    PagerOptions options = options_with(budget_pages);
+    auto store = std::make_unique<RemoteStore>(address, kPageBytes, 8, options.transfer_limits, kKernels);
+    options.updates_below = store->runs_work();
+    return std::make_unique<Pager>(options, std::move(store));
+}
+
+// Whatever the capacities here and there, training is right with updates at the store, and no memory is exceeded.
+// Method: seeds; what is computed in plain memory beside it.
+TEST(RemoteUpdates, RandomCapacitiesChangeNothing) {
+    for (const std::uint64_t seed : seeds({.usual = 15, .full = 1'000})) {
+        SCOPED_TRACE(testing::Message() << "seed " << seed);
+        std::mt19937_64 random(seed);
+        const std::size_t pages_here = 8 + random() % 8;
+        const std::size_t pages_there = 16 + random() % 12;
+        PageServer server(updating_options(pages_there));
+        const auto pager = updating_pager(server.address(), pages_here);
+        ASSERT_TRUE(pager->options().updates_below);
+        SmallTraining training(*pager, seed, 3 + random() % 6, 3);
+        for (int step = 0; step < 3; ++step) ASSERT_EQ(training.step(), 0u) << "step " << step;
+        ASSERT_EQ(training.differences(), 0u);
+        ASSERT_GT(server.statistics().updates, 0u);
+        ASSERT_LE(pager->statistics().memory.peak_bytes, pages_here * kPageBytes);
+        ASSERT_LE(server.statistics().pager.memory.peak_bytes, pages_there * kPageBytes);
+    }
+}
+
+// States of updates at the store are never sent, and gradients once. Method: bytes by kind of four steps.
+TEST(RemoteUpdates, OnlyGradientsGoThereAndWeightsComeBack) {
+    PageServer server(updating_options(64));
+    const auto pager = updating_pager(server.address(), 12);
+    SmallTraining training(*pager, 7, 8, 3);
+    std::size_t pages = 0;
+    for (const auto& segment : training.segments())
+        pages += segment->kind() == SegmentKind::state ? segment->page_count() : 0;
+    for (int step = 0; step < 4; ++step) ASSERT_EQ(training.step(), 0u);
+    const PagerStatistics moved = pager->statistics();
+    const auto of_kind = [](SegmentKind kind) { return static_cast<std::size_t>(kind); };
+    EXPECT_EQ(moved.read_bytes[of_kind(SegmentKind::state)], 0u);
+    EXPECT_EQ(moved.written_bytes[of_kind(SegmentKind::state)], 0u);
+    EXPECT_EQ(moved.read_bytes[of_kind(SegmentKind::gradient)], 0u);
+    EXPECT_GT(moved.written_bytes[of_kind(SegmentKind::gradient)], 0u);
+    EXPECT_LE(moved.written_bytes[of_kind(SegmentKind::gradient)], 4 * pages * kPageBytes);
+    EXPECT_LE(moved.written_bytes[of_kind(SegmentKind::parameter)], pages * kPageBytes);  // only where it was made
+    EXPECT_GT(moved.read_bytes[of_kind(SegmentKind::parameter)], 0u);
+    EXPECT_GE(server.statistics().updates, 3 * pages);
+    EXPECT_EQ(training.differences(), 0u);
+}
+
+// A page whose address somebody holds is updated where it lies, and so is one of an update that is larger than what the
+// store takes. Method: the weight of a layer pinned across a step; a store that has room for two pages of an update.
+TEST(RemoteUpdates, WhatTheStoreCannotUpdateIsUpdatedHere) {
+    PageServer server(updating_options(64));
+    const auto pager = updating_pager(server.address(), 16);
+    const auto held = filled_segment(*pager, 1, 1);
+    const auto other = filled_segment(*pager, 1, 2);
+    const std::vector<std::shared_ptr<Segment>> segments{held, other};
+    {
+        const PinGuard guard = pin(*pager, held, Access::read);
+        const UpdateLatch latch = pager->latch_for_update(segments, 0, true);
+        ASSERT_FALSE(latch.is_remote());
+        EXPECT_EQ(latch.bytes(0).data(), held->range().data());
+    }
+    for (const auto& segment : segments) ASSERT_EQ(pager->evict(segment), 0u);
+    EXPECT_TRUE(pager->latch_for_update(segments, 0, true).is_remote());
+    PageServer small(updating_options(8));
+    const auto narrow = updating_pager(small.address(), 16);
+    SmallTraining training(*narrow, 1, 3, 2);
+    for (int step = 0; step < 2; ++step) EXPECT_EQ(training.step(), 0u);
+    EXPECT_EQ(training.differences(), 0u);
+    EXPECT_EQ(small.statistics().updates, 0u);
+}
+
+// Where kernels may give other bits than the client's, updates stay with it. Method: another name of kernels; a store
+// without updates; a client that asks for one all the same.
+TEST(RemoteUpdates, OnlyAStoreWithTheSameKernelsUpdates) {
+    const auto store_of = [](const PageServer& server, const char* kernels) {
+        return RemoteStore(server.address(), kPageBytes, 8, {}, kernels).runs_work();
+    };
+    PageServer server(updating_options(64));
+    EXPECT_TRUE(store_of(server, kKernels));
+    EXPECT_FALSE(store_of(server, "others"));
+    EXPECT_FALSE(store_of(server, ""));
+    PageServer without(server_options(64));
+    EXPECT_FALSE(store_of(without, kKernels));
+    RawClient client(without.address());
+    client.greet();
+    const std::vector<std::byte> body(sizeof(MemberPage));
+    MessageHeader update{.kind = MessageKind::update, .count = 1};
+    update.body_checksum = checksum_of_body(update, body);
+    client.say(update, body);
+    EXPECT_EQ(client.hear(), MessageKind::failed);
+    EXPECT_EQ(client.text, "this store runs no updates");
+}
+
+// An update that is damaged on its way, names too many pages or none, or is none that anybody knows, changes nothing
+// and is answered; one that is too long ends the connection. Method: a client that says so.
+TEST(RemoteUpdates, WhatCannotBeMeantIsAnswered) {
+    PageServer server(updating_options(64));
+    RawClient client(server.address());
+    client.greet();
+    const auto answer_to = [&](std::span<const MemberPage> members, std::uint64_t count, std::uint64_t flipped = 0) {
+        MessageHeader update{.kind = MessageKind::update, .count = count};
+        const auto body = std::as_bytes(members);
+        update.body_checksum = checksum_of_body(update, body) ^ flipped;
+        client.say(update, body);
+        return client.hear();
+    };
+    const std::vector<MemberPage> member{{.segment = 3, .segment_bytes = kPageBytes, .page_bytes = kPageBytes}};
+    EXPECT_EQ(answer_to(member, 1, 1), MessageKind::damaged);
+    EXPECT_EQ(answer_to(member, 0), MessageKind::failed);
+    EXPECT_EQ(answer_to(member, 2), MessageKind::failed);
+    EXPECT_EQ(answer_to(member, 1), MessageKind::failed);
+    EXPECT_EQ(client.text, "another update");
+    EXPECT_EQ(answer_to(std::vector<MemberPage>{{.segment = 4, .segment_bytes = 9, .page_bytes = 7}}, 1),
+              MessageKind::failed);
+    EXPECT_EQ(client.text, "pages of 7 bytes; a store keeps multiples of 4096");
+    const std::vector<std::byte> endless(kMaxUpdateBytes + 1);
+    client.say({.kind = MessageKind::update, .count = 1}, std::span(endless).first(1));
+    EXPECT_NE(client.hear(), MessageKind::updated);
+    RawClient other(server.address());
+    other.greet();
+    other.channel.send({.kind = MessageKind::update, .count = 1}, endless);
+    other.channel.flush();
+    EXPECT_THROW(other.hear(), TierIoError);
+}
+
+// A store that ends in the midst of updates is an error by name, and nothing waits for it for ever. Method: one that is
+// destroyed while its only update waits.
+TEST(RemoteUpdates, StoreThatGoesInTheMidstIsAnError) {
+    std::promise<void> begun;
+    std::promise<void> go_on;
+    PageServerOptions options = updating_options(64);
+    options.run_work = [&](std::span<const std::byte>, std::span<const std::span<std::byte>>, std::exception_ptr&) {
+        begun.set_value();
+        go_on.get_future().wait();
+        return std::size_t{1};
+    };
+    auto server = std::make_unique<PageServer>(options);
+    const auto pager = updating_pager(server->address(), 16);
+    const auto segment = filled_segment(*pager, 1, 1);
+    ASSERT_EQ(pager->evict(segment), 0u);
+    const std::vector<std::shared_ptr<Segment>> segments{segment};
+    UpdateLatch latch = pager->latch_for_update(segments, 0, true);
+    ASSERT_TRUE(latch.is_remote());
+    std::promise<std::exception_ptr> ended;
+    latch.run_remotely({{std::byte{1}},
+                        {false},
+                        [&](std::size_t ran, std::exception_ptr error) { ended.set_value(ran == 0 ? error : nullptr); },
+                        [](const std::exception_ptr&) {}});
+    begun.get_future().wait();
+    std::thread ends([&] { server.reset(); });
+    const std::exception_ptr error = ended.get_future().get();
+    go_on.set_value();
+    ends.join();
+    ASSERT_TRUE(error);
+    try {
+        std::rethrow_exception(error);
+    } catch (const TierIoError& gone) {
+        EXPECT_NE(std::string(gone.what()).find("updating page 0 of segment 1"), std::string::npos) << gone.what();
+    }
 }
 
 // Who would send pages that cannot be kept is refused with a sentence that says what helps. Method: clients whose pages

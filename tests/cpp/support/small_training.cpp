@@ -1,6 +1,8 @@
 #include "support/small_training.h"
 
 #include <algorithm>
+#include <array>
+#include <future>
 #include <utility>
 
 #include "support/pager_fixture.h"
@@ -8,7 +10,8 @@
 namespace torch_offload::test {
 namespace {
 
-constexpr std::uint32_t kDecay = 3;  // of the moment, in a step
+constexpr std::uint32_t kDecay = 3;                        // of the moment, in a step
+constexpr std::array kUpdate{std::byte{7}, std::byte{9}};  // as a store is told to run it
 
 bool all_are(std::span<std::byte> bytes, std::uint32_t word) {
     const std::span<std::uint32_t> words = words_of(bytes);
@@ -140,16 +143,44 @@ bool SmallTraining::update(Layer& layer, std::size_t index, bool may_wait) {
     const std::vector<std::shared_ptr<Segment>> segments{layer.weight, layer.gradient, layer.moment};
     UpdateLatch latch = pager_.latch_for_update(segments, index, may_wait);
     if (!latch) return false;
-    const std::span<std::uint32_t> weight = words_of(latch.bytes(0));
-    const std::span<std::uint32_t> gradient = words_of(latch.bytes(1));
-    const std::span<std::uint32_t> moment = words_of(latch.bytes(2));
-    for (std::size_t i = 0; i < weight.size(); ++i) {
-        moment[i] = moment[i] * kDecay + gradient[i];
-        weight[i] += moment[i];
+    if (latch.is_remote()) {
+        update_remotely(latch);
+    } else {
+        std::exception_ptr error;
+        run_update(kUpdate, std::array{latch.bytes(0), latch.bytes(1), latch.bytes(2)}, error);
     }
     latch.finish();
     latch.discard(1);
     return true;
+}
+
+std::size_t SmallTraining::run_update(std::span<const std::byte> operators, std::span<const std::span<std::byte>> pages,
+                                      std::exception_ptr& error) {
+    OFFLOAD_CHECK(std::ranges::equal(operators, kUpdate) && pages.size() == 3, InvalidArgument, "another update");
+    const std::span<std::uint32_t> weight = words_of(pages[0]);
+    const std::span<std::uint32_t> gradient = words_of(pages[1]);
+    const std::span<std::uint32_t> moment = words_of(pages[2]);
+    for (std::size_t i = 0; i < weight.size(); ++i) {
+        moment[i] = moment[i] * kDecay + gradient[i];
+        weight[i] += moment[i];
+    }
+    error = nullptr;
+    return 1;
+}
+
+void SmallTraining::update_remotely(UpdateLatch& latch) {
+    std::promise<void> ended;
+    const auto end = [&](std::size_t ran, std::exception_ptr error) {
+        if (ran > 0) latch.note_ran();
+        if (error) {
+            ended.set_exception(error);
+        } else {
+            ended.set_value();
+        }
+    };
+    const std::vector<std::byte> operators(kUpdate.begin(), kUpdate.end());
+    latch.run_remotely({operators, {false, true, false}, end, [](const std::exception_ptr&) {}});
+    ended.get_future().get();
 }
 
 SmallTraining::Layer& SmallTraining::layer_of(const Segment& segment) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -33,6 +34,9 @@ public:
     std::size_t step();
     /// The same for everything, states included.
     std::size_t differences();
+    /// What a store runs where updates are its own process's: its RunWork.
+    static std::size_t run_update(std::span<const std::byte> operators, std::span<const std::span<std::byte>> pages,
+                                  std::exception_ptr& error);
 
     /// What lives from one step to the next.
     std::vector<std::shared_ptr<Segment>> segments() const;
@@ -51,6 +55,7 @@ private:
     void write(const std::shared_ptr<Segment>& segment, const std::vector<std::uint32_t>& words);
     Layer& layer_of(const Segment& segment);
     bool update(Layer& layer, std::size_t index, bool may_wait);
+    static void update_remotely(UpdateLatch& latch);
     void mark(Segment& segment, std::size_t index);
     void postpone_update(Layer& layer);
     void finish_marking();

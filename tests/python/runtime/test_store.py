@@ -2,18 +2,20 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from support import stores
 from support.isolation import in_child, start_child
 from support.paging import assert_bitwise_equal, page_out, wait_until
-from support.small_module import MIB, adamw, make_module, step
+from support.small_module import MIB, adamw, make_module, snapshot, step
 
 import torch_offload
 from torch_offload import PageCorruptError, TierIOError
@@ -31,6 +33,113 @@ def test_trainings_over_one_store_are_bitwise_equal(scratch):
     assert report["sent_bytes"] > MIB
     assert report["damaged_bytes"] == 0
     assert 0 < report["peak_bytes"] <= report["budget_bytes"] == MIB
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["free", "clipped"])
+@pytest.mark.parametrize("optimizer", stores.OPTIMIZERS)
+def test_updates_at_the_store_are_bitwise_equal(scratch, optimizer, clips):
+    """Its process runs all of them, by the optimizer's own kernels, and no other bit comes out."""
+    expected = in_child(partial(stores.train, None, optimizer, clips=clips))
+    with stores.store_process(scratch, ram="2MiB") as store:
+        trained, counters = in_child(partial(stores.train_and_count, store.address, optimizer, clips=clips))
+        report = store.end()
+    assert_bitwise_equal(trained, expected)
+    assert counters["applied_remotely"] == counters["applied_pages"] > 0
+    assert 0 < report["updates"] <= counters["applied_remotely"]
+    assert report["peak_bytes"] <= report["budget_bytes"]
+
+
+def _train_and_list_moved(address):
+    module = make_module()
+    torch_offload.wrap(module, config=stores.config_for(address))
+    optimizer = adamw(module)
+    for _ in range(5):
+        step(module, optimizer)
+    torch_offload.flush()
+    report = torch_offload.report()
+    gradient_bytes = 5 * sum(weight.nbytes for weight in module.parameters())
+    return report.read_bytes, report.written_bytes, gradient_bytes
+
+
+def test_states_of_updates_at_the_store_never_cross(scratch):
+    """Gradients go there once, weights when the model was wrapped, and states never."""
+    with stores.store_process(scratch, ram="2MiB") as store:
+        read, written, gradient_bytes = in_child(_train_and_list_moved, store.address)
+    assert (read["state"], read["gradient"]) == (0, 0)
+    assert written["state"] <= 8 * 4096  # small ones, which are copied into pages once
+    assert 0.5 * gradient_bytes < written["gradient"] < 1.1 * gradient_bytes  # with the padding of small ones
+    assert read["parameter"] > 0
+    assert written["parameter"] < 0.3 * gradient_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "reason"),
+    [
+        (
+            [],
+            {"ATEN_CPU_CAPABILITY": "default"},
+            r"its kernels \(torch .*, DEFAULT\) may give other bits than those here",
+        ),
+        (["--no-updates"], {}, "it was started without"),
+    ],
+    ids=["other kernels", "switched off"],
+)
+def test_a_store_that_may_give_other_bits_updates_nothing(scratch, options, environment, reason, caplog):
+    with stores.store_process(scratch, *options, ram="2MiB", **environment) as store:
+        module = make_module()
+        with caplog.at_level("WARNING", logger="torch_offload"):
+            torch_offload.wrap(module, config=stores.config_for(store.address))
+        assert re.search(rf"store {store.address} runs no updates, .* cross the network: {reason}", caplog.text)
+        expected = in_child(stores.train, None)
+        optimizer = adamw(module)
+        losses = [step(module, optimizer).item() for _ in range(stores.STEPS)]
+        assert_bitwise_equal([losses, snapshot(module, optimizer)], expected)
+        counters = torch_offload.report().counters
+        assert counters["applied_pages"] > counters["applied_remotely"] == 0
+        torch_offload.unwrap(module)
+        assert store.end()["updates"] == 0
+
+
+def test_an_update_that_takes_too_long_is_an_error_until_it_has_ended(scratch):
+    """Whoever needs the page is told; and it is updated once."""
+    expected = in_child(stores.train, None)
+    with stores.store_process(scratch, ram="2MiB") as store:
+        module = make_module()
+        torch_offload.wrap(module, config=stores.config_for(store.address, io_timeout=1))
+        optimizer = adamw(module)
+        losses = [step(module, optimizer).item() for _ in range(stores.STEPS)]
+        store.stand_still()
+        with pytest.raises(TierIOError, match=rf"store {store.address}: nothing has come for .* nothing is lost"):
+            module[0].weight.sum()
+        store.process.send_signal(signal.SIGCONT)
+
+        def is_usable():
+            try:
+                module[0].weight.sum()
+            except TierIOError:
+                return False
+            return True
+
+        wait_until(is_usable, "the store had gone on")
+        assert_bitwise_equal([losses, snapshot(module, optimizer)], expected)
+        torch_offload.unwrap(module)
+
+
+def _train_until_the_store_is_gone(address, pid):
+    module = make_module()
+    torch_offload.wrap(module, config=stores.config_for(address))
+    optimizer = adamw(module)
+    step(module, optimizer)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(TierIOError, match=rf"store {address}"):
+        snapshot(module, optimizer)
+
+
+def test_a_store_that_is_killed_before_its_updates_is_an_error(scratch):
+    with stores.store_process(scratch, ram="2MiB") as store:
+        child = start_child(_train_until_the_store_is_gone, store.address, store.process.pid)
+        child.join(120)
+        assert child.exitcode == 0
 
 
 def test_what_the_store_counts_is_what_the_client_counts(scratch):
@@ -178,9 +287,9 @@ def test_a_page_that_is_always_damaged_is_named(scratch):
 @pytest.mark.parametrize(
     ("prefix", "expected"),
     [
-        (stores.HEADER.pack(stores.MAGIC, 7, 1, 0, 0, *range(9)), b"it speaks protocol 7 of torch-offload store"),
+        (stores.HEADER.pack(stores.MAGIC, 7, 1, 0, 0, *range(10)), b"it speaks protocol 7 of torch-offload store"),
         (b"GET / HTTP/1.1\r\nHost: store\r\n\r\n" + bytes(64), b"not the language of torch-offload store"),
-        (stores.HEADER.pack(stores.MAGIC, 1, 1, 0, 0, *range(9)), b"has another checksum than was sent"),
+        (stores.HEADER.pack(stores.MAGIC, stores.PROTOCOL, 1, 0, 0, *range(10)), b"has another checksum than was sent"),
     ],
     ids=["another protocol", "another language", "a damaged header"],
 )
@@ -198,13 +307,13 @@ def test_a_store_of_another_protocol_is_refused():
         def answer():
             connection, _ = listening.accept()
             with connection:
-                connection.sendall(stores.HEADER.pack(stores.MAGIC, 7, 3, 0, 0, *range(9)))
+                connection.sendall(stores.HEADER.pack(stores.MAGIC, 7, 3, 0, 0, *range(10)))
                 connection.recv(4096)
 
         thread = threading.Thread(target=answer)
         thread.start()
         address = "{}:{}".format(*listening.getsockname())
-        with pytest.raises(TierIOError, match=r"it speaks protocol 7 .*, and this side 1; install the same version"):
+        with pytest.raises(TierIOError, match=r"it speaks protocol 7 .*, and this side 2; install the same version"):
             torch_offload.wrap(make_module(), config=stores.config_for(address))
         thread.join()
 

@@ -16,15 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 import torch_offload
 from support.paging import assert_was_paged
 from support.small_module import TIGHT, adamw, make_module, snapshot, step
 from torch_offload import _C, Config
 
 STEPS = 3
-HEADER = struct.Struct("<IHHIi9Q")
+HEADER = struct.Struct("<IHHIi10Q")
 """csrc/net/message.h"""
-MAGIC, PROTOCOL = 0x53504F54, 1
+MAGIC, PROTOCOL = 0x53504F54, 2
+BODY_BYTES = 12
+"""Which field of a header."""
 PAGE, BYTES = 5, 8
 """Kinds of messages with a page behind them: to a client, from one."""
 
@@ -35,13 +40,22 @@ def config_for(address: str, **settings: Any) -> Config:
     )
 
 
-def train(address: str | None, **settings: Any) -> list[Any]:
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "fused": adamw,
+    "foreach": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=True, amsgrad=True),
+    "sgd": lambda module: torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1, fused=True),
+    "own": lambda module: torch_offload.AdamW(module.parameters(), lr=1e-2),
+    "own, 8-bit moments": lambda module: torch_offload.AdamW(module.parameters(), lr=1e-2, moments="8bit"),
+}
+
+
+def train(address: str | None, optimizer: str = "fused", *, clips: bool = False, **settings: Any) -> list[Any]:
     """Return losses and a digest of every tensor, in memory or over a store."""
     module = make_module()
     if address is not None:
         torch_offload.wrap(module, config=config_for(address, **settings))
-    optimizer = adamw(module)
-    outcome = [[step(module, optimizer).item() for _ in range(STEPS)], snapshot(module, optimizer)]
+    chosen = OPTIMIZERS[optimizer](module)
+    outcome = [[step(module, chosen, clips=clips).item() for _ in range(STEPS)], snapshot(module, chosen)]
     if address is not None:
         assert_was_paged()
     return outcome
@@ -52,9 +66,9 @@ def train_whole_pages(address: str) -> None:
     train(address, min_paged_bytes=16 << 10)
 
 
-def train_and_count(address: str) -> tuple[list[Any], dict[str, int]]:
+def train_and_count(address: str, *optimizer: str, clips: bool = False) -> tuple[list[Any], dict[str, int]]:
     """Return that, and what the engine has counted."""
-    return train(address), torch_offload.report().counters
+    return train(address, *optimizer, clips=clips), torch_offload.report().counters
 
 
 @dataclass
@@ -76,15 +90,15 @@ class StoreProcess:
 
 
 @contextmanager
-def store_process(directory: Path, *, ram: str) -> Iterator[StoreProcess]:
+def store_process(directory: Path, *options: str, ram: str, **environment: str) -> Iterator[StoreProcess]:
     """The command, at a free port of this machine."""
     command = [sys.executable, "-m", "torch_offload", "store", "--listen", "127.0.0.1:0", "--json"]
     process = subprocess.Popen(
-        [*command, "--ram", ram, "--ssd", str(directory)],
+        [*command, "--ram", ram, "--ssd", str(directory), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
     try:
         assert process.stderr is not None
@@ -122,7 +136,7 @@ def relay(address: str, change: Callable[[int, bytearray], None]) -> Iterator[st
         with suppress(OSError), source.makefile("rb") as incoming:
             while header := incoming.read(HEADER.size):
                 fields = HEADER.unpack(header)
-                body = bytearray(incoming.read(fields[11]))
+                body = bytearray(incoming.read(fields[BODY_BYTES]))
                 change(fields[2], body)
                 target.sendall(header + body)
         hang_up()
