@@ -18,6 +18,8 @@ constexpr std::size_t kMaxSpareBytesOfForward = 4 * kMiB;
 constexpr std::size_t kMaxSpareBytesWhileLoading = 64 * kMiB;
 constexpr std::size_t kMaxAhead = 256;        // segments
 constexpr std::size_t kMaxUsesAhead = 4'096;  // of them, also where the same few come again and again
+constexpr std::size_t kShareAhead = 3;        // one part in so many of the memory that pages will have is read ahead
+constexpr std::size_t kShareAheadInWait = 2;  // while the program waits for other ranks
 constexpr std::size_t kMinReads = 2;
 // Of the budget, that reads on their way may take: of what comes next by the recording, and of what a caller wants.
 constexpr std::size_t kShareOfAhead = 48;
@@ -152,12 +154,13 @@ std::vector<std::shared_ptr<Segment>> Pager::Impl::updated_above(const Segment& 
     return updated;
 }
 
-/// What the recording says comes next, as much as a share of the budget holds; while the program waits for other ranks,
-/// as much as all of it.
+/// What the recording says comes next, as much as a share holds of what the budget leaves beside other memory until
+/// then: more would give way to that memory and be read again. While the program waits for other ranks it is half of
+/// that, for what is to be updated all of it.
 Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
     Outlook outlook{.margin_ns = kMaxMarginNs};
     std::unordered_set<TraceId> seen;
-    const std::size_t window_bytes = options.budget_bytes / (service->is_in_rank_wait() ? 1 : 3);
+    const bool is_in_rank_wait = service->is_in_rank_wait();
     std::size_t planned_bytes = 0;
     const double read_rate = store->status().read_rate;
     const std::lock_guard lock(mutex);
@@ -166,14 +169,16 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
     const ArenaUsage usage = arena.usage();
     const std::size_t other_bytes = usage.range_bytes + usage.small_bytes;
     std::size_t expected_other_bytes = other_bytes;
+    std::size_t peak_other_bytes = other_bytes;  // until the use that is looked at
     for (std::size_t distance = 0; distance < kMaxUsesAhead; ++distance) {
-        if (planned_bytes >= window_bytes || seen.size() >= kMaxAhead) break;
+        if (seen.size() >= kMaxAhead) break;
         const std::optional<UpcomingUse> use = uses->upcoming(distance);
         // Before a weight is used after a training step, it is updated below: what came earlier would be worthless.
         const bool is_following = uses->position_of(distance) >= uses->length();
         if (!use || (options.updates_below && uses->is_training() && is_following)) break;
         const std::int64_t due_ns = use->after_ns - since_use_ns;
         const std::size_t recorded_bytes = follows ? 0 : use->other_bytes;  // is in the memory above
+        peak_other_bytes = std::max(peak_other_bytes, recorded_bytes);
         const std::size_t growth_bytes = recorded_bytes - std::min(recorded_bytes, other_bytes);
         const bool is_soon = due_ns < kRoomAheadNs + transfer_ns(growth_bytes, read_rate);
         if (is_soon) expected_other_bytes = std::max(expected_other_bytes, recorded_bytes);
@@ -181,9 +186,12 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
         std::shared_ptr<Segment> segment = use->id < roles.size() ? roles[use->id].lock() : nullptr;
         if (!segment) continue;
         if (!uses->is_training() && segment->requested_uses.load(std::memory_order_relaxed) != 0) continue;
+        const bool is_updated_here = segment->has_pending() && !options.updates_below;
+        const std::size_t left_bytes = options.budget_bytes - std::min(options.budget_bytes, peak_other_bytes);
+        const std::size_t share = !is_in_rank_wait ? kShareAhead : is_updated_here ? 1 : kShareAheadInWait;
+        if (planned_bytes >= left_bytes / share) break;
         const UsePosition use_position = uses->position_of(distance);
         rank_no_later(evictable, *segment, use_position);
-        const bool is_updated_here = segment->has_pending() && !options.updates_below;
         planned_bytes += segment->size_bytes() * (is_updated_here ? 4 : 1);  // weight, gradient, two moments
         outlook.segments.push_back({std::move(segment), use_position, due_ns, 0});
     }
