@@ -75,7 +75,7 @@ class Plan:
     store_steps: int = 5
     store_hidden: int = 256
     store_layers: int = 40
-    store_rank_bytes: int = 16 << 20  # most of which layers take that are gathered, for any count of ranks
+    store_rank_bytes: int = 20 << 20  # most of which layers take that are gathered, for any count of ranks
     store_budget_bytes: int = 32 << 20
     limited_ranks: int = 4
     limited_steps: int = 12

@@ -68,9 +68,11 @@ std::vector<ChainPointer> chains_of(const Segments& segments) {
 }
 
 /// Of the chains that segments belong to, the one to work off before an operator on the segments can be appended;
-/// nullptr: there is none. Orders of different chains cannot be joined, and a chain does not grow without end.
-ChainPointer in_the_way(std::span<const ChainPointer> found) {
-    const bool is_free = found.empty() || (found.size() == 1 && found.front()->length() < kMaxLength);
+/// nullptr: there is none. Orders of different chains cannot be joined, nor those of other pages, and a chain does not
+/// grow without end.
+ChainPointer in_the_way(std::span<const ChainPointer> found, std::size_t page_count) {
+    const bool is_free = found.empty() || (found.size() == 1 && found.front()->length() < kMaxLength &&
+                                           found.front()->page_count() == page_count);
     return is_free ? nullptr : found.back();
 }
 
@@ -125,7 +127,7 @@ struct DeferredOps::Impl {
         const std::lock_guard lock(mutex);
         return DeferredChain::of(segment);
     }
-    void make_way(const Segments& segments);
+    void make_way(const Segments& segments, std::size_t page_count);
     ChainPointer append(RecordedOp op, const Segments& segments);
     void settle(std::span<const ChainPointer> changed);
     void settle(const ChainPointer& chain);
@@ -212,7 +214,7 @@ void DeferredOps::Impl::Turn::run(const PageWork& work, UpdateLatch& latch, Kern
         const std::int64_t begin_ns = activity_now_ns();
         {
             const ProfilerRange range("torch_offload::update");
-            operation.op->run(pages, threads);
+            operation.op->run(pages, index_, threads);
         }
         impl_->note_update(begin_ns, pages, *work.segments.front());
         count_applied();
@@ -263,7 +265,7 @@ struct DeferredOps::Impl::RemoteTurn {
 std::size_t DeferredOps::Impl::run_remotely(Turn turn, const PageWork& work, UpdateLatch latch, bool may_wait) {
     const ChainPointer chain = turn.chain();
     const std::size_t index = turn.index();
-    RemoteWork asked{encode_work(work.operations), turn.released_of(work), {}, {}};
+    RemoteWork asked{encode_work(work.operations, index), turn.released_of(work), {}, {}};
     const auto remote = std::make_shared<RemoteTurn>(
         RemoteTurn{std::move(turn), std::move(latch), work.operations.size(), asked.is_worthless});
     asked.end = [this, remote](std::size_t ran, std::exception_ptr error) { end(*remote, ran, std::move(error)); };
@@ -338,10 +340,10 @@ KernelThreads DeferredOps::Impl::threads(bool may_wait) const noexcept {
 
 // --- Recording ----------------------------------------------------------------------------------------------------
 
-void DeferredOps::Impl::make_way(const Segments& segments) {
+void DeferredOps::Impl::make_way(const Segments& segments, std::size_t page_count) {
     while (true) {
         std::unique_lock lock(mutex);
-        const ChainPointer chain = in_the_way(chains_of(segments));
+        const ChainPointer chain = in_the_way(chains_of(segments), page_count);
         lock.unlock();
         if (!chain) return;
         forced_chains.increment();
@@ -351,20 +353,20 @@ void DeferredOps::Impl::make_way(const Segments& segments) {
 
 /// Adds the operator to the one chain that its segments are in, or to a new one.
 ChainPointer DeferredOps::Impl::append(RecordedOp op, const Segments& segments) {
+    const std::size_t page_count = op.page_count();
     while (true) {
         {
             const std::lock_guard lock(mutex);
             const std::vector<ChainPointer> found = chains_of(segments);
-            if (!in_the_way(found)) {
-                const ChainPointer chain =
-                    found.empty() ? std::make_shared<DeferredChain>(segments.front()->page_count()) : found.front();
+            if (!in_the_way(found, page_count)) {
+                const ChainPointer chain = found.empty() ? std::make_shared<DeferredChain>(page_count) : found.front();
                 chains.insert(chain);
                 DeferredChain::append(chain, std::move(op), segments);
                 recorded_elements.increment();
                 return chain;
             }
         }
-        make_way(segments);
+        make_way(segments, page_count);
     }
 }
 
@@ -456,7 +458,9 @@ bool DeferredOps::try_record(const c10::OperatorHandle& op, c10::DispatchKeySet,
     impl_->note_recording_thread();
     impl_->discard_unreachable();
     // What may fail first, then all of the list is recorded, then it is worked on: never a part of a list only.
-    for (const std::size_t element : call->recordable()) impl_->make_way(call->segments(element));
+    for (const std::size_t element : call->recordable()) {
+        impl_->make_way(call->segments(element), call->page_count(element));
+    }
     std::vector<ChainPointer> chains;
     for (const std::size_t element : call->recordable()) {
         chains.push_back(impl_->append(call->record(element), call->segments(element)));

@@ -11,8 +11,8 @@
 
 namespace torch_offload {
 
-/// In torch's own pickle. Throws: std::bad_alloc, c10::Error.
-std::vector<std::byte> encode_work(std::span<const PlacedOp> operations);
+/// What operators do to page `index`, in torch's own pickle. Throws: std::bad_alloc, c10::Error.
+std::vector<std::byte> encode_work(std::span<const PlacedOp> operations, std::size_t index);
 
 /// Runs it on the bytes of pages, with all cores. Returns how many operators ran; `error`: why no more did.
 /// Throws: InvalidArgument for what is not such work on so many pages, before any of it has run.

@@ -255,8 +255,12 @@ bool is_adoptable(Engine& engine, const at::Tensor& tensor) {
 }
 
 bool covers_storage(const at::Tensor& tensor) {
+    return leads_storage(tensor) && tensor.nbytes() == tensor.storage().nbytes();
+}
+
+bool leads_storage(const at::Tensor& tensor) {
     return tensor.has_storage() && tensor.storage_offset() == 0 && tensor.is_non_overlapping_and_dense() &&
-           tensor.nbytes() == tensor.storage().nbytes();
+           tensor.nbytes() <= tensor.storage().nbytes();
 }
 
 std::shared_ptr<Segment> manage(const std::shared_ptr<Engine>& engine, const at::Tensor& tensor, SegmentRole role) {

@@ -72,6 +72,9 @@ bool is_allocated(const at::Tensor& tensor);
 /// True if the tensor's elements are the whole storage, each once: nothing of the storage lies outside of it.
 bool covers_storage(const at::Tensor& tensor);
 
+/// True if the tensor's elements are the first of the storage, each once, as those of a shard that is padded.
+bool leads_storage(const at::Tensor& tensor);
+
 /// Makes the tensor's storage a segment and keys the tensor. A storage that is a temporary of this engine
 /// (temporaries.h) is adopted where it lies; any other is copied once into a new segment and its old memory freed. A
 /// storage that is managed already keeps its segment, which is returned: tied tensors share it. Pre:

@@ -59,10 +59,14 @@ c10::IValue sublist(const c10::IValue& list, std::span<const std::size_t> indice
 
 /// Nothing but the elements in memory order decides what an operator by element computes.
 bool is_plain(const at::Tensor& tensor) {
-    return covers_storage(tensor) && !tensor.is_conj() && !tensor.is_neg() && !tensor._fw_grad(0).defined();
+    return leads_storage(tensor) && !tensor.is_conj() && !tensor.is_neg() && !tensor._fw_grad(0).defined();
 }
 
 bool is_full_precision(c10::ScalarType dtype) { return dtype == c10::kFloat || dtype == c10::kDouble; }
+
+std::size_t pages_of(std::size_t size_bytes, std::size_t page_bytes) {
+    return (size_bytes + page_bytes - 1) / page_bytes;
+}
 
 /// Whether page i of one covers the elements of page i of the other. Pre: both tensors have the same elements.
 bool have_same_pages(const at::Tensor& one, const at::Tensor& other) {
@@ -70,7 +74,7 @@ bool have_same_pages(const at::Tensor& one, const at::Tensor& other) {
     const Segment& other_segment = *segment_of(other);
     return &segment.pager() == &other_segment.pager() &&
            segment.page_bytes() * other.element_size() == other_segment.page_bytes() * one.element_size() &&
-           segment.page_count() == other_segment.page_count();
+           pages_of(one.nbytes(), segment.page_bytes()) == pages_of(other.nbytes(), other_segment.page_bytes());
 }
 
 /// Whether the tensor is one byte for each element of the model, filled up to whole blocks. Pages are whole blocks.
@@ -92,9 +96,9 @@ c10::ArrayRef<c10::IValue> elements_of(const c10::IValue& value, std::size_t cou
     return elements;
 }
 
-/// The position of an argument, of `count`, that a pair begins with.
-std::size_t position_in(const c10::IValue& pair, std::size_t count) {
-    const std::int64_t position = elements_of(pair, 2)[0].toInt();
+/// Of an argument, of `count`.
+std::size_t position_of(const c10::IValue& value, std::size_t count) {
+    const std::int64_t position = value.toInt();
     OFFLOAD_CHECK(position >= 0 && static_cast<std::size_t>(position) < count, InvalidArgument, "there is no argument ",
                   position, " of ", count);
     return static_cast<std::size_t>(position);
@@ -106,24 +110,41 @@ bool works_by_element(const c10::OperatorHandle& op) { return find_by_element(op
 
 // --- RecordedOp ---------------------------------------------------------------------------------------------------
 
-void RecordedOp::run(std::span<const std::span<std::byte>> pages, KernelThreads threads) const {
+std::size_t RecordedOp::Member::bytes_on(std::size_t index) const noexcept {
+    return std::min(page_bytes, size_bytes - index * page_bytes);
+}
+
+std::size_t RecordedOp::page_count() const noexcept {
+    return pages_of(members_.front().size_bytes, members_.front().page_bytes);
+}
+
+bool RecordedOp::fits(std::span<const std::span<std::byte>> pages) const noexcept {
+    return std::ranges::equal(members_, pages, [](const Member& member, std::span<const std::byte> page) {
+        return member.size_bytes <= page.size();
+    });
+}
+
+void RecordedOp::run(std::span<const std::span<std::byte>> pages, std::size_t index, KernelThreads threads) const {
     const KernelScope scope(call_->environment, threads);
     torch::jit::Stack stack = call_->arguments;
     for (std::size_t k = 0; k < members_.size(); ++k) {
+        const std::span<std::byte> bytes = pages[k].first(members_[k].bytes_on(index));
         stack[members_[k].position] =
-            std::vector<at::Tensor>{tensor_over(pages[k], members_[k].dtype, call_->torch_device)};
+            std::vector<at::Tensor>{tensor_over(bytes, members_[k].dtype, call_->torch_device)};
     }
     for (const OwnValue& own : values_) stack[own.position] = own.value;
     call_->op.callBoxed(&stack);
 }
 
-/// Every position of an argument comes with something: of a member its dtype, of a value of its own that value.
-c10::IValue RecordedOp::to_value() const {
+/// Every position of an argument comes with something: of a member its dtype and bytes, of a value of its own that
+/// value.
+c10::IValue RecordedOp::to_value(std::size_t index) const {
     using c10::ivalue::Tuple;
     std::vector<c10::IValue> members;
     for (const Member& member : members_) {
-        members.emplace_back(
-            Tuple::create(static_cast<std::int64_t>(member.position), static_cast<std::int64_t>(member.dtype)));
+        members.emplace_back(Tuple::create(static_cast<std::int64_t>(member.position),
+                                           static_cast<std::int64_t>(member.dtype),
+                                           static_cast<std::int64_t>(member.bytes_on(index))));
     }
     std::vector<c10::IValue> values;
     for (const OwnValue& own : values_) {
@@ -142,14 +163,18 @@ RecordedOp RecordedOp::from_value(const c10::IValue& value) {
     const std::size_t count = op->schema().arguments().size();
     std::vector<Member> members;
     for (const c10::IValue& member : elements_of(parts[4])) {
-        const std::int64_t dtype = elements_of(member, 2)[1].toInt();
+        const c10::ArrayRef<c10::IValue> described = elements_of(member, 3);
+        const std::int64_t dtype = described[1].toInt();
         OFFLOAD_CHECK(dtype >= 0 && dtype < static_cast<std::int64_t>(c10::ScalarType::Undefined), InvalidArgument,
                       "there is no dtype ", dtype);
-        members.push_back({position_in(member, count), static_cast<c10::ScalarType>(dtype)});
+        const auto size_bytes = static_cast<std::size_t>(described[2].toInt());
+        members.push_back(
+            {position_of(described[0], count), static_cast<c10::ScalarType>(dtype), size_bytes, size_bytes});
     }
     std::vector<OwnValue> values;
     for (const c10::IValue& own : elements_of(parts[5])) {
-        values.push_back({position_in(own, count), elements_of(own, 2)[1]});
+        const c10::ArrayRef<c10::IValue> pair = elements_of(own, 2);
+        values.push_back({position_of(pair[0], count), pair[1]});
     }
     RecordedCall call{*op, c10::Device(c10::kCPU), FloatEnvironment::from_bytes(parts[2].toStringRef()),
                       elements_of(parts[3], count).vec()};
@@ -229,6 +254,7 @@ std::optional<RecordableCall::Element> RecordableCall::as_element(std::size_t in
         if (!element.segments.empty() && !have_same_pages(tensor, first_member(element, index))) return std::nullopt;
         element.member_lists.push_back(k);
         element.segments.push_back(segment_of(tensor));
+        element.page_count = pages_of(tensor.nbytes(), segment_of(tensor)->page_bytes());
     }
     if (element.segments.empty() || !slices_exactly(model.scalar_type())) return std::nullopt;
     return element;
@@ -356,7 +382,8 @@ RecordedOp RecordableCall::record(std::size_t element) {
         const at::Tensor& tensor = lists_[k].tensors[element];
         const std::uint32_t steps = tensor.is_inference() ? 0 : rehearsal->version_steps[k];
         for (std::uint32_t step = 0; step < steps; ++step) tensor.unsafeGetTensorImpl()->bump_version();
-        members.push_back({lists_[k].position, tensor.scalar_type()});
+        members.push_back(
+            {lists_[k].position, tensor.scalar_type(), tensor.nbytes(), segment_of(tensor)->page_bytes()});
     }
     return RecordedOp(captured_, std::move(members), own_values(element));
 }

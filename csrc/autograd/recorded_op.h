@@ -35,10 +35,15 @@ struct RecordedCall {
 /// Threads: immutable; run from any.
 class RecordedOp {
 public:
-    /// A tensor of the element: which argument lists it, and how its bytes are read.
+    /// A tensor of the element: which argument lists it, and how its bytes are read. They are the first of its pages:
+    /// behind a shard there may be padding.
     struct Member {
         std::size_t position;
         c10::ScalarType dtype;
+        std::size_t size_bytes;
+        std::size_t page_bytes;
+
+        std::size_t bytes_on(std::size_t index) const noexcept;
     };
     struct OwnValue {
         std::size_t position;
@@ -48,13 +53,17 @@ public:
     RecordedOp(std::shared_ptr<const RecordedCall> call, std::vector<Member> members, std::vector<OwnValue> values)
         : call_(std::move(call)), members_(std::move(members)), values_(std::move(values)) {}
 
-    /// Runs the operator's kernel on one page of each tensor. `pages`: its bytes, in the order of the members.
-    void run(std::span<const std::span<std::byte>> pages, KernelThreads threads) const;
+    /// Runs the operator's kernel on page `index` of each tensor. `pages`: its bytes, in the order of the members.
+    void run(std::span<const std::span<std::byte>> pages, std::size_t index, KernelThreads threads) const;
 
-    /// As a value that torch can pickle, and the operator of one. Throws: InvalidArgument for a value that is none.
-    c10::IValue to_value() const;
+    /// What it does to page `index`, as a value that torch can pickle, and the operator of one, for a first and only
+    /// page. Throws: InvalidArgument for a value that is none.
+    c10::IValue to_value(std::size_t index) const;
     static RecordedOp from_value(const c10::IValue& value);
-    std::size_t member_count() const noexcept { return members_.size(); }
+    /// Whether there is a page for each of its tensors, as large as that. Of the operator of a value.
+    bool fits(std::span<const std::span<std::byte>> pages) const noexcept;
+    /// Pages that its tensors have, from the first of their segments on.
+    std::size_t page_count() const noexcept;
 
 private:
     std::shared_ptr<const RecordedCall> call_;
@@ -71,13 +80,15 @@ public:
     static std::optional<RecordableCall> parse(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
                                                c10::Device torch_device);
 
-    /// List elements. The tensors of an element that are its members are all managed by one pager, cover their
+    /// List elements. The tensors of an element that are its members are all managed by one pager, begin with their
     /// storage, and have the same sizes, strides and pages, and the same dtype unless the operator mixes dtypes; no
     /// other element uses their storage.
     std::span<const std::size_t> recordable() const noexcept { return recordable_; }
     const std::vector<std::shared_ptr<Segment>>& segments(std::size_t element) const {
         return elements_[element].segments;
     }
+    /// Pages of an element's tensors.
+    std::size_t page_count(std::size_t element) const { return elements_[element].page_count; }
 
     /// Tries the operator on empty tensors and returns whether it accepted the captured values and dtypes; if not, the
     /// ordinary way raises the error. Pre: before the first record().
@@ -97,6 +108,7 @@ private:
     struct Element {
         std::vector<std::size_t> member_lists;  // into lists_
         std::vector<std::shared_ptr<Segment>> segments;
+        std::size_t page_count = 0;
     };
     using Dtypes = std::vector<c10::ScalarType>;  // by list
     struct Rehearsal {

@@ -19,10 +19,12 @@ from support.bare_training import (
     sgd,
     training,
 )
-from support.bits import same_bits
+from support.bits import digest, same_bits
+from support.small_module import step as train_one_step
 from torch import Tensor, nn
 
-from torch_offload import _C
+import torch_offload
+from torch_offload import _C, Config
 
 
 def assert_deferred_and_equal(directory: Path, program: Program, dtype: torch.dtype = torch.float32) -> Run:
@@ -339,3 +341,43 @@ def test_orders_of_different_sets(scratch: Path) -> None:
         results.append([*run.everything(), *(other.clone() for other in others)])
     assert run.count("forced_chains") > 0
     assert_equal_bits(results[1], results[0])
+
+
+class Padded(nn.Module):
+    """Weights that are the first rows of longer storages, as shards of the last rank are; pages have 8 rows."""
+
+    rows, rows_of_storage, columns = 90, 100, 512
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        whole = [torch.randn(self.rows_of_storage, self.columns) for _ in range(2)]
+        self.up, self.down = (nn.Parameter(each[: self.rows]) for each in whole)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return (value @ self.up.T).relu() @ self.down
+
+    def storages(self) -> list[str]:
+        whole = (self.rows_of_storage, self.columns)
+        with torch.no_grad():
+            return [digest(weight.as_strided(whole, (self.columns, 1))) for weight in self.parameters()]
+
+
+@pytest.mark.parametrize("make", [adamw, sgd, torch_offload.AdamW], ids=["adamw", "sgd", "own"])
+def test_shards_with_padding(scratch: Path, make: MakeOptimizer) -> None:
+    """What is put off has the pages of the shard, one less than its storage, and leaves the padding alone."""
+
+    def train(module: Padded) -> list[object]:
+        optimizer = make(list(module.parameters()))
+        losses = [train_one_step(module, optimizer, clips=True, features=module.columns).item() for _ in range(3)]
+        return [losses, module.storages()]
+
+    expected = train(Padded())
+    paged = Padded()
+    torch_offload.wrap(paged, config=Config(ram="700KiB", ssd=scratch, min_paged_bytes=0, page_elements=4096))
+    assert train(paged) == expected
+    counters = torch_offload.report().counters
+    shard_pages = 12
+    assert counters["recorded_elements"] >= 3 * 2
+    assert counters["applied_pages"] == shard_pages * counters["recorded_elements"]
+    assert torch_offload.report().evictions > 0

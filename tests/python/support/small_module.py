@@ -17,8 +17,10 @@ def make_module() -> nn.Sequential:
     return nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128), nn.BatchNorm1d(128))
 
 
-def step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 1, *, clips: bool = False) -> torch.Tensor:
-    batch = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))
+def step(
+    module: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 1, *, clips: bool = False, features: int = 128
+) -> torch.Tensor:
+    batch = torch.randn(8, features, generator=torch.Generator().manual_seed(seed))
     optimizer.zero_grad()
     loss = module(batch).square().mean()
     loss.backward()
