@@ -199,6 +199,7 @@ def store(plan: Plan, folder: str) -> list[dict[str, Any]]:
             {
                 "ranks": ranks,
                 "weights_bytes": weights_bytes,
+                "steps": plan.warmup_steps + plan.store_steps,
                 "over_weights": multiples,
                 "bytes_of_states": states,
                 "store": there,
@@ -217,6 +218,7 @@ def store_bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     wrong = sum(
         round(extreme[name]) != multiple for name, multiple in MULTIPLES_OF_WEIGHTS.items() for extreme in (least, most)
     )
+    in_all = max(row["store"]["received_bytes"] / row["weights_bytes"] / (row["steps"] + 1) for row in rows)
     peaks = [row["store"]["peak_bytes"] for row in rows]
     spread_of_peak = (max(peaks) - min(peaks)) / rows[0]["store"]["budget_bytes"]
     return [
@@ -228,6 +230,9 @@ def store_bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 MAX_OVER_MULTIPLE,
             )
             for name, multiple in MULTIPLES_OF_WEIGHTS.items()
+        ),
+        at_most(
+            "bytes received in all over the weights once and the gradients of each step", in_all, MAX_OVER_MULTIPLE
         ),
         at_most("bytes of states to and from a store", sum(row["bytes_of_states"] for row in rows), 0),
         at_most("spread of a store's peak over its memory, 1 to 4 ranks", spread_of_peak, MAX_SPREAD_OF_PEAK),

@@ -131,7 +131,7 @@ public:
     /// Whether the store's own process runs deferred work on pages of the index.
     virtual bool runs_work_on(std::span<const std::shared_ptr<Segment>>, std::size_t) const noexcept { return false; }
     /// Pre: it does; nothing of the pages is in flight, and none of them is read or written before work.end().
-    /// Throws: std::bad_alloc, and then end() is not called.
+    /// Throws: std::bad_alloc; LogicError for work of too many bytes. Then end() is not called.
     virtual void run_work(std::span<const std::shared_ptr<Segment>>, std::size_t, RemoteWork) {}
     /// No more work will come: a store that is silent over what it has is not waited for.
     virtual void end_work() noexcept {}

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/log.h"
 #include "pager/page_table.h"
 #include "pager/remote_store.h"
 
@@ -17,12 +18,14 @@ bool RemoteStore::runs_work_on(std::span<const std::shared_ptr<Segment>> segment
 }
 
 void RemoteStore::run_work(std::span<const std::shared_ptr<Segment>> segments, std::size_t index, RemoteWork work) {
+    const std::size_t body_bytes = segments.size() * sizeof(MemberPage) + work.operators.size();
+    OFFLOAD_CHECK(body_bytes <= kMaxUpdateBytes, LogicError, "an update that takes ", body_bytes, " bytes to describe");
     Updates one;
     Update& update = one.emplace_back();
     update.segments.assign(segments.begin(), segments.end());
     update.index = index;
     update.members.reserve(segments.size());  // as the body, so that asking cannot fail
-    update.body.reserve(segments.size() * sizeof(MemberPage) + work.operators.size());
+    update.body.reserve(body_bytes);
     update.work = std::move(work);
     in_flight_.fetch_add(1, std::memory_order_relaxed);
     {
@@ -97,9 +100,8 @@ void RemoteStore::end_update() {
         note_stored(*update.segments[k], update.index, update.members[k].version, checksum);
     }
     const std::string_view why(body.data() + checksum_bytes, body.size() - checksum_bytes);
-    const std::exception_ptr error = why.empty() ? nullptr : exception_from([&]() -> TierIoError {
-        return {describe(update, concat("it failed there: ", why)), answer.error_number};
-    });
+    std::exception_ptr error;
+    if (!why.empty()) error = failure_of(update, concat("it failed there: ", why), answer.error_number);
     end(std::move(one), answer.count, error);
 }
 
@@ -110,11 +112,19 @@ void RemoteStore::end_update_failed() {
     if (!is_failure && kind != MessageKind::damaged) break_off("it answers an update with what is no answer to one");
     Updates one = take_answered();
     const std::string_view why(text_.data(), channel_.header().body_bytes);
-    const std::exception_ptr error = exception_from([&]() -> TierIoError {
-        return {describe(one.front(), is_failure ? concat("it failed there: ", why) : "it came there damaged"),
-                is_failure ? channel_.header().error_number : EBADMSG};
-    });
+    const std::exception_ptr error =
+        is_failure ? failure_of(one.front(), concat("it failed there: ", why), channel_.header().error_number)
+                   : failure_of(one.front(), "it came there damaged", EBADMSG);
     end(std::move(one), 0, error);
+}
+
+/// Who asked for it may not wait for it, and the page's next use tries again: so the log has it, too.
+std::exception_ptr RemoteStore::failure_of(const Update& update, std::string_view why, int error_number) const {
+    return exception_from([&] {
+        const TierIoError error(describe(update, why), error_number);
+        OFFLOAD_LOG(warning, error.what());
+        return error;
+    });
 }
 
 void RemoteStore::end(Updates one, std::size_t ran, std::exception_ptr error) noexcept {
