@@ -150,6 +150,11 @@ RANKS = (
     "and four ranks are at 1.056 and 1.072. The memory group has had pages of 256 KiB since then; in the record "
     "before, of 64 KiB, it was killed."
 )
+STORE = (
+    "A store and its ranks are processes of one machine. Of a single step the store receives more or less than the "
+    "weights once, by up to a twentieth: gradients that the end of a step leaves in memory go in the next one. In all "
+    "it is once. It sends less than twice the weights where a rank has some in memory from the forward pass on."
+)
 BENCHMARKS = (
     Benchmark("train_step", "A training step", IO, PLAIN),
     Benchmark("adapters", "LoRA over a base of twice the memory", IO, ADAPTERS),
@@ -249,6 +254,7 @@ BENCHMARKS = (
     Benchmark("load_save", "Loading and saving", IO),
     Benchmark("activations", "A long row", IO, "Times are reported in the file, not judged."),
     Benchmark("distributed", "Ranks with DDP and FSDP2", IO, RANKS),
+    Benchmark("distributed_store", "Ranks over one store", f"{IO} --parts store", STORE, driver="distributed"),
     Benchmark("scale", "Beyond these machines", IO, "What is simulated says what a distribution of reads costs ranks."),
     Benchmark("rank_failures", "A rank that fails", IO),
     Benchmark("three_tiers", "Three tiers", IO, "Device and SSD are slowed down to a card's ratios; no GPU was used."),

@@ -366,6 +366,8 @@ void PageServer::find_members(PageRequest& request) {
         const std::shared_ptr<Segment> segment = make_segment(*request.client, member);
         OFFLOAD_CHECK(index < segment->page_count(), InvalidArgument, "segment ", member.segment, " has ",
                       segment->page_count(), " pages, to be updated is page ", index);
+        OFFLOAD_CHECK(std::ranges::find(request.segments, segment) == request.segments.end(), InvalidArgument,
+                      "segment ", member.segment, " is named twice in an update");
         size_bytes += segment->page_range(index).size();
         request.segments.push_back(segment);
     }
@@ -453,7 +455,7 @@ void PageServer::answer(PageRequests& one, MessageKind kind) noexcept {
 
 void PageServer::answer_update(PageRequests& one) noexcept {
     PageRequest& request = one.front();
-    updates_.increment();
+    if (request.ran > 0) updates_.increment();
     request.segments.clear();
     request.answer.count = request.ran;
     request.answer.body_checksum = checksum_of_body(request.answer, std::as_bytes(std::span(request.text)));

@@ -355,6 +355,8 @@ TEST(RemoteUpdates, WhatCannotBeMeantIsAnswered) {
     EXPECT_EQ(answer_to(member, 2), MessageKind::failed);
     EXPECT_EQ(answer_to(member, 1), MessageKind::failed);
     EXPECT_EQ(client.text, "another update");
+    EXPECT_EQ(answer_to(std::vector<MemberPage>{member.front(), member.front()}, 2), MessageKind::failed);
+    EXPECT_EQ(client.text, "segment 3 is named twice in an update");
     EXPECT_EQ(answer_to(std::vector<MemberPage>{{.segment = 4, .segment_bytes = 9, .page_bytes = 7}}, 1),
               MessageKind::failed);
     EXPECT_EQ(client.text, "pages of 7 bytes; a store keeps multiples of 4096");
