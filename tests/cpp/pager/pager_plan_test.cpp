@@ -217,6 +217,42 @@ TEST(PagerPlan, PassesKeepWhatFits) {
     EXPECT_LE(reads, kSweptPages * 3 / 4);  // what is read ahead takes memory, too: more of it where threads are slow
 }
 
+/// Waits for other ranks until nothing more is read ahead.
+void wait_for_ranks(Pager& pager) {
+    const RankWait wait(pager);
+    std::uint64_t before = 0;
+    do {
+        before = pager.statistics().prefetches;
+        pager.kick();
+        std::this_thread::sleep_for(milliseconds(1));  // the disk's thread looks ahead meanwhile
+    } while (pager.statistics().prefetches != before);
+}
+
+// What is read ahead has room beside other memory that the step takes until then: it would give way to that, and be
+// read again. Method: steps whose uses have two thirds of the budget taken and given back between them, while ranks
+// wait for one another; no page is read more than once in a step.
+TEST(PagerPlan, WhatIsReadAheadHasRoomBesideOtherMemory) {
+    constexpr std::uint32_t kWeights = 64;
+    constexpr std::size_t kBudget = 48;
+    Pager pager(options_with(kBudget), std::make_unique<SimEngine>(8, 1));
+    std::vector<std::shared_ptr<Segment>> weights;
+    for (std::uint32_t seed = 0; seed < kWeights; ++seed) weights.push_back(with_role(pager, seed));
+    std::uint64_t before = 0;
+    for (int step = 0; step < 5; ++step) {
+        if (step == 3) before = total(pager.statistics().read_bytes);
+        for (std::uint32_t seed = 0; seed < kWeights; ++seed) {
+            pager.free_range(pager.allocate_range(kBudget * 2 / 3 * kPageBytes));
+            pager.touch(weights[seed]);
+            const PinGuard guard = pin(pager, weights[seed], Access::read);
+            EXPECT_TRUE(holds(*weights[seed], seed));
+            wait_for_ranks(pager);
+        }
+        pager.end_step();
+    }
+    EXPECT_GT(pager.statistics().prefetches, kWeights);
+    EXPECT_LE(total(pager.statistics().read_bytes) - before, 2 * kWeights * kPageBytes);
+}
+
 // What a first pass is expected to use is read before it is used, in this order, though nothing is recorded. Method:
 // pages on the disk, and a pass that begins, without and with an expectation.
 TEST(PagerPlan, FirstPassIsReadAhead) {
