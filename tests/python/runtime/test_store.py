@@ -67,7 +67,8 @@ def test_states_of_updates_at_the_store_never_cross(scratch):
     """Gradients go there once, weights when the model was wrapped, and states never."""
     with stores.store_process(scratch, ram="2MiB") as store:
         read, written, gradient_bytes = in_child(_train_and_list_moved, store.address)
-    assert (read["state"], read["gradient"]) == (0, 0)
+    assert read["state"] == 0
+    assert read["gradient"] < 0.5 * written["gradient"]  # ahead, of those that the program still had after their update
     assert written["state"] <= 8 * 4096  # small ones, which are copied into pages once
     assert 0.5 * gradient_bytes < written["gradient"] < 1.1 * gradient_bytes  # with the padding of small ones
     assert read["parameter"] > 0
