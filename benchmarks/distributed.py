@@ -182,7 +182,7 @@ def store(plan: Plan, folder: str) -> list[dict[str, Any]]:
     options = {"train": "paged", "budget_bytes": plan.store_rank_bytes, "activations": "keep", **shape}
     found = []
     for ranks in plan.store_ranks:
-        with store_process(folder, plan.store_budget_bytes) as served:
+        with store_process(folder, ram=str(plan.store_budget_bytes)) as served:
             with group(f"store{ranks}", folder, ranks, store=served.address, **options) as trained:
                 for _ in range(plan.warmup_steps):
                     trained.ask("step")

@@ -111,7 +111,7 @@ def test_an_update_that_takes_too_long_is_an_error_until_it_has_ended(scratch):
         torch_offload.wrap(module, config=stores.config_for(store.address, io_timeout=1))
         optimizer = adamw(module)
         losses = [step(module, optimizer).item() for _ in range(stores.STEPS - 1)]
-        optimizer.register_step_pre_hook(lambda *_: store.stand_still())  # before the last step's updates
+        optimizer.register_step_pre_hook(lambda *_: stores.stand_still(store))  # before the last step's updates
         losses.append(step(module, optimizer).item())
         with pytest.raises(TierIOError, match=rf"store {store.address}: nothing has come for .* nothing is lost"):
             module[0].weight.sum()
@@ -212,7 +212,7 @@ def test_a_store_that_stands_still_is_an_error_until_it_goes_on(scratch):
         expected = module[0].weight.sum().item()
         torch_offload.wrap(module, config=stores.config_for(store.address, io_timeout=1))
         page_out(module)
-        store.stand_still()
+        stores.stand_still(store)
         with pytest.raises(TierIOError, match=rf"store {store.address}: nothing has come for .* nothing is lost"):
             module[0].weight.sum()
         store.process.send_signal(signal.SIGCONT)

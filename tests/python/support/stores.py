@@ -1,18 +1,14 @@
 """A store process, trainings whose pages go to one, and a connection that changes bytes on their way."""
 
-import json
 import os
-import re
 import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,10 @@ import torch_offload
 from support.paging import assert_was_paged
 from support.small_module import TIGHT, adamw, make_module, snapshot, step
 from torch_offload import _C, Config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+from harness import page_store
+from harness.page_store import StoreProcess
 
 STEPS = 3
 HEADER = struct.Struct("<IHHIi10Q")
@@ -71,44 +71,15 @@ def train_and_count(address: str, *optimizer: str, clips: bool = False) -> tuple
     return train(address, *optimizer, clips=clips), torch_offload.report().counters
 
 
-@dataclass
-class StoreProcess:
-    process: subprocess.Popen[str]
-    address: str
-
-    def stand_still(self) -> None:
-        """Stop it, and wait until each of its threads has stopped: the others go on until the first is scheduled."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def end(self) -> dict[str, int]:
-        """Interrupt it, and return what it says that it did."""
-        self.process.send_signal(signal.SIGTERM)
-        output, said = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0, said
-        return json.loads(output)
+def stand_still(store: StoreProcess) -> None:
+    """Stop it, and wait until each of its threads has stopped: the others go on until the first is scheduled."""
+    store.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, store.process.pid, os.WSTOPPED)
 
 
-@contextmanager
-def store_process(directory: Path, *options: str, ram: str, **environment: str) -> Iterator[StoreProcess]:
-    """The command, at a free port of this machine."""
-    command = [sys.executable, "-m", "torch_offload", "store", "--listen", "127.0.0.1:0", "--json"]
-    process = subprocess.Popen(
-        [*command, "--ram", ram, "--ssd", str(directory), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-    try:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        found = re.match(r"store at (\S+): ", line)
-        assert found, line + process.stderr.read()
-        yield StoreProcess(process, found[1])
-    finally:
-        process.kill()
-        process.wait()
+def store_process(directory: Path, *options: str, ram: str, **environment: str) -> AbstractContextManager[StoreProcess]:
+    """Start the command, whose kernels have one thread."""
+    return page_store.store_process(str(directory), *options, ram=ram, **{"OMP_NUM_THREADS": "1", **environment})
 
 
 @contextmanager
