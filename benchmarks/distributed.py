@@ -12,6 +12,8 @@ A Llama over gloo, one thread a rank, with DDP and with `fully_shard` (FSDP2), i
   share the same memory, beside those of the best eviction of the same uses.
 - **store**: the bytes of a step of one to four ranks of FSDP2 whose pages go to one store, as multiples of all weights,
   and the most memory that the store had. Its process runs the updates.
+- **store_memory**: what a store reads from its SSD and writes there in a step of one rank, with memory for a part of
+  the weights, gradients and states.
 - **memory**: four ranks of FSDP2 in one memory group, limited to what four take that train next to nothing, what the
   four may take for pages, and 2 % of that.
 - **overhead**: steps of two ranks with everything in memory, beside steps of two that page nothing, in turns.
@@ -49,6 +51,8 @@ MIN_IN_WAITS = 0.8  # of the deferred updates of a pipeline
 MULTIPLES_OF_WEIGHTS = {"written_bytes": 1, "read_bytes": 2}
 MAX_OVER_MULTIPLE = 1.01
 MAX_SPREAD_OF_PEAK = 0.01  # of the store's memory, between counts of ranks
+JUDGED_SHARE = 0.5  # of all that a store has, in its memory
+MAX_READ_OVER_LACKING = 1.25  # of a store with so much memory, over what that has no room for
 LIMIT_TOLERANCE = 1.02  # of what all ranks may take for pages
 SHARE = 0.4
 KINDS_OF_STATE = 4
@@ -77,6 +81,7 @@ class Plan:
     store_layers: int = 40
     store_rank_bytes: int = 20 << 20  # most of which layers take that are gathered, for any count of ranks
     store_budget_bytes: int = 32 << 20
+    store_shares: tuple[float, ...] = (0.25, 0.5, 0.75)
     limited_ranks: int = 4
     limited_steps: int = 12
     pipeline_ranks: tuple[int, ...] = (2, 4)
@@ -93,7 +98,7 @@ class Plan:
 SMOKE = Plan(
     hidden=128, layers=10, rows=1, tokens=16, every=29, compared_ranks=(2,), traffic_hidden=128, traffic_ranks=(1, 2),
     store_ranks=(1, 2), store_steps=1, store_hidden=128, store_layers=10, store_rank_bytes=4 << 20,
-    store_budget_bytes=4 << 20,
+    store_budget_bytes=4 << 20, store_shares=(0.5,),
     limited_ranks=2, limited_steps=2, pipeline_ranks=(2,), pipeline_layers=8, pipeline_width=128, pipeline_steps=1,
     repeated_collectives=3, warmup_steps=1, rounds=1, steps_of_round=1,
 )  # fmt: skip
@@ -175,19 +180,31 @@ def traffic_bars(row: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def stored_weights_bytes(plan: Plan) -> int:
+    return 4 * shape_of(plan.store_hidden, plan.store_layers).parameters
+
+
+def train_over_store(
+    plan: Plan, folder: str, ranks: int, *, budget_bytes: int, steps: int
+) -> tuple[list[list[dict[str, Any]]], dict[str, Any]]:
+    """Return what each rank answered to each step after those to warm up, and what the store says at its end."""
+    shape = sizes(plan, plan.store_hidden) | {"layers": plan.store_layers, "rows": 1, "tokens": 16}
+    options = {"train": "paged", "budget_bytes": plan.store_rank_bytes, "activations": "keep", **shape}
+    with store_process(folder, ram=str(budget_bytes)) as served:
+        with group(f"store{ranks}", folder, ranks, store=served.address, **options) as trained:
+            for _ in range(plan.warmup_steps):
+                trained.ask("step")
+            answers = [trained.ask("step") for _ in range(steps)]
+        return answers, served.end()
+
+
 def store(plan: Plan, folder: str) -> list[dict[str, Any]]:
     """Return what one store received and sent in a step, and had in memory, for each count of ranks."""
-    shape = sizes(plan, plan.store_hidden) | {"layers": plan.store_layers, "rows": 1, "tokens": 16}
-    weights_bytes = 4 * shape_of(plan.store_hidden, plan.store_layers).parameters
-    options = {"train": "paged", "budget_bytes": plan.store_rank_bytes, "activations": "keep", **shape}
+    weights_bytes = stored_weights_bytes(plan)
     found = []
     for ranks in plan.store_ranks:
-        with store_process(folder, ram=str(plan.store_budget_bytes)) as served:
-            with group(f"store{ranks}", folder, ranks, store=served.address, **options) as trained:
-                for _ in range(plan.warmup_steps):
-                    trained.ask("step")
-                steps = [trained.ask("step") for _ in range(plan.store_steps)]
-            there = served.end()
+        limits = {"budget_bytes": plan.store_budget_bytes, "steps": plan.store_steps}
+        steps, there = train_over_store(plan, folder, ranks, **limits)
         multiples = {
             name: spread([sum(answer[name] for answer in step) / weights_bytes for step in steps])
             for name in MULTIPLES_OF_WEIGHTS
@@ -210,6 +227,32 @@ def store(plan: Plan, folder: str) -> list[dict[str, Any]]:
             f"{multiples['read_bytes']['median']:.3f} times the weights, peak {there['peak_bytes'] / 1e6:.1f} MB"
         )
     return found
+
+
+def store_memory(plan: Plan, folder: str) -> list[dict[str, Any]]:
+    """Return what a store moved to and from its SSD in a step, for each part of all that it has in memory."""
+    needed_bytes = KINDS_OF_STATE * stored_weights_bytes(plan)
+    found = []
+    for share in plan.store_shares:
+        budget_bytes = int(share * needed_bytes)
+        few, many = (
+            train_over_store(plan, folder, 1, budget_bytes=budget_bytes, steps=steps)[1]
+            for steps in (0, plan.store_steps)
+        )
+        moved = {name: (many[name] - few[name]) / plan.store_steps for name in ("ssd_read_bytes", "ssd_written_bytes")}
+        lacking_bytes = needed_bytes - budget_bytes
+        row = {"share": share, "budget_bytes": budget_bytes, "needed_bytes": needed_bytes, **moved}
+        found.append(row | {"read_over_lacking": moved["ssd_read_bytes"] / lacking_bytes})
+        ratios = [round(part / needed_bytes, 3) for part in moved.values()]
+        progress(f"{share} of all in a store's memory: {ratios} of all read and written in a step on its SSD")
+    return found
+
+
+def store_memory_bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    what = "bytes that a store reads from its SSD in a step over those that its memory has no room for, half of all"
+    return [
+        at_most(what, row["read_over_lacking"], MAX_READ_OVER_LACKING) for row in rows if row["share"] == JUDGED_SHARE
+    ]
 
 
 def store_bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -418,6 +461,7 @@ def full_bars(parts: dict[str, Any]) -> list[dict[str, Any]]:
         bars.append(at_most("bytes at one count of ranks over those at another", ratio, MAX_RATIO_OF_BYTES))
         bars += [bar for row in parts["traffic"] for bar in traffic_bars(row)]
     bars += store_bars(parts["store"]) if "store" in parts else []
+    bars += store_memory_bars(parts["store_memory"]) if "store_memory" in parts else []
     if "memory" in parts:
         found = parts["memory"]
         bars.append(at_least("steps of ranks that one memory group limits", found["steps"], Plan.limited_steps))
@@ -431,6 +475,7 @@ PARTS = {
     "identity": identity,
     "traffic": traffic,
     "store": store,
+    "store_memory": store_memory,
     "memory": memory,
     "overhead": overhead,
     "schedules": schedules,

@@ -3,7 +3,9 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <numeric>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -46,6 +48,10 @@ ServerHold make_server(const std::string& listen, std::size_t budget_bytes, std:
     return {std::make_unique<PageServer>(options)};
 }
 
+std::uint64_t total_of(std::span<const std::uint64_t> by_kind) {
+    return std::accumulate(by_kind.begin(), by_kind.end(), std::uint64_t{0});
+}
+
 py::dict statistics_of_server(const ServerHold& hold) {
     deliver_log();
     PageServerStatistics figures;
@@ -66,6 +72,8 @@ py::dict statistics_of_server(const ServerHold& hold) {
     result["memory"] = memory_of(figures.pager.memory);
     result["stored_bytes"] = figures.pager.store.stored_bytes;
     result["file_bytes"] = figures.pager.store.file_bytes;
+    result["ssd_read_bytes"] = total_of(figures.pager.read_bytes);
+    result["ssd_written_bytes"] = total_of(figures.pager.written_bytes);
     return result;
 }
 

@@ -35,6 +35,8 @@ class ServedPages(Result):
         peak_bytes: The most memory that pages had.
         peak_lent_bytes: Of that, the most that was being received or sent at one time.
         ssd_bytes: The size of the scratch file.
+        ssd_read_bytes: That memory had no room for and were read from it.
+        ssd_written_bytes: The same, written to it.
     """
 
     clients: int
@@ -47,6 +49,8 @@ class ServedPages(Result):
     peak_bytes: int
     peak_lent_bytes: int
     ssd_bytes: int
+    ssd_read_bytes: int
+    ssd_written_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes."""
@@ -57,7 +61,8 @@ class ServedPages(Result):
             f"{self.clients} clients sent {format_size(self.received_bytes)} of pages and got "
             f"{format_size(self.sent_bytes)}, {self.updates} pages were updated here; "
             f"memory {format_size(self.peak_bytes)} of {format_size(self.budget_bytes)}, "
-            f"scratch file {format_size(self.ssd_bytes)}"
+            f"scratch file {format_size(self.ssd_bytes)}, read {format_size(self.ssd_read_bytes)}, "
+            f"written {format_size(self.ssd_written_bytes)}"
         )
 
 
@@ -125,4 +130,6 @@ def _served(figures: dict[str, Any]) -> ServedPages:
         peak_bytes=figures["memory"]["peak_bytes"],
         peak_lent_bytes=figures["peak_lent_bytes"],
         ssd_bytes=figures["file_bytes"],
+        ssd_read_bytes=figures["ssd_read_bytes"],
+        ssd_written_bytes=figures["ssd_written_bytes"],
     )

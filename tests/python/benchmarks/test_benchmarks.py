@@ -200,6 +200,8 @@ def test_distributed_compares_ranks(scratch):
     assert [row["ranks"] for row in result["traffic"]] == [1, 2]
     assert all(row["bytes_per_parameter"]["read_bytes"]["median"] > 0 for row in result["traffic"])
     assert result["overhead"]["rounds"]
+    (half,) = result["store_memory"]
+    assert half["ssd_read_bytes"] > 0 < half["ssd_written_bytes"]
     assert [row["schedule"] for row in result["schedules"]] == ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"]
     assert all(row["all_moved_over_weights"] > 0 for row in result["schedules"])
     assert {row["operator"] for row in result["collectives"]["rows"]} >= {
