@@ -12,6 +12,7 @@
 #include "base/engine_thread.h"
 #include "base/log.h"
 #include "base/units.h"
+#include "pager/served_uses.h"
 #include "pager/ssd_store.h"
 #include "pager/stall_clock.h"
 
@@ -29,6 +30,7 @@ public:
     Standing standing = Standing::new_here;
     std::uint64_t id = 0;
     std::unordered_map<std::uint64_t, std::shared_ptr<Segment>> segments;
+    ServedUses uses;
     std::size_t request_count = 0;  // of any kind, in whatever list
     PageRequests answers;           // to be sent
     PageRequests sending;           // the one that is
@@ -50,6 +52,8 @@ constexpr std::size_t kLentShare = 4;                // one part in so many of t
 constexpr std::size_t kMinLentBytes = std::size_t{4} * kSectorBytes;
 constexpr int kIdleMilliseconds = 200;
 constexpr std::chrono::milliseconds kAcceptPause{1'000};  // after there was no room for one more
+constexpr std::chrono::milliseconds kOverdue{1'000};      // and a pass, after a client was to need a page
+static_assert(kNoRole == kNoTrace);
 
 PagerOptions with_elements(PagerOptions options) {
     OFFLOAD_CHECK(options.budget_bytes / kLentShare >= kMinLentBytes, InvalidArgument, "a budget of ",
@@ -63,6 +67,10 @@ std::unique_ptr<PageStore> store_of(const PageServerOptions& options) {
     const PagerOptions& pager = options.pager;
     return std::make_unique<SsdStore>(pager.directories, make_io_engine(pager.engine, pager.queue_depth),
                                       pager.transfer_limits, options.scratch_limits);
+}
+
+std::int64_t steady_ns() noexcept {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 [[noreturn]] void break_off(const ServedClient& client, const char* why) {
@@ -143,6 +151,7 @@ void PageServer::run() {
         for (ServedClient& client : clients_) serve(client, is_readable[number++]);
         accept_clients();
         drop_stalled();
+        end_overdue();
         give_credits();
         drop_gone();
     }
@@ -248,6 +257,10 @@ void PageServer::take_message(ServedClient& client) {
             return forget(client, header.segment);
         case MessageKind::update:
             return take_update(client);
+        case MessageKind::pass:
+            return client.uses.begin_pass(header.count, steady_ns());
+        case MessageKind::step:
+            return client.uses.end_step(steady_ns());
         default:
             break_off(client, "it sent what only a store says");
     }
@@ -332,11 +345,13 @@ void PageServer::find_page(PageRequest& request) {
     ServedClient& client = *request.client;
     OFFLOAD_CHECK(question.kind == MessageKind::write || client.segments.contains(question.segment), InvalidArgument,
                   "there is no segment ", question.segment);
-    request.segment = make_segment(client, {question.segment, question.segment_bytes, question.page_bytes});
+    request.segment =
+        make_segment(client, {question.segment, question.role, question.segment_bytes, question.page_bytes});
     OFFLOAD_CHECK(question.page < request.segment->page_count(), InvalidArgument, "segment ", question.segment, " has ",
                   request.segment->page_count(), " pages, asked for is page ", question.page);
     OFFLOAD_CHECK(page_size(request) <= max_lent_bytes_, InvalidArgument, "a page of ", page_size(request),
                   " bytes; a store with this --ram takes at most ", max_lent_bytes_);
+    client.uses.begin(pager_, request);
     if (question.kind == MessageKind::read) pager_.prefetch_page(request.segment, question.page);
 }
 
@@ -373,6 +388,7 @@ void PageServer::find_members(PageRequest& request) {
     }
     OFFLOAD_CHECK(size_bytes <= max_lent_bytes_, InvalidArgument, "an update of ", size_bytes,
                   " bytes of pages; a store with this --ram runs those of at most ", max_lent_bytes_);
+    request.client->uses.begin(pager_, request);
     for (const std::shared_ptr<Segment>& segment : request.segments) pager_.prefetch_page(segment, index);
 }
 
@@ -433,7 +449,7 @@ void PageServer::give_back(PageRequest& request) noexcept {
     if (request.segment) lent_bytes_ -= page_size(request);
     request.guard = PinGuard();
     request.bytes = {};
-    request.segment.reset();
+    request.client->uses.end(pager_, request);
 }
 
 void PageServer::end(PageRequests& requests) noexcept {
@@ -456,7 +472,7 @@ void PageServer::answer(PageRequests& one, MessageKind kind) noexcept {
 void PageServer::answer_update(PageRequests& one) noexcept {
     PageRequest& request = one.front();
     if (request.ran > 0) updates_.increment();
-    request.segments.clear();
+    request.client->uses.end(pager_, request);
     request.answer.count = request.ran;
     request.answer.body_checksum = checksum_of_body(request.answer, std::as_bytes(std::span(request.text)));
     answer(one, MessageKind::updated);
@@ -464,8 +480,7 @@ void PageServer::answer_update(PageRequests& one) noexcept {
 
 void PageServer::answer_error(PageRequests& one, std::exception_ptr error) noexcept {
     PageRequest& request = one.front();
-    request.segment.reset();
-    request.segments.clear();
+    request.client->uses.end(pager_, request);
     MessageKind kind = MessageKind::failed;
     try {
         std::rethrow_exception(error);
@@ -521,7 +536,7 @@ void PageServer::leave(ServedClient& client) noexcept {
     for (auto next = waiting_.begin(); next != waiting_.end();) {
         const auto request = next++;
         if (request->client != &client) continue;
-        request->segment.reset();  // it has no memory yet
+        client.uses.end(pager_, *request);  // it has no memory yet
         PageRequests one = take(waiting_, request);
         end(one);
     }
@@ -540,6 +555,18 @@ void PageServer::drop_stalled() {
                     std::chrono::duration<double>(patience_).count(),
                     " s and has memory that others wait for: the connection is ended");
         leave(client);
+    }
+}
+
+/// A client that is elsewhere, or needs pages no more, has no claim on memory for them.
+void PageServer::end_overdue() {
+    const auto now = Clock::now();
+    if (now < look_overdue_at_) return;
+    look_overdue_at_ = now + kOverdue;
+    for (const ServedClient& client : clients_) {
+        for (const auto& [number, segment] : client.segments) {
+            client.uses.end_overdue(pager_, *segment, std::chrono::nanoseconds(kOverdue).count(), steady_ns());
+        }
     }
 }
 

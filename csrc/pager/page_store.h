@@ -13,6 +13,7 @@
 #include "pager/page_table.h"
 #include "pager/read_times.h"
 #include "pager/remote_work.h"
+#include "pager/trace.h"
 #include "storage/home_file.h"
 #include "storage/io_engine.h"
 
@@ -121,6 +122,7 @@ public:
     virtual void forget(Segment& segment) noexcept = 0;
     /// Asks for look_ahead() and frames_to_unregister().
     virtual void kick() noexcept = 0;
+    virtual void begin_pass(ProgramId) {}
     /// Throws, once, TierIoError for a page that the store has in memory and could not write.
     virtual void end_step() {}
 

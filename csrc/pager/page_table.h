@@ -190,6 +190,8 @@ public:
     std::atomic<std::uint64_t> outstanding_since{0};
     /// So many uses without such a word, and callers are not expected to say it again. 0: they are not.
     std::atomic<std::uint32_t> requested_uses{0};
+    /// What tell_next_use() said, on a clock of the caller's; 0: nothing.
+    std::atomic<std::uint64_t> told_use{0};
     /// Whether it is written down only when asked for: memory is not made by sending it away.
     bool stays = false;
     /// Its place in the queue of what could go, if it is there. The pager's lock covers it.

@@ -452,6 +452,12 @@ void Pager::touch(const std::shared_ptr<Segment>& segment) {
     impl_->kick_if_due();
 }
 
+void Pager::tell_next_use(Segment& segment, UsePosition use) {
+    const std::lock_guard lock(impl_->mutex);
+    segment.told_use.store(use, std::memory_order_relaxed);
+    if (segment.eviction_rank) impl_->rank(segment, impl_->predictor->hold());
+}
+
 void Pager::follow(std::shared_ptr<UsePredictor> above) {
     above->leave_out(impl_->stalls);
     const std::lock_guard lock(impl_->mutex);
@@ -498,10 +504,11 @@ void Pager::expect_pass(ProgramId program, std::span<const std::shared_ptr<Segme
 }
 
 void Pager::begin_pass(ProgramId program) {
+    impl_->store->begin_pass(program);
     {
         const std::lock_guard lock(impl_->mutex);
         UsePredictor::Held uses = impl_->predictor->hold();
-        if (!uses.begin_pass(program)) return;
+        if (impl_->follows || !uses.begin_pass(program)) return;
         impl_->rank_all(uses);
     }
     if (impl_->use_log.is_on()) impl_->use_log.add({.kind = UseKind::pass});

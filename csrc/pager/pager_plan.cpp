@@ -71,6 +71,7 @@ TraceId work_role(const Segment& segment) {
 /// predicts little.
 UsePosition Pager::Impl::next_use(const Segment& segment, const UsePredictor::Held& uses) const {
     if (segment.outstanding_since.load(std::memory_order_relaxed) != 0) return kOutstanding;
+    if (const UsePosition told = segment.told_use.load(std::memory_order_relaxed); told != 0) return told;
     const bool is_requested = segment.requested_uses.load(std::memory_order_relaxed) != 0;
     // What is requested can be read in time, so it goes before what would be missed.
     if (is_requested && !(uses->has_prediction() && uses->is_training())) return kNever;

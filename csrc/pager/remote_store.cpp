@@ -129,6 +129,20 @@ void RemoteStore::kick() noexcept {
     if (!kicked_.exchange(true, std::memory_order_acq_rel)) wake_.raise();
 }
 
+void RemoteStore::begin_pass(ProgramId program) { enqueue_pass(MessageKind::pass, program); }
+
+void RemoteStore::end_step() { enqueue_pass(MessageKind::step, 0); }
+
+/// Goes with what is sent next.
+void RemoteStore::enqueue_pass(MessageKind kind, ProgramId program) {
+    Passes one;
+    MessageHeader& header = one.emplace_back();
+    header.kind = kind;
+    header.count = program;
+    const std::lock_guard lock(queue_mutex_);
+    queued_passes_.splice(queued_passes_.end(), one);
+}
+
 StoreStatus RemoteStore::status() const noexcept {
     return {reads_in_flight_.load(std::memory_order_relaxed), capacity_, read_rate_.rate()};
 }
@@ -212,6 +226,7 @@ void RemoteStore::take_queue() noexcept {
         const std::lock_guard lock(queue_mutex_);
         taken.swap(queue_);
         waiting_updates_.splice(waiting_updates_.end(), queued_updates_);
+        waiting_passes_.splice(waiting_passes_.end(), queued_passes_);
     }
     while (!taken.empty()) {
         Transfers& waiting = taken.front().direction == IoDirection::read ? waiting_reads_ : waiting_writes_;
@@ -269,7 +284,15 @@ void RemoteStore::send_ready() {
 
 /// What is short goes first. False if there is nothing to be sent.
 bool RemoteStore::send_next() {
-    return send_forgotten() || ask(IoDirection::read) || ask(IoDirection::write) || ask_for_update() || send_granted();
+    return send_pass() || send_forgotten() || ask(IoDirection::read) || ask(IoDirection::write) || ask_for_update() ||
+           send_granted();
+}
+
+bool RemoteStore::send_pass() {
+    if (waiting_passes_.empty()) return false;
+    channel_.send(waiting_passes_.front());
+    waiting_passes_.pop_front();
+    return true;
 }
 
 bool RemoteStore::send_forgotten() {
@@ -325,6 +348,7 @@ MessageHeader RemoteStore::header_of(MessageKind kind, const Request& request) {
     header.request = static_cast<std::uint32_t>(&request - requests_.data());
     header.client = client_id_;
     header.segment = transfer.segment->id();
+    header.role = transfer.segment->trace_id;
     header.segment_bytes = transfer.segment->size_bytes();
     header.page_bytes = transfer.segment->page_bytes();
     header.page = transfer.segment->index_of(*transfer.page);
@@ -518,6 +542,7 @@ void RemoteStore::end_all(const TierIoError& error) noexcept {
         end(one, {is_read ? TransferStatus::lost : TransferStatus::not_now, why});
     }
     end_all_updates(error);
+    waiting_passes_.clear();
 }
 
 std::string RemoteStore::describe(const Transfer& transfer, const std::string& what) const {

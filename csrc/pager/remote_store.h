@@ -47,6 +47,8 @@ public:
     void evict(Segment&) override {}
     void forget(Segment& segment) noexcept override;
     void kick() noexcept override;
+    void begin_pass(ProgramId program) override;
+    void end_step() override;
 
     StoreStatus status() const noexcept override;
     StoreStatistics statistics() const override;
@@ -105,6 +107,8 @@ private:
         bool is_late = false;
     };
     using Updates = std::list<Update>;
+    /// Messages of a pass that begins, or a step that has ended.
+    using Passes = std::list<MessageHeader>;
 
     void greet(std::size_t page_bytes, const std::string& kernels);
     void enqueue(IoDirection direction, std::shared_ptr<Segment> segment, Page& page);
@@ -114,6 +118,8 @@ private:
     void take_queue() noexcept;
     void send_ready();
     bool send_next();
+    void enqueue_pass(MessageKind kind, ProgramId program);
+    bool send_pass();
     bool send_forgotten();
     bool ask(IoDirection direction);
     bool send_granted();
@@ -157,6 +163,7 @@ private:
     std::mutex queue_mutex_;
     Transfers queue_;
     Updates queued_updates_;
+    Passes queued_passes_;
     std::mutex stored_mutex_;  // guards the next three, but not what is known of pages with a transfer
     StoredSegments segments_;
     std::unordered_map<std::uint64_t, StoredSegments::iterator> segment_by_id_;
@@ -167,6 +174,7 @@ private:
     Transfers waiting_writes_;
     std::vector<Request> requests_;  // those of reads, then those of writes
     Updates waiting_updates_;
+    Passes waiting_passes_;
     std::vector<Updates> update_requests_;  // that the store knows of, numbered on from the others
     std::array<char, kMaxTextBytes> text_{};
     Clock::time_point last_move_{};                  // of a byte, or when nothing was in flight

@@ -61,8 +61,8 @@ void RemoteStore::describe_members(Update& update) {
     for (std::size_t k = 0; k < update.segments.size(); ++k) {
         const Segment& segment = *update.segments[k];
         StoredPage& stored = stored_segment(segment).pages[update.index];
-        update.members.push_back({segment.id(), segment.size_bytes(), segment.page_bytes(), ++stored.last_version,
-                                  update.work.is_worthless[k] ? std::uint64_t{1} : 0});
+        update.members.push_back({segment.id(), segment.trace_id, segment.size_bytes(), segment.page_bytes(),
+                                  ++stored.last_version, update.work.is_worthless[k] ? std::uint64_t{1} : 0});
     }
     const auto bytes = std::as_bytes(std::span(update.members));
     update.body.assign(bytes.begin(), bytes.end());

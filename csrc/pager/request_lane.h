@@ -37,6 +37,8 @@ struct PageRequest {
     std::vector<MemberPage> members;
     std::vector<std::shared_ptr<Segment>> segments;
     std::size_t ran = 0;  // operators
+
+    std::size_t begun = 0;  // of its segments, of which the client's uses know
 };
 /// They move from one list to another without allocating.
 using PageRequests = std::list<PageRequest>;

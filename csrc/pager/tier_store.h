@@ -41,6 +41,7 @@ public:
     void evict(Segment& segment) override;
     void forget(Segment&) noexcept override {}  // the backing segment ends with it
     void kick() noexcept override;
+    void begin_pass(ProgramId program) override { below_.begin_pass(program); }
     void end_step() override { below_.end_step(); }
 
     StoreStatus status() const noexcept override;

@@ -155,6 +155,51 @@ TEST(RemoteStore, MemoryOfTheStoreDoesNotGrowWithClients) {
     EXPECT_LE(with_many > with_one ? with_many - with_one : with_one - with_many, 128 * kPageBytes / 100);
 }
 
+/// Bytes that a store reads from its SSD for each pass over the client's segments, as a part of them.
+double read_of_each(const PageServer& server, StoredPager& client, int passes, bool says_so) {
+    const std::uint64_t before = total(server.statistics().pager.read_bytes);
+    std::size_t size_bytes = 0;
+    for (int pass = 0; pass < passes; ++pass) {
+        for (const auto& segment : client.segments) {
+            client.pager.touch(segment);
+            const PinGuard guard = pin(client.pager, segment, Access::read);
+            size_bytes += segment->size_bytes();
+        }
+        if (says_so) client.pager.end_step();
+    }
+    return static_cast<double>(total(server.statistics().pager.read_bytes) - before) / static_cast<double>(size_bytes);
+}
+
+// What a store keeps is what its client needs next, so as much of each pass is there as memory holds. Method: passes
+// over 96 pages at a store of 64, which keeps 8 free, and as many clients that say nothing of passes, whose pages go in
+// the order of their last use: each before it is needed.
+TEST(RemoteStore, KeepsWhatIsNeededNext) {
+    PageServer server(server_options(64));
+    StoredPager silent(server.address(), 8);
+    for (std::uint32_t i = 0; i < 96; ++i) silent.segments.push_back(segment_with_role(silent.pager, 1, i));
+    EXPECT_GT(read_of_each(server, silent, 3, false), 0.7);
+    silent.segments.clear();
+    StoredPager client(server.address(), 8);
+    for (std::uint32_t i = 0; i < 96; ++i) client.segments.push_back(segment_with_role(client.pager, 1, i));
+    read_of_each(server, client, 3, true);
+    EXPECT_LT(read_of_each(server, client, 4, true), 0.6);  // at best 0.42: 96 pages without 56
+    EXPECT_EQ(client.first_wrong(0), 96u);
+}
+
+// A client that stands still has no claim on memory for long. Method: one whose pages fill the store, and then does
+// nothing; another, whose pages fit in its place.
+TEST(RemoteStore, WhoDoesNotComeBackGivesWay) {
+    PageServer server(server_options(64));
+    StoredPager idle(server.address(), 8);
+    for (std::uint32_t i = 0; i < 60; ++i) idle.segments.push_back(segment_with_role(idle.pager, 1, i));
+    read_of_each(server, idle, 4, true);
+    StoredPager client(server.address(), 8);
+    for (std::uint32_t i = 0; i < 48; ++i) client.segments.push_back(segment_with_role(client.pager, 1, i));
+    EXPECT_TRUE(comes_true([&] { return read_of_each(server, client, 1, true) == 0.0; }));
+    EXPECT_EQ(client.first_wrong(0), 48u);
+    EXPECT_EQ(idle.first_wrong(0), 60u);
+}
+
 // A store that ends takes its pages with it: the next access to one of them raises, at once and by name. What is in
 // memory stays usable. Method: a server that is destroyed under a client.
 TEST(RemoteStore, StoreThatIsGoneIsAnError) {

@@ -291,9 +291,9 @@ def test_a_page_that_is_always_damaged_is_named(scratch):
 @pytest.mark.parametrize(
     ("prefix", "expected"),
     [
-        (stores.HEADER.pack(stores.MAGIC, 7, 1, 0, 0, *range(10)), b"it speaks protocol 7 of torch-offload store"),
-        (b"GET / HTTP/1.1\r\nHost: store\r\n\r\n" + bytes(64), b"not the language of torch-offload store"),
-        (stores.HEADER.pack(stores.MAGIC, stores.PROTOCOL, 1, 0, 0, *range(10)), b"has another checksum than was sent"),
+        (stores.HEADER.pack(stores.MAGIC, 7, 1, 0, 0, *range(11)), b"it speaks protocol 7 of torch-offload store"),
+        (b"GET / HTTP/1.1\r\nHost: store\r\n\r\n" + bytes(80), b"not the language of torch-offload store"),
+        (stores.HEADER.pack(stores.MAGIC, stores.PROTOCOL, 1, 0, 0, *range(11)), b"has another checksum than was sent"),
     ],
     ids=["another protocol", "another language", "a damaged header"],
 )
@@ -311,13 +311,13 @@ def test_a_store_of_another_protocol_is_refused():
         def answer():
             connection, _ = listening.accept()
             with connection:
-                connection.sendall(stores.HEADER.pack(stores.MAGIC, 7, 3, 0, 0, *range(10)))
+                connection.sendall(stores.HEADER.pack(stores.MAGIC, 7, 3, 0, 0, *range(11)))
                 connection.recv(4096)
 
         thread = threading.Thread(target=answer)
         thread.start()
         address = "{}:{}".format(*listening.getsockname())
-        with pytest.raises(TierIOError, match=r"it speaks protocol 7 .*, and this side 2; install the same version"):
+        with pytest.raises(TierIOError, match=r"it speaks protocol 7 .*, and this side 3; install the same version"):
             torch_offload.wrap(make_module(), config=stores.config_for(address))
         thread.join()
 

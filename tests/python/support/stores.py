@@ -25,10 +25,10 @@ from harness import page_store
 from harness.page_store import StoreProcess
 
 STEPS = 3
-HEADER = struct.Struct("<IHHIi10Q")
+HEADER = struct.Struct("<IHHIi11Q")
 """csrc/net/message.h"""
-MAGIC, PROTOCOL = 0x53504F54, 2
-BODY_BYTES = 12
+MAGIC, PROTOCOL = 0x53504F54, 3
+BODY_BYTES = 13
 """Which field of a header."""
 PAGE, BYTES = 5, 8
 """Kinds of messages with a page behind them: to a client, from one."""
