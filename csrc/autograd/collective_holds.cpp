@@ -1,10 +1,13 @@
 #include "autograd/collective_holds.h"
 
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <utility>
 
 #include "autograd/engine.h"
+#include "pager/rank_wait.h"
 
 namespace torch_offload {
 
@@ -13,10 +16,11 @@ struct CollectiveHolds::Hold {
     std::shared_ptr<Engine> engine;
     Guards guards;
     bool is_collective;
+    bool is_bucket;
 
     ~Hold() {
         guards.clear();
-        if (is_collective) engine->collective_holds().note_end();
+        if (is_collective) engine->collective_holds().note_end(is_bucket);
     }
 };
 
@@ -42,7 +46,8 @@ c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
 
 }  // namespace
 
-void CollectiveHolds::hold(const std::shared_ptr<Engine>& engine, c10::ArrayRef<c10::IValue> results, Guards guards) {
+void CollectiveHolds::hold(const std::shared_ptr<Engine>& engine, c10::ArrayRef<c10::IValue> results, Guards guards,
+                           bool is_bucket) {
     const c10::intrusive_ptr<c10d::Work> work = work_among(results);
     if (!work) return;
     const c10::intrusive_ptr<c10::ivalue::Future> future = future_of(*work);
@@ -55,9 +60,11 @@ void CollectiveHolds::hold(const std::shared_ptr<Engine>& engine, c10::ArrayRef<
     if (is_collective) {
         has_begun_collectives = true;
         ++under_way_;
+        buckets_under_way_ += is_bucket ? 1 : 0;
     }
     lock.unlock();
-    auto held = std::make_shared<Hold>(engine, std::move(guards), is_collective);
+    auto held = std::make_shared<Hold>(engine, std::move(guards), is_collective, is_bucket);
+    if (is_collective && is_bucket) wait_at_end_of_backward(engine);
     future->addCallback([held = std::move(held)](c10::ivalue::Future&) mutable { held.reset(); });
 }
 
@@ -79,11 +86,32 @@ bool CollectiveHolds::wait_for_one() {
     return true;
 }
 
-void CollectiveHolds::note_end() noexcept {
+/// `DistributedDataParallel` waits in C++ where nobody sees it, in a callback that it queues for the end of the pass
+/// once it has begun to reduce all buckets. This one is queued before it, and waits for the same.
+void CollectiveHolds::wait_at_end_of_backward(const std::shared_ptr<Engine>& engine) {
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (task == -1) return;  // it is reduced after the pass
+    {
+        const std::lock_guard lock(mutex_);
+        if (std::exchange(waiting_task_, task) == task) return;
+    }
+    torch::autograd::Engine::get_default_engine().queue_callback([of = std::weak_ptr(engine)] {
+        if (const std::shared_ptr<Engine> there = of.lock()) there->collective_holds().wait_for_buckets(there->pager());
+    });
+}
+
+void CollectiveHolds::wait_for_buckets(Pager& pager) {
+    const RankWait waiting(pager);
+    std::unique_lock lock(mutex_);
+    ended_.wait(lock, [this] { return buckets_under_way_ == 0; });
+}
+
+void CollectiveHolds::note_end(bool is_bucket) noexcept {
     {
         const std::lock_guard lock(mutex_);
         --under_way_;
         ++ends_;
+        buckets_under_way_ -= is_bucket ? 1 : 0;
     }
     ended_.notify_all();
 }

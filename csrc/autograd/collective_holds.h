@@ -29,8 +29,9 @@ public:
     CollectiveHolds& operator=(const CollectiveHolds&) = delete;
 
     /// Keeps `guards` until the work among the results of a call has completed. Work that tells nobody of its end
-    /// (sends and receives of gloo) keeps them until it is gone and sweep() was called. Pre: `engine` owns this.
-    void hold(const std::shared_ptr<Engine>& engine, c10::ArrayRef<c10::IValue> results, Guards guards);
+    /// (sends and receives of gloo) keeps them until it is gone and sweep() was called. That on buckets of gradients is
+    /// waited for, as other ranks are, at the end of the backward pass that began it. Pre: `engine` owns this.
+    void hold(const std::shared_ptr<Engine>& engine, c10::ArrayRef<c10::IValue> results, Guards guards, bool is_bucket);
 
     /// Ends holds whose work is gone. Returns whether there were any.
     bool sweep();
@@ -47,12 +48,16 @@ private:
         Guards guards;
     };
 
-    void note_end() noexcept;
+    void wait_at_end_of_backward(const std::shared_ptr<Engine>& engine);
+    void wait_for_buckets(Pager& pager);
+    void note_end(bool is_bucket) noexcept;
 
     std::mutex mutex_;
     std::condition_variable ended_;
     std::size_t under_way_ = 0;  // holds of collectives
     std::uint64_t ends_ = 0;     // of such holds
+    std::size_t buckets_under_way_ = 0;
+    int waiting_task_ = -1;  // the backward pass whose end waits for them
     std::vector<Kept> kept_;
 };
 

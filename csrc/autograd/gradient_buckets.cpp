@@ -1,5 +1,6 @@
 #include "autograd/gradient_buckets.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -25,14 +26,14 @@ std::optional<at::Tensor> shape_of(const c10::OperatorHandle& op, c10::ArrayRef<
 }  // namespace
 
 at::Tensor GradientBuckets::make(const std::shared_ptr<Engine>& engine, const at::Tensor& like, bool is_home) {
-    at::Tensor bucket =
-        make_zero_tensor(engine, like, like.scalar_type(), c10::MemoryFormat::Preserve,
-                         {SegmentKind::gradient, "a bucket of gradients of DistributedDataParallel (bucket_cap_mb)",
-                          engine->pager().new_trace_id(), kNoTrace});
+    const TraceId role = engine->pager().new_trace_id();
+    at::Tensor bucket = make_zero_tensor(
+        engine, like, like.scalar_type(), c10::MemoryFormat::Preserve,
+        {SegmentKind::gradient, "a bucket of gradients of DistributedDataParallel (bucket_cap_mb)", role, kNoTrace});
     const auto element_bytes = static_cast<std::size_t>(bucket.element_size());
     const std::lock_guard lock(mutex_);
     std::erase_if(buckets_, [](const Bucket& known) { return known.storage.expired(); });
-    buckets_.push_back({bucket.storage().getWeakStorageImpl(), element_bytes, is_home});
+    buckets_.push_back({bucket.storage().getWeakStorageImpl(), role, element_bytes, is_home});
     return bucket;
 }
 
@@ -45,6 +46,11 @@ std::vector<GradientBuckets::Living> GradientBuckets::living() {
         }
     }
     return found;
+}
+
+bool GradientBuckets::has(TraceId role) {
+    const std::lock_guard lock(mutex_);
+    return std::ranges::any_of(buckets_, [role](const Bucket& bucket) { return bucket.role == role; });
 }
 
 void GradientBuckets::forget() {

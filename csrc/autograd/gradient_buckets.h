@@ -22,6 +22,8 @@ public:
     /// A bucket like a tensor without memory. `is_home`: gradients are views of it, so that it holds them until the
     /// next backward.
     at::Tensor make(const std::shared_ptr<Engine>& engine, const at::Tensor& like, bool is_home);
+    /// Whether a bucket has the role.
+    bool has(TraceId role);
     /// Gradients were copied out of their buckets: those have no bytes, and are zeros, until they are written again.
     void forget();
     /// All are ordinary memory again; what forget() would leave out is copied. Throws what a pin throws.
@@ -30,6 +32,7 @@ public:
 private:
     struct Bucket {
         c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+        TraceId role = kNoTrace;
         std::size_t element_bytes = 0;
         bool is_home = false;
     };

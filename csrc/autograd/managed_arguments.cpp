@@ -198,7 +198,9 @@ void ManagedArguments::hold_for(c10::ArrayRef<c10::IValue> results) {
     CollectiveHolds::Guards guards(std::make_move_iterator(guards_.begin()), std::make_move_iterator(guards_.end()));
     guards_.clear();
     for (PinGuard& guard : guards) guard.keep();
-    engine().collective_holds().hold(spans_.front().engine, results, std::move(guards));
+    const bool is_bucket = std::ranges::any_of(
+        spans_, [](const Span& span) { return span.engine->buckets().has(span.segment->trace_id); });
+    engine().collective_holds().hold(spans_.front().engine, results, std::move(guards), is_bucket);
 }
 
 }  // namespace torch_offload

@@ -12,7 +12,8 @@ from torch_offload.hooks.patches import Patches
 def note_waits(patches: Patches, engine: _C.Engine) -> None:
     """Tell the engine when a thread of the program waits until a collective or a message has ended.
 
-    What waits in C++, as ``DistributedDataParallel`` does at the end of a backward, is not seen.
+    What waits in C++ is not seen here: for ``DistributedDataParallel``, which does at the end of a backward, the engine
+    tells itself.
     """
 
     def wait(original: Any, work: Any, *args: Any, **options: Any) -> Any:

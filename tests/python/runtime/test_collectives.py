@@ -6,6 +6,7 @@ use bare addresses in system calls, which fail where a page is absent and end th
 
 import contextlib
 import os
+import time
 import warnings
 from dataclasses import dataclass
 
@@ -192,6 +193,35 @@ def test_waits_for_other_ranks_are_stalls_of_their_own(scratch):
     for before, after_collective, after_wait in in_each_rank(waited, str(scratch)):
         assert before == 0
         assert 0 < after_collective < after_wait
+
+
+LATE_SECONDS = 1.0
+
+
+def waited_in_backward(rank: int, folder: str) -> float:
+    """Return the seconds for which this rank waited in backwards, which the first rank begins late."""
+    join_group(rank, folder)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    torch_offload.wrap(module, config=Config(ram=MODEL_BYTES * 3, ssd=folder, min_paged_bytes=1 << 14))
+    parallel = DistributedDataParallel(module, bucket_cap_mb=1)
+    before = torch_offload.report().stall_seconds["network"]
+    for _ in range(2):
+        loss = parallel(torch.ones(1, WIDTH)).sum()
+        if rank == 0:
+            time.sleep(LATE_SECONDS)
+        loss.backward()
+    waited_seconds = torch_offload.report().stall_seconds["network"] - before
+    torch_offload.unwrap(module)
+    del parallel
+    dist.destroy_process_group()
+    return waited_seconds
+
+
+def test_data_parallel_waits_at_the_end_of_a_backward_are_seen(scratch):
+    """Who comes first waits for who comes late: torch does so in C++, out of a callback."""
+    late, early = in_each_rank(waited_in_backward, str(scratch))
+    assert late < early
+    assert early > LATE_SECONDS
 
 
 def train_sharded(folder: str, is_sharded_first: bool) -> list[str]:
