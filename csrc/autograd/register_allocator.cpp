@@ -26,6 +26,7 @@ constexpr std::size_t kQuantumShare = 256;  // of the budget
 constexpr std::ptrdiff_t kMaxSurplusQuanta = 8;
 
 constexpr std::size_t kTrimStepBytes = 4 * kMiB;
+constexpr int kFreeBytesOfHeap = 256 * 1024;  // at its end; more goes back to the system
 
 thread_local int bypass_depth = 0;
 
@@ -39,6 +40,14 @@ public:
     SettlingScope(const SettlingScope&) = delete;
     SettlingScope& operator=(const SettlingScope&) = delete;
 };
+
+/// Left alone, glibc keeps up to twice the largest block that was ever mapped, in the heap of each thread: of gloo's,
+/// whose reductions have buffers of a whole layer.
+void keep_heaps_small() {
+#ifdef __GLIBC__
+    mallopt(M_TRIM_THRESHOLD, kFreeBytesOfHeap);
+#endif
+}
 
 }  // namespace
 
@@ -66,6 +75,7 @@ RegisterAllocator::RegisterAllocator()
 
 void RegisterAllocator::install(std::shared_ptr<Engine> engine) {
     remove_any();
+    keep_heaps_small();
     const std::size_t share_bytes = engine->pager().options().budget_bytes / kQuantumShare;
     quantum_bytes_.store(static_cast<std::ptrdiff_t>(std::clamp(share_bytes, kSectorBytes, kMaxQuantumBytes)));
     small_bytes_.store(0, std::memory_order_relaxed);  // what lives already is not the new engine's
