@@ -361,6 +361,7 @@ ChainPointer DeferredOps::Impl::append(RecordedOp op, const Segments& segments) 
             if (!in_the_way(found, page_count)) {
                 const ChainPointer chain = found.empty() ? std::make_shared<DeferredChain>(page_count) : found.front();
                 chains.insert(chain);
+                for (const std::shared_ptr<Segment>& segment : segments) segment->set_worked_pages(page_count);
                 DeferredChain::append(chain, std::move(op), segments);
                 recorded_elements.increment();
                 return chain;

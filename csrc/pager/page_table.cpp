@@ -75,8 +75,14 @@ std::size_t Segment::frame_bytes(std::size_t index) const noexcept {
     return pager_.impl_->whole_granules(page_range(index)).size();
 }
 
+void Segment::set_worked_pages(std::size_t count) noexcept {
+    worked_pages_.store(count, std::memory_order_relaxed);
+    if (const std::shared_ptr<Segment> below = backing()) below->set_worked_pages(count);
+}
+
 void Segment::set_backing(std::shared_ptr<Segment> backing) noexcept {
     backing->above_ = pages_;
+    backing->set_worked_pages(worked_pages());
     backing_ = std::move(backing);
     has_backing_.store(true, std::memory_order_release);
 }

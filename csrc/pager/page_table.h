@@ -145,10 +145,13 @@ public:
     const Page& page(std::size_t index) const noexcept { return pages_[index]; }
     std::size_t index_of(const Page& page) const noexcept { return static_cast<std::size_t>(&page - pages_.get()); }
 
-    /// Whether deferred work waits on it. Pages are worked off in order, so the last one tells.
+    /// Whether deferred work waits on it. Pages are worked off in order, so the last one of the work tells.
     bool has_pending() const noexcept {
-        return has_work_above() || pages_[page_count_ - 1].load().has(PageWord::kPending);
+        return has_work_above() || pages_[worked_pages() - 1].load().has(PageWord::kPending);
     }
+    /// Deferred work is on so many pages, the first ones: a storage may be padded behind its tensor.
+    void set_worked_pages(std::size_t count) noexcept;
+    std::size_t worked_pages() const noexcept { return worked_pages_.load(std::memory_order_relaxed); }
 
     /// The page's bytes at the segment's address; the memory behind them spans whole granules.
     std::span<std::byte> page_range(std::size_t index) const noexcept;
@@ -165,7 +168,7 @@ public:
     /// Of a backing segment: whether the tier above has the page in memory, and will not ask for it soon.
     bool is_above(std::size_t index) const noexcept { return above_ && above_[index].load().in_memory(); }
     /// Of a backing segment: whether deferred work waits on the one above.
-    bool has_work_above() const noexcept { return above_ && above_[page_count_ - 1].load().has(PageWord::kPending); }
+    bool has_work_above() const noexcept { return above_ && above_[worked_pages() - 1].load().has(PageWord::kPending); }
 
     /// Before the segment is shared and has pages in memory. `role.kind` aside, which it has from its beginning.
     void assume(SegmentRole role);
@@ -204,6 +207,7 @@ private:
     SegmentKind kind_;
     std::uint64_t id_;
     std::size_t page_count_;
+    std::atomic<std::size_t> worked_pages_{page_count_};
     std::shared_ptr<Page[]> pages_;        // shared with the backing segment, which only loads words
     std::shared_ptr<const Page[]> above_;  // of the segment that this one is the backing segment of
     std::shared_ptr<Segment> backing_;     // as it is from when has_backing_ is set

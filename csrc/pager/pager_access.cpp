@@ -313,7 +313,7 @@ bool Pager::set_pending(Segment& segment, std::size_t index) {
     while (impl_->advance(page, PageGoal::deferral, Patience::wait) == Impl::Reached::nothing) {
         if (!impl_->release_faulted(segment) && !impl_->wait_for_oldest_use()) return false;
     }
-    if (index + 1 != segment.page_count()) return true;
+    if (index + 1 != segment.worked_pages()) return true;
     const std::shared_ptr<Segment> deferred = segment.shared_from_this();
     impl_->rank_updated({&deferred, 1});
     return true;

@@ -453,6 +453,29 @@ void count_applied(Pager& pager, const std::shared_ptr<Segment>& updated, std::a
         [updated](Segment&) { return std::vector<std::shared_ptr<Segment>>{updated}; });
 }
 
+// Work on the first pages of a segment alone, whose tensor is padded, is found like any other. Method: two of three
+// pages, while the program waits for other ranks.
+TEST(PagerPlan, DeferredWorkOnTheFirstPagesIsFound) {
+    Pager pager(options_with(64), std::make_unique<SimEngine>(8, 1));
+    const auto updated = segment_with_role(pager, 3, 1);
+    for (int step = 0; step < 2; ++step) {
+        pager.touch(updated);
+        pager.end_step();
+    }
+    std::atomic<int> applied{0};
+    count_applied(pager, updated, applied);
+    updated->set_worked_pages(2);
+    for (const std::size_t index : {0, 1}) ASSERT_TRUE(pager.set_pending(*updated, index));
+    ASSERT_TRUE(updated->has_pending());
+    pager.end_step();
+    {
+        const RankWait waiting(pager);
+        EXPECT_TRUE(comes_true([&] { return applied == 2; }));
+    }
+    EXPECT_FALSE(updated->has_pending());
+    pager.clear_pending_work();
+}
+
 // The same while it waits for other ranks: timed as such, and its cores are free meanwhile.
 TEST(PagerPlan, DeferredWorkRunsWhileTheProgramWaitsForRanks) {
     Pager pager(options_with(64), std::make_unique<SimEngine>(8, 1));
