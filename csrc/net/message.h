@@ -32,7 +32,7 @@ enum class MessageKind : std::uint16_t {
     step,       // client: a training step has ended
 };
 
-inline constexpr std::uint64_t kNoRole = UINT32_MAX;
+inline constexpr std::uint64_t kNoRole = UINT32_MAX;  // of what is not known again
 
 /// Both sides have the same byte order, or `magic` tells. The first two numbers are the same in every protocol.
 struct MessageHeader {

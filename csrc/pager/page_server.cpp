@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/activity_log.h"
 #include "base/check.h"
 #include "base/engine_thread.h"
 #include "base/log.h"
@@ -67,10 +68,6 @@ std::unique_ptr<PageStore> store_of(const PageServerOptions& options) {
     const PagerOptions& pager = options.pager;
     return std::make_unique<SsdStore>(pager.directories, make_io_engine(pager.engine, pager.queue_depth),
                                       pager.transfer_limits, options.scratch_limits);
-}
-
-std::int64_t steady_ns() noexcept {
-    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 [[noreturn]] void break_off(const ServedClient& client, const char* why) {
@@ -258,9 +255,9 @@ void PageServer::take_message(ServedClient& client) {
         case MessageKind::update:
             return take_update(client);
         case MessageKind::pass:
-            return client.uses.begin_pass(header.count, steady_ns());
+            return client.uses.begin_pass(header.count, activity_now_ns());
         case MessageKind::step:
-            return client.uses.end_step(steady_ns());
+            return client.uses.end_step(activity_now_ns());
         default:
             break_off(client, "it sent what only a store says");
     }
@@ -565,7 +562,7 @@ void PageServer::end_overdue() {
     look_overdue_at_ = now + kOverdue;
     for (const ServedClient& client : clients_) {
         for (const auto& [number, segment] : client.segments) {
-            client.uses.end_overdue(pager_, *segment, std::chrono::nanoseconds(kOverdue).count(), steady_ns());
+            client.uses.end_overdue(pager_, *segment, std::chrono::nanoseconds(kOverdue).count(), activity_now_ns());
         }
     }
 }

@@ -48,10 +48,10 @@ struct PageServerStatistics {
 /// Bytes go straight between a socket and a page of the pager, which is pinned meanwhile. So many bytes are pinned for
 /// all clients together, at most a quarter of the budget: a client sends a page when it was granted, and others wait in
 /// the order in which they came. So memory does not depend on how many there are. When a connection ends, however that
-/// is, the client's pages are gone. Memory is for the pages that clients need soonest, by their passes before. Updates
-/// run one at a time, on pages of as many bytes again at most; the pages of those that wait begin to come. Threads:
-/// any. One of its own has all sockets and waits for nothing else; one lane pins pages to be read, one those to be
-/// written, and one runs updates. The pager has its own.
+/// is, the client's pages are gone. Memory keeps the pages that clients need soonest, by their passes before. Updates
+/// run one at a time, on pages of as many bytes again at most; the pages of those that wait begin to come.
+/// Threads: any. One of its own has all sockets and waits for nothing else; one lane pins pages to be read, one those
+/// to be written, and one runs updates. The pager has its own.
 class PageServer {
 public:
     /// Listens from now on. Throws: what listen_at() and the pager's constructor do; InvalidArgument for a budget that

@@ -122,6 +122,7 @@ public:
     virtual void forget(Segment& segment) noexcept = 0;
     /// Asks for look_ahead() and frames_to_unregister().
     virtual void kick() noexcept = 0;
+    /// A pass of the program begins, as for Pager::begin_pass().
     virtual void begin_pass(ProgramId) {}
     /// Throws, once, TierIoError for a page that the store has in memory and could not write.
     virtual void end_step() {}

@@ -154,7 +154,8 @@ public:
     /// The segment's deferred work will be triggered by another role: a state that became a parameter's.
     void set_anchor(Segment& segment, TraceId anchor);
     void touch(const std::shared_ptr<Segment>& segment);
-    /// Who knows better than the recording here says when the segment is used next; kNever: not before all others.
+    /// When the segment is used next, from who knows better than the recording here: a time on a clock of its own, the
+    /// same one for all segments, or kNever.
     void tell_next_use(Segment& segment, UsePosition use);
     void kick();  // looks ahead soon
     /// What the first pass of the program is thought to use, in this order; read ahead if nothing better is known.

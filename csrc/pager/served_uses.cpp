@@ -1,15 +1,12 @@
 #include "pager/served_uses.h"
 
 #include <algorithm>
-#include <chrono>
 #include <optional>
+
+#include "base/activity_log.h"
 
 namespace torch_offload {
 namespace {
-
-std::int64_t steady_ns() noexcept {
-    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 /// Of pages that are numbered below 2^32 each.
 std::uint64_t key_of(std::uint64_t role, std::uint64_t page) noexcept { return role << 32 | page; }
@@ -54,7 +51,7 @@ void ServedUses::end(Pager& pager, PageRequest& request) noexcept {
 
 /// The segment stays until as many requests for it have ended.
 void ServedUses::begin_page(Pager& pager, Segment& segment, std::uint64_t role, std::uint64_t page, bool is_need) {
-    const std::int64_t now_ns = steady_ns();
+    const std::int64_t now_ns = activity_now_ns();
     if (is_need) note_need(role, page, now_ns);
     requests_[&segment] += 1;
     if (trace_.has_prediction()) pager.tell_next_use(segment, static_cast<UsePosition>(now_ns));
@@ -64,7 +61,7 @@ void ServedUses::end_page(Pager& pager, Segment& segment, std::uint64_t role, st
     const auto found = requests_.find(&segment);
     if (found == requests_.end() || --found->second > 0) return;
     requests_.erase(found);
-    const std::int64_t next_ns = next_need_ns(role, page, steady_ns());
+    const std::int64_t next_ns = next_need_ns(role, page, activity_now_ns());
     if (next_ns > 0) pager.tell_next_use(segment, static_cast<UsePosition>(next_ns));
 }
 
@@ -75,9 +72,13 @@ void ServedUses::end_overdue(Pager& pager, Segment& segment, std::int64_t so_lon
 }
 
 void ServedUses::note_need(std::uint64_t role, std::uint64_t page, std::int64_t now_ns) {
-    if (!has_passes_ || role >= kNoTrace || pages_.size() == Trace::kMaxUses) return;
-    const auto added = static_cast<TraceId>(pages_.size());
-    trace_.touch(pages_.try_emplace(key_of(role, page), added).first->second, {now_ns, 0});
+    if (!has_passes_ || role >= kNoTrace) return;
+    auto known = pages_.find(key_of(role, page));
+    if (known == pages_.end()) {
+        if (pages_.size() == Trace::kMaxUses) return;
+        known = pages_.emplace(key_of(role, page), static_cast<TraceId>(pages_.size())).first;
+    }
+    trace_.touch(known->second, {now_ns, 0});
 }
 
 /// What is not in the recording may have been in the client's own memory then: in a pass from now, for all that is
