@@ -69,9 +69,12 @@ def wait_for_collectives() -> None:
 
 def waits_for_work(thread: Path) -> bool:
     """Say whether a thread of gloo sleeps until woken, as for work alone: the GIL is waited for with a timeout."""
-    if (thread / "comm").read_text() != "pt_gloo_runloop\n":
+    try:
+        if (thread / "comm").read_text() != "pt_gloo_runloop\n":
+            return True
+        call, *arguments = (thread / "syscall").read_text().split()
+    except OSError:  # it has ended
         return True
-    call, *arguments = (thread / "syscall").read_text().split()
     return call == FUTEX and int(arguments[3], 16) == 0
 
 
