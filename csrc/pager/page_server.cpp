@@ -560,9 +560,11 @@ void PageServer::end_overdue() {
     const auto now = Clock::now();
     if (now < look_overdue_at_) return;
     look_overdue_at_ = now + kOverdue;
+    const std::int64_t overdue_ns = std::chrono::nanoseconds(kOverdue).count();
+    const std::int64_t now_ns = activity_now_ns();
     for (const ServedClient& client : clients_) {
         for (const auto& [number, segment] : client.segments) {
-            client.uses.end_overdue(pager_, *segment, std::chrono::nanoseconds(kOverdue).count(), activity_now_ns());
+            client.uses.end_overdue(pager_, *segment, overdue_ns, now_ns);
         }
     }
 }

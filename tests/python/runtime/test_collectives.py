@@ -208,7 +208,7 @@ def waited_in_backward(rank: int, folder: str) -> float:
     for _ in range(2):
         loss = parallel(torch.ones(1, WIDTH)).sum()
         if rank == 0:
-            time.sleep(LATE_SECONDS)
+            time.sleep(LATE_SECONDS)  # what is measured: how late this rank is; nothing has to happen meanwhile
         loss.backward()
     waited_seconds = torch_offload.report().stall_seconds["network"] - before
     torch_offload.unwrap(module)

@@ -64,7 +64,7 @@ def wait_for_collectives() -> None:
     """
     ends_at = time.monotonic() + 10
     while not all(map(waits_for_work, Path("/proc/self/task").iterdir())) and time.monotonic() < ends_at:
-        time.sleep(0.001)
+        time.sleep(0.001)  # gives the GIL up; the condition decides, not how long this is
 
 
 def waits_for_work(thread: Path) -> bool:
