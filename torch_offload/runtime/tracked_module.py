@@ -184,7 +184,7 @@ class WrappedModule:
         known = self._tracked.get(id(tensor))
         if known is None or known.tensor() is not tensor:
             reason = why_not_pageable(tensor, self._engine.torch_device)
-            if reason is not None:
+            if reason is not None and not tensor.is_meta:  # that has no memory; a later look finds what it gets
                 refusals.append((label, reason))
             known = Tracked(label, kind, weakref.ref(tensor), is_managed=False, parameter=weakref.ref(parameter))
         if not known.is_managed or not _C.is_managed(tensor):

@@ -17,6 +17,7 @@ from support.sharded_training import (
     WEIGHTS,
     Case,
     lives_on_after_wrapping,
+    loaded_from_safetensors,
     resumed,
     run_ranks,
     run_unwrapped,
@@ -96,7 +97,6 @@ def test_a_module_that_is_sharded_after_it_was_wrapped(scratch):
         assert figures["norms_from_cache"] == WEIGHTS * STEPS
 
 
-@pytest.mark.filterwarnings("ignore:torch_offload leaves these tensors in memory.*on device meta:UserWarning")
 def test_shards_get_memory_after_they_were_wrapped(scratch):
     """As a model is loaded that no process could hold whole: its shards are pages as soon as they have memory."""
     case = Case(ranks=3, is_on_meta=True)
@@ -107,6 +107,18 @@ def test_shards_get_memory_after_they_were_wrapped(scratch):
         assert figures["memory"]["peak_bytes"] <= case.budget_bytes
         assert figures["norms_from_cache"] == WEIGHTS * STEPS
     assert sum(figures["shards_bytes"] for _, _, figures in outcomes) == SHARDS_BYTES
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shards_are_loaded_from_files_of_whole_parameters(scratch, ranks):
+    """Each rank reads its part of a file of safetensors into pages, of a model that was never in memory."""
+    case = Case(ranks=ranks, is_on_meta=True)
+    for plain, paged, figures in in_each_rank(loaded_from_safetensors, case, str(scratch), ranks=ranks):
+        assert plain == paged
+        assert figures["faults"] == 0
+        assert figures["evictions"] > 0
+        assert figures["memory"]["peak_bytes"] <= case.budget_bytes
+        assert figures["norms_from_cache"] == WEIGHTS * STEPS
 
 
 def test_one_rank_may_recompute_what_the_other_saves(scratch):

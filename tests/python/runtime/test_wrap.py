@@ -408,13 +408,12 @@ def test_unwrapping_reads_pages_while_it_copies_others(config):
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_tensors_that_cannot_be_paged_are_named_in_one_warning(config):
-    """meta, sparse, quantized, a subclass and shared memory stay as they are; the rest is paged."""
+    """Sparse, quantized, a subclass and shared memory stay as they are; the rest is paged."""
 
     class Packed(nn.Parameter):
         pass
 
     module = make_module()
-    module.on_meta = nn.Parameter(torch.empty(9, device="meta"))
     module.sparse = nn.Parameter(torch.eye(4).to_sparse())
     module.packed = Packed(torch.ones(4))
     module.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
@@ -424,7 +423,7 @@ def test_tensors_that_cannot_be_paged_are_named_in_one_warning(config):
         torch_offload.wrap(module, config=config)
     messages = [str(warning.message) for warning in caught if "torch_offload" in str(warning.message)]
     assert len(messages) == 1
-    assert all(name in messages[0] for name in ("on_meta", "sparse", "packed", "quantized", "shared"))
+    assert all(name in messages[0] for name in ("sparse", "packed", "quantized", "shared"))
     assert caught[0].filename == __file__
     assert _C.is_managed(module[0].weight)
     assert not any(_C.is_managed(tensor) for tensor in (module.packed, module.shared))
@@ -432,6 +431,25 @@ def test_tensors_that_cannot_be_paged_are_named_in_one_warning(config):
         warnings.simplefilter("error")
         module[0](torch.ones(2, 128))
         torch_offload.unwrap(module)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_what_has_no_memory_yet_is_paged_when_it_has(config, swaps):
+    """Parameters on the meta device are no memory that could stay, so there is nothing to warn of."""
+    with torch.device("meta"):
+        module = make_module()
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch_offload.wrap(module, config=config)
+        module.to_empty(device="cpu")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+    module(torch.ones(2, 128))
+    assert _C.is_managed(module[0].weight)
 
 
 def test_an_error_midway_leaves_nothing_wrapped(config, scratch, monkeypatch):

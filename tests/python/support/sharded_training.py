@@ -3,13 +3,15 @@
 import gc
 import logging
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -279,6 +281,31 @@ def saved_and_loaded(
         plain = [digest(local(weight)) for weight in loaded.parameters()]
     dist.destroy_process_group()
     return paged, plain, figures
+
+
+def loaded_from_safetensors(rank: int, case: Case, folder: str) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Load a model that has no memory yet from one file of whole parameters, and train, in memory and paged."""
+    join_group(rank, folder, ranks=case.ranks)
+    checkpoint = Path(folder, "checkpoint")
+    if rank == 0:
+        checkpoint.mkdir()
+        save_file(new_model(replace(case, is_on_meta=False)).state_dict(), checkpoint / "model.safetensors")
+    dist.barrier()
+    results = []
+    for is_paged in (False, True):
+        model = new_model(case)
+        shard(model, case)
+        if is_paged:
+            torch_offload.wrap(model, config=case.config(folder))
+        model.to_empty(device="cpu")
+        reader = distributed_checkpoint.HuggingFaceStorageReader(str(checkpoint))
+        distributed_checkpoint.load(model.state_dict(), storage_reader=reader)
+        with torch.no_grad():
+            loaded = [digest(local(weight)) for weight in model.parameters()]
+        results.append([*loaded, *train(rank, model, case)])
+    figures = PROCESS.session.statistics()
+    dist.destroy_process_group()
+    return *results, figures
 
 
 def resumed(rank: int, case: Case, folder: str) -> tuple[list[str], list[str], dict[str, Any]]:
