@@ -63,6 +63,7 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
         _default_directory(config, needed_bytes=needed_bytes),
     )
     check_directories(directories)
+    _warn_of_one_disk(config)
     free_bytes = resources.room_for_pages(directories, keep_free=config.keep_free, max_spill=config.max_spill)
     if free_bytes < needed_bytes:
         raise OutOfTierMemory(
@@ -137,6 +138,28 @@ def check_directories(directories: Iterable[Path]) -> None:
         reason = resources.scratch_refusal(directory)
         if reason is not None:
             raise ConfigError(f"ssd: {reason}")
+
+
+def _warn_of_one_disk(config: Config) -> None:
+    """Say so, in the first process of a machine, where its processes have directories of their own on one disk."""
+    found: dict[int, tuple[int, Path]] = {}
+    for number in range(environment.process_count() if environment.is_first_process() else 0):
+        for directory in config.directories_of(number):
+            try:
+                file_system = directory.stat().st_dev
+            except OSError:  # it is another process's, which refuses it
+                continue
+            other, where = found.setdefault(file_system, (number, directory))
+            if other != number and where != directory:
+                logger.warning(
+                    "ssd: processes %d and %d have directories on one file system, %s and %s, and share its rate; "
+                    "where {local_rank} is to give each a disk of its own, mount them there",
+                    other,
+                    number,
+                    where,
+                    directory,
+                )
+                return
 
 
 def optimizer_device(config: Config, paged: Iterable[torch.Tensor]) -> OptimizerDevice:

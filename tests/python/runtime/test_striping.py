@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_offload
 from torch_offload import Config, ConfigError
+from torch_offload.runtime.preflight import resolve
 
 pytestmark = pytest.mark.any_torch
 
@@ -76,3 +77,26 @@ def test_a_directory_of_the_process_is_named_by_its_number(scratch: Path, monkey
     assert [size > 0 for size in nameless_files(scratch / directory)] == [True]
     for module in modules:
         torch_offload.unwrap(module)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "name", "second", "is_said"),
+    [
+        ("0", "disk{local_rank}", "disk", True),
+        ("1", "disk{local_rank}", "disk", False),
+        ("0", "disk{local_rank}", "/dev/shm", False),
+        ("0", "disk{local_rank}", "missing", False),
+        ("0", "disk0", "disk", False),
+    ],
+)
+def test_disks_of_their_own_that_are_one_are_said(scratch, monkeypatch, caplog, local_rank, name, second, is_said):
+    """By the first of a machine's processes, where `ssd` names a directory for each."""
+    for folder in ("disk", "disk0"):
+        (scratch / folder).mkdir()
+    (scratch / "disk1").symlink_to(scratch / second)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    resolve(Config(ram=24 * MIB, ssd=scratch / name))
+    said = [record.getMessage() for record in caplog.records if "file system" in record.getMessage()]
+    assert len(said) == is_said
+    assert all(f"processes 0 and 1 have directories on one file system, {scratch}/disk0" in line for line in said)
