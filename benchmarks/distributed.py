@@ -23,7 +23,6 @@ A Llama over gloo, one thread a rank, with DDP and with `fully_shard` (FSDP2), i
   and sent away while it is under way, with random delays: bits.
 """
 
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -331,10 +330,9 @@ def overhead(plan: Plan, folder: str) -> dict[str, Any]:
         for _ in range(plan.rounds):
             begin = CpuSeconds.now()
             steps = [[each.ask("step") for _ in range(plan.steps_of_round)] for each in (plain, resident)]
-            end = CpuSeconds.now()
             worked = sum(answer["cpu_seconds"] for turns in steps for answers in turns for answer in answers)
+            others = {"other_share": CpuSeconds.now().since(begin, worked=worked)["other_share"]}
             seconds = [min(answers[0]["seconds"] for answers in turns) for turns in steps]
-            others = {"other_share": other_share(begin, end, worked)}
             rounds.append({"seconds": seconds, "ratio": seconds[1] / seconds[0], **others, "quiet": is_quiet(others)})
     counted, is_disturbed = usable(rounds, wanted=plan.rounds)
     return {"ratio": spread([row["ratio"] for row in counted]), "disturbed": is_disturbed, "rounds": rounds}
@@ -429,13 +427,6 @@ def collectives_bars(found: dict[str, Any]) -> list[dict[str, Any]]:
         at_most("collectives of torch that are not known", len(found["not_exercised"]), 0),
         at_least("runs in which pages had to stay until the collective had ended", sum(later), 1),
     ]
-
-
-def other_share(begin: CpuSeconds, end: CpuSeconds, worked: float) -> float:
-    """Return the share of the machine that neither this process nor the ranks, which `worked` so long, had."""
-    spent = end.machine - begin.machine + end.stolen - begin.stolen
-    others = max(0.0, spent - worked - (end.process - begin.process))
-    return others / ((end.wall - begin.wall) * (os.cpu_count() or 1))
 
 
 def paging_bars(what: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

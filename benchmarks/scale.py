@@ -154,10 +154,7 @@ class Measured:
             plain = self.plain[ranks].ask("profile")
             worked += sum(each["cpu_seconds"] for each in (*answers, *alone, plain))
             row["group"][ranks], row["alone"][ranks], row["plain"][ranks] = answers[0], alone, plain
-        end = CpuSeconds.now()
-        everybody = end.machine - begin.machine + end.stolen - begin.stolen
-        others = max(0.0, everybody - worked - (end.process - begin.process))
-        share = others / ((end.wall - begin.wall) * (os.cpu_count() or 1))
+        share = CpuSeconds.now().since(begin, worked=worked)["other_share"]
         return row | {"other_share": share, "quiet": is_quiet({"other_share": share})}
 
     def link(self) -> dict[str, float]:

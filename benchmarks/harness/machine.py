@@ -25,9 +25,10 @@ class CpuSeconds:
         process = own.user + own.system + own.children_user + own.children_system
         return cls(time.perf_counter(), process, user + nice + system, stolen)
 
-    def since(self, earlier: "CpuSeconds") -> dict[str, float]:
+    def since(self, earlier: "CpuSeconds", *, worked: float = 0) -> dict[str, float]:
+        """Return what went by; `worked` are CPU seconds of other processes that count as this one's."""
         wall = self.wall - earlier.wall
-        process = self.process - earlier.process
+        process = self.process - earlier.process + worked
         others = max(0.0, self.machine - earlier.machine - process) + self.stolen - earlier.stolen
         share = others / (wall * (os.cpu_count() or 1))
         return {"seconds": wall, "process_cpu_seconds": process, "other_cpu_seconds": others, "other_share": share}

@@ -134,6 +134,21 @@ def test_lock_waits_counts_the_locks_of_the_engine(scratch):
     assert len(result["bars"]) == 1
 
 
+def test_shared_disk_counts_every_process(scratch):
+    """Each of four moved bytes, of every pattern."""
+    result = smoke("shared_disk", scratch)
+    (row,) = result["rounds"]
+    assert set(row["rates"]) == {"read", "write", "mix"}
+    for turns in row["rates"].values():
+        assert {name: len(rates) for name, rates in turns.items()} == {
+            "one": 1,
+            "each": 4,
+            "divided": 4,
+            "one_of_divided": 1,
+        }
+        assert all(rate > 0 for rates in turns.values() for rate in rates)
+
+
 def test_io_thread_is_seen_to_run(scratch):
     """The thread of the disk ran for a part of each step, and for a part of that part the disk had no request."""
     (case,) = smoke("io_thread", scratch)["cases"]
