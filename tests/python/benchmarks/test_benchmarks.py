@@ -6,6 +6,7 @@ Times are no subject here: a smoke run judges none, so that others may run besid
 import importlib.util
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -132,6 +133,15 @@ def test_lock_waits_counts_the_locks_of_the_engine(scratch):
     assert any(place.startswith("Pager::Impl::") for place in places)
     assert case["program_share"]["count"] == 2
     assert len(result["bars"]) == 1
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads registers of x86-64")
+def test_plain_calls_take_no_instruction_more(scratch):
+    """Its bars hold; that of the engine's own are seen, a tensor that is made says: its memory is the engine's."""
+    result = smoke("plain_calls", scratch)
+    assert len(result["bars"]) == 4
+    assert {row["call"] for row in result["rows"] if row["added"] > 0} >= {"add", "make a tensor"}
+    assert all(row["before"][0]["torch"] > 1000 for row in result["rows"])
 
 
 def test_shared_disk_counts_every_process(scratch):
