@@ -188,6 +188,15 @@ def _store() -> Iterator[Any]:
         store.set_timeout(usual)
 
 
+def other_engine_of(held: Any) -> str | None:
+    """Return the name of the engine that a module is, or that puts a parameter into memory of its own, if one does."""
+    if getattr(held, "_is_flat_param", False) or getattr(held, "_fsdp_flattened", False):
+        return "FullyShardedDataParallel (FSDP1)"
+    if hasattr(held, "ds_id") or hasattr(held, "_hp_mapping") or type(held).__module__.startswith("deepspeed."):
+        return "DeepSpeed"
+    return None
+
+
 def sharded_parameters(module: Any) -> list[Any]:
     """Return what `fully_shard` keeps of each parameter of the group, or groups, of a module."""
     state = module._get_fsdp_state()

@@ -1,8 +1,12 @@
 """Eligibility of tensors for paging."""
 
-import torch
+from collections.abc import Iterable
 
-from torch_offload import _C
+import torch
+from torch import nn
+
+from torch_offload import _C, _compat
+from torch_offload.errors import UnsupportedModelError
 from torch_offload.runtime.tensor_parts import is_ordinary
 
 
@@ -27,3 +31,21 @@ def why_not_pageable(tensor: torch.Tensor, compute_device: str = "cpu") -> str |
     if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
         return "is in memory shared with other processes"
     return None
+
+
+def check_engine(module: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse a module whose parameters another engine has than `fully_shard`.
+
+    Args:
+        module: Any. One of such an engine is refused, too.
+        parameters: Its own, those that it had included: an engine may have put others in their place.
+
+    Raises:
+        UnsupportedModelError: The message names that engine and what to use.
+    """
+    named = next(filter(None, map(_compat.other_engine_of, [*module.modules(), *parameters])), None)
+    if named is not None:
+        raise UnsupportedModelError(
+            f"{named} has the parameters of this {type(module).__name__} in memory of its own, which cannot be paged; "
+            "divide them with torch.distributed.fsdp.fully_shard (FSDP2), or train without torch_offload"
+        )

@@ -32,6 +32,7 @@ from torch_offload.reporting.report import Report
 from torch_offload.reporting.timeline import Timeline
 from torch_offload.runtime import data_parallel, rank_waits, raw_access, transformers_saving
 from torch_offload.runtime.backward_updates import BackwardUpdates
+from torch_offload.runtime.eligibility import check_engine
 from torch_offload.runtime.node_budget import JoinedBudget, NodeBudget
 from torch_offload.runtime.optimizer_hooks import OptimizerHooks
 from torch_offload.runtime.passes import Passes
@@ -213,7 +214,9 @@ class Session:
 
         Raises:
             OffloadError: As from ``Engine.manage``. What had been paged is ordinary memory again.
+            UnsupportedModelError: As from :func:`check_engine`.
         """
+        check_engine(module, module.parameters())
         before = {id(tensor) for tensor in _tensors_in(module) if _C.is_managed(tensor)}
         wrapped = self._wrapped[module] = WrappedModule(
             module,

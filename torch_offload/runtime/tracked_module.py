@@ -15,7 +15,7 @@ from torch_offload._compat import paged_part
 from torch_offload.activations.paging import PagedActivations
 from torch_offload.hooks.module_hooks import ModuleHook
 from torch_offload.runtime.backward_updates import BackwardUpdates
-from torch_offload.runtime.eligibility import why_not_pageable
+from torch_offload.runtime.eligibility import check_engine, why_not_pageable
 from torch_offload.runtime.sharded_parameters import ShardedParameters, Shards, own_gradient
 from torch_offload.runtime.tensor_parts import all_parts_of, parts_beside, parts_of
 
@@ -101,10 +101,26 @@ class WrappedModule:
         self._is_stale = True
 
     def begin_forward(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """The module is called. While `torch.func` transforms the call, what it holds is not its own."""
+        """The module is called. While `torch.func` transforms the call, what it holds is not its own.
+
+        Raises:
+            OffloadError: As from :meth:`scan`.
+            UnsupportedModelError: If another engine has put its parameters into memory of its own since.
+        """
         self._on_forward(self, arguments, options)
         if not _C.in_transform():
+            module = self._module()
+            if module is not None and self._is_search_due():
+                check_engine(module, [*module.parameters(), *self._tracked_parameters()])
             self.refresh()
+
+    def _tracked_parameters(self) -> Iterator[torch.Tensor]:
+        """Yield those that are still alive; an engine may have put others in their place."""
+        held = (known.parameter() for known in self._tracked.values())
+        return (parameter for parameter in held if parameter is not None)
+
+    def _is_search_due(self) -> bool:
+        return self._refreshes < FIRST_SEARCHES or (self._refreshes + 1) % CALLS_BETWEEN_SEARCHES == 0
 
     def refresh(self) -> None:
         """Scan again if the module is known to have changed.
@@ -112,8 +128,8 @@ class WrappedModule:
         Hooks tell of parameters that are registered, of submodules and of conversions. What reaches a parameter by no
         hook is looked for in the first calls and now and then, since a search visits every parameter.
         """
+        is_due = self._is_search_due()
         self._refreshes += 1
-        is_due = self._refreshes <= FIRST_SEARCHES or self._refreshes % CALLS_BETWEEN_SEARCHES == 0
         if self._is_stale or (is_due and self._has_changed()):
             self.scan()
 
