@@ -197,11 +197,28 @@ def other_engine_of(held: Any) -> str | None:
     return None
 
 
-def sharded_parameters(module: Any) -> list[Any]:
-    """Return what `fully_shard` keeps of each parameter of the group, or groups, of a module."""
+def _sharded_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    return [group for group in groups if group is not None]
+
+
+def sharded_parameters(module: Any) -> list[Any]:
+    """Return what `fully_shard` keeps of each parameter of the group, or groups, of a module."""
+    return [parameter for group in _sharded_groups(module) for parameter in group.fsdp_params]
+
+
+def left_gathered(module: Any, *, is_outermost: bool) -> list[Any]:
+    """Return those parameters of a module that are gathered for its forward and stay so until its backward.
+
+    `reshard_after_forward` says so; where it is not given, they do of the outermost module, which torch finds out in
+    the first forward.
+    """
+    state = module._get_fsdp_state()
+    is_root = is_outermost if state._is_root is None else state._is_root
+    stays = state._auto_reshard_after_forward and is_root
+    groups = [group for group in _sharded_groups(module) if stays or group.post_forward_mesh_info is None]
+    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def gathered_bytes(parameter: Any) -> int:
@@ -216,6 +233,13 @@ def reduced_bytes(parameter: Any) -> int:
     policy = parameter.mp_policy
     dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
     return int(parameter._orig_size.numel() * dtype.itemsize)
+
+
+def resharded_part(parameter: Any) -> Any:
+    """Return what a rank keeps of a gathered parameter from a forward to its backward, where `reshard_after_forward` is
+    a number of ranks: the memory that the next gathering reads, flat.
+    """
+    return parameter._sharded_post_forward_param_data
 
 
 def owners_of_sharded(parameter: Any) -> Iterator[tuple[Any, str]]:

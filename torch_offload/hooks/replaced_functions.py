@@ -267,6 +267,14 @@ GATHERED_PARAMETERS = ReplacedFunction(
     until=Until.ENGINE_OF_SHARDS_CLOSES,
     alternative="A hook of torch on the memory that `fully_shard` gathers into.",
 )
+RESHARDED_PARAMETERS = ReplacedFunction(
+    owner="torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+    name="to_sharded_post_forward",
+    parameters=("self",),
+    reason="What a rank keeps for the backward, where `reshard_after_forward` is a number of ranks, becomes pages.",
+    until=Until.ENGINE_OF_SHARDS_CLOSES,
+    alternative="A hook of torch on what `fully_shard` keeps from a forward for its backward.",
+)
 REDUCED_GRADIENTS = ReplacedFunction(
     owner="torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
     name="post_backward",
@@ -419,6 +427,7 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     SHARDED_PARAMETER,
     PADDED_PARAMETER,
     GATHERED_PARAMETERS,
+    RESHARDED_PARAMETERS,
     REDUCED_GRADIENTS,
     OPTIMIZER_LOADED_STATE,
     OPTIMIZER_LOAD,

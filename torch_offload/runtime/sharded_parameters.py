@@ -8,7 +8,7 @@ paged; what is gathered is torch's, ordinary memory within the budget. No collec
 import logging
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -108,32 +108,40 @@ class ShardedParameters:
             OffloadError: If torch keeps it in a way that is not known.
         """
         shards: Shards = weakref.WeakKeyDictionary()
-        for path, part in module.named_modules():
-            if not is_sharded(part):
-                continue
-            try:
-                self._check_room(path, part)
+        sharded = {path: part for path, part in module.named_modules() if is_sharded(part)}
+        try:
+            self._check_room(sharded, set(_outermost_sharded(module)))
+            for part in sharded.values():
                 for parameter in _compat.sharded_parameters(part):
                     self._leave_gathered(parameter)
                     for owner, name in _compat.owners_of_sharded(parameter):
                         shards.setdefault(owner, {})[name] = weakref.ref(parameter)
-            except AttributeError as error:
-                raise OffloadError(
-                    f"torch {torch.__version__} keeps what fully_shard divided in a way that torch_offload does not "
-                    f"know ({error}); install torch {_compat.supported_range()}, or train without fully_shard"
-                ) from error
+        except AttributeError as error:
+            raise OffloadError(
+                f"torch {torch.__version__} keeps what fully_shard divided in a way that torch_offload does not "
+                f"know ({error}); install torch {_compat.supported_range()}, or train without fully_shard"
+            ) from error
         if shards and not self._is_installed:
             self._patches.replace(replaced_functions.GATHERED_PARAMETERS, self._after_gathering)
+            self._patches.replace(replaced_functions.RESHARDED_PARAMETERS, self._after_resharding)
             self._patches.replace(replaced_functions.REDUCED_GRADIENTS, self._after_backward)
             self._is_installed = True
         return shards
 
-    def _check_room(self, path: str, part: nn.Module) -> None:
-        """Check, once for each, that what is gathered of a module fits `ram`: with a device, it lies there."""
-        if self._config.gpu is not None or part in self._checked:
+    def _check_room(self, sharded: dict[str, nn.Module], outermost: set[nn.Module]) -> None:
+        """Check, once for each, that what is gathered of modules fits `ram`: with a device, it lies there."""
+        if self._config.gpu is not None:
             return
-        check_room(self._config, path or type(part).__name__, _compat.sharded_parameters(part))
-        self._checked.add(part)
+        left = {
+            id(parameter): parameter  # several modules may have it
+            for part in sharded.values()
+            for parameter in _compat.left_gathered(part, is_outermost=part in outermost)
+        }
+        for path, part in sharded.items():
+            parameters = _compat.sharded_parameters(part)
+            if parameters and part not in self._checked:
+                check_room(self._config, path or type(part).__name__, parameters, left=list(left.values()))
+                self._checked.add(part)
 
     def page_padded(self, shards: Shards) -> None:
         """Have what gatherings read of paged shards, the same memory with its padding, be paged like these."""
@@ -154,6 +162,12 @@ class ShardedParameters:
         original(parameter, *args, **options)
         self._leave_gathered(parameter)
 
+    def _after_resharding(self, original: Any, parameter: Any) -> None:
+        """Page what stays for the backward, larger parts than shards, of fewer ranks, as if the graph kept it."""
+        original(parameter)
+        self._engine.save_for_backward(_compat.resharded_part(parameter))
+        self._engine.end_saving()  # no operator is using it
+
     def _after_backward(self, original: Any, group: Any, *args: Any, **options: Any) -> None:
         """Free the gradients of replicas once they are summed; those of a GPU may still be read on another stream. Page
         gradients that wait for a later backward: whole ones under `set_requires_gradient_sync(False)`, those of shards
@@ -170,6 +184,15 @@ class ShardedParameters:
         """Let no graph make pages of memory that torch frees and takes again by itself."""
         for gathered in parameter.all_gather_outputs:
             self._engine.keep_out(gathered)
+
+
+def _outermost_sharded(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the sharded modules that are in no other one, of all in a module."""
+    if is_sharded(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost_sharded(child)
 
 
 def _parameters_in(shards: Shards) -> list[Any]:

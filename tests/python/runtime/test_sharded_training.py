@@ -11,6 +11,7 @@ import torch
 from support.collectives import in_each_rank
 from support.sharded_training import (
     ACTIVATION_BYTES,
+    BLOCKS,
     LAYERS,
     SHARDS_BYTES,
     STEPS,
@@ -43,6 +44,8 @@ CASES = {
     "partly frozen": Case(is_partly_frozen=True),
     "replicated shards": Case(ranks=4, layout="replicated shards"),
     "held sums of replicated shards": Case(ranks=4, layout="replicated shards", micro_steps=2, holds_sums=True),
+    "fewer and larger shards until the backward": Case(ranks=4, resharded=2),
+    "gathered until the backward": Case(resharded=False),
     "replicas": Case(layout="replicas"),
     "divided matrices": Case(layout="tensor parallel"),
     "divided matrices in shards": Case(ranks=4, layout="both"),
@@ -69,20 +72,31 @@ def test_updates_are_deferred_and_gathered_weights_are_no_activations(scratch):
         assert figures["saved_bytes"] == ACTIVATION_BYTES * (STEPS + 1)
 
 
+REFUSED = "refused: host tier: out of memory. fully_shard has all of 0 in memory at once"
+
+
 @pytest.mark.parametrize(
-    ("units", "is_mixed", "said"),
+    ("units", "case", "said", "remedy"),
     [
-        (1.9, False, "refused: host tier: out of memory. fully_shard has all of 0 in memory at once"),
-        (2.1, False, "ram: fully_shard takes up to some 3.0"),
-        (6.1, False, ""),
-        (1.4, True, "refused: host tier: out of memory. fully_shard has all of 0 in memory at once"),
-        (4.6, True, ""),
+        (1.9, Case(), REFUSED, "or call fully_shard on smaller modules"),
+        (2.1, Case(), "ram: fully_shard takes up to some 3.0", "or call fully_shard on smaller modules"),
+        (6.1, Case(), "", ""),
+        (1.4, Case(is_mixed=True), REFUSED, ""),
+        (4.6, Case(is_mixed=True), "", ""),
+        (BLOCKS + 0.9, Case(resharded=False), REFUSED, "or call fully_shard with reshard_after_forward=True"),
+        (BLOCKS + 1.1, Case(resharded=False), "ram: fully_shard takes up to some 10.55", "reshard_after_forward=True"),
+        (BLOCKS + 5.1, Case(resharded=False), "", ""),
+        (BLOCKS + 0.9, Case(layout="shards of blocks"), REFUSED, "reshard_after_forward=True"),
+        (6.1, Case(layout="shards of blocks", resharded=True), "", ""),
     ],
 )
-def test_what_is_gathered_at_once_is_checked_before_the_first_step(scratch, units, is_mixed, said):
-    """In times a block in fp32: less than twice is refused, less than what trains is warned of, with its name."""
-    for found in in_each_rank(said_of_room, Case(is_mixed=is_mixed), str(scratch), units):
+def test_what_is_gathered_at_once_is_checked_before_the_first_step(scratch, units, case, said, remedy):
+    """In times a block in fp32: less than twice is refused, less than what trains is warned of, with its name; with
+    blocks that stay gathered for the backward, as each does that is in no sharded module, beside all others.
+    """
+    for found in in_each_rank(said_of_room, case, str(scratch), units):
         assert found.startswith(said)
+        assert remedy in found
         assert bool(found) == bool(said)
 
 

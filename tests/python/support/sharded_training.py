@@ -63,9 +63,14 @@ class Case:
     """The model has no memory until it is sharded and wrapped."""
     is_partly_frozen: bool = False
     activations: str = "page"
+    resharded: bool | int | None = None
+    """What `reshard_after_forward` is: among how many ranks what was gathered is divided until the backward. None:
+    torch's default.
+    """
     layout: str = "shards"
-    """Or "replicated shards": of each half of the ranks; "replicas": what torch calls `replicate`; "tensor parallel":
-    each matrix is divided; "both": shards of what pairs of ranks have divided.
+    """Or "shards of blocks": the model around them has none; "replicated shards": of each half of the ranks;
+    "replicas": what torch calls `replicate`; "tensor parallel": each matrix is divided; "both": shards of what pairs of
+    ranks have divided.
     """
 
     def data_of(self, rank: int) -> int:
@@ -79,8 +84,10 @@ class Case:
 
     @property
     def budget_bytes(self) -> int:
-        """40 % of a rank's state, and activations where they stay."""
-        return int(0.4 * STATE_BYTES / self.parts) + (ACTIVATION_BYTES if self.activations == "keep" else 0)
+        """40 % of a rank's state, activations where they stay, and weights where they stay gathered."""
+        activation_bytes = ACTIVATION_BYTES if self.activations == "keep" else 0
+        gathered_bytes = 4 * PARAMETERS if self.resharded is False else 0
+        return int(0.4 * STATE_BYTES / self.parts) + activation_bytes + gathered_bytes
 
     def config(self, folder: str) -> Config:
         return Config(
@@ -116,7 +123,7 @@ def new_model(case: Case) -> nn.Sequential:
 
 def meshes(case: Case) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Return the ranks that divide each matrix, and those that torch's `fully_shard` or `replicate` gets."""
-    if case.layout in ("shards", "replicas"):
+    if case.layout in ("shards", "shards of blocks", "replicas"):
         return None, init_device_mesh("cpu", (case.ranks,))
     if case.layout == "tensor parallel":
         return init_device_mesh("cpu", (case.ranks,)), None
@@ -134,9 +141,12 @@ def shard(model: nn.Sequential, case: Case) -> None:
     options: dict[str, Any] = {"mesh": shards}
     if case.is_mixed:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if case.resharded is not None:
+        options["reshard_after_forward"] = case.resharded
     for block in model:
         divide(block, **options)
-    divide(model, **options)
+    if case.layout != "shards of blocks":
+        divide(model, **options)
 
 
 def fill(model: nn.Module, rank: int) -> None:
