@@ -9,39 +9,11 @@
 #include <thread>
 #include <vector>
 
-#include "pager/page_server.h"
-#include "support/pager_fixture.h"
 #include "support/seeds.h"
-#include "support/small_training.h"
+#include "support/stored_pager.h"
 
 namespace torch_offload::test {
 namespace {
-
-PageServerOptions server_options(std::size_t budget_pages) {
-    return {{"127.0.0.1", 0}, options_with(budget_pages), {}};
-}
-
-/// A pager whose pages go to a store.
-struct StoredPager {
-    StoredPager(const NetAddress& address, std::size_t budget_pages)
-        : pager(options_with(budget_pages),
-                std::make_unique<RemoteStore>(address, kPageBytes, 8, options_with(1).transfer_limits)) {}
-
-    void fill_segments(std::uint32_t count, std::size_t pages, std::uint32_t seed) {
-        for (std::uint32_t i = 0; i < count; ++i) segments.push_back(filled_segment(pager, pages, seed + i));
-    }
-    /// Of the first that differs, or the number of segments.
-    std::size_t first_wrong(std::uint32_t seed) {
-        for (std::uint32_t i = 0; i < segments.size(); ++i) {
-            const PinGuard guard = pin(pager, segments[i], Access::read);
-            if (!holds(*segments[i], seed + i)) return i;
-        }
-        return segments.size();
-    }
-
-    Pager pager;
-    std::vector<std::shared_ptr<Segment>> segments;
-};
 
 /// A client that says what a test wants it to say.
 struct RawClient {
@@ -156,17 +128,9 @@ TEST(RemoteStore, MemoryOfTheStoreDoesNotGrowWithClients) {
 }
 
 /// Bytes that a store reads from its SSD for each pass over the client's segments, as a part of them.
-double read_of_each(const PageServer& server, StoredPager& client, int passes, bool says_so) {
+double read_of_each(const PageServer& server, StoredPager& client, int passes, Said said) {
     const std::uint64_t before = total(server.statistics().pager.read_bytes);
-    std::size_t size_bytes = 0;
-    for (int pass = 0; pass < passes; ++pass) {
-        for (const auto& segment : client.segments) {
-            client.pager.touch(segment);
-            const PinGuard guard = pin(client.pager, segment, Access::read);
-            size_bytes += segment->size_bytes();
-        }
-        if (says_so) client.pager.end_step();
-    }
+    const std::size_t size_bytes = client.run_passes(passes, said);
     return static_cast<double>(total(server.statistics().pager.read_bytes) - before) / static_cast<double>(size_bytes);
 }
 
@@ -177,12 +141,12 @@ TEST(RemoteStore, KeepsWhatIsNeededNext) {
     PageServer server(server_options(64));
     StoredPager silent(server.address(), 8);
     for (std::uint32_t i = 0; i < 96; ++i) silent.segments.push_back(segment_with_role(silent.pager, 1, i));
-    EXPECT_GT(read_of_each(server, silent, 3, false), 0.7);
+    EXPECT_GT(read_of_each(server, silent, 3, Said::nothing), 0.7);
     silent.segments.clear();
     StoredPager client(server.address(), 8);
     for (std::uint32_t i = 0; i < 96; ++i) client.segments.push_back(segment_with_role(client.pager, 1, i));
-    read_of_each(server, client, 3, true);
-    EXPECT_LT(read_of_each(server, client, 4, true), 0.6);  // at best 0.42: 96 pages without 56
+    read_of_each(server, client, 3, Said::ends);
+    EXPECT_LT(read_of_each(server, client, 4, Said::ends), 0.6);  // at best 0.42: 96 pages without 56
     EXPECT_EQ(client.first_wrong(0), 96u);
 }
 
@@ -192,10 +156,10 @@ TEST(RemoteStore, WhoDoesNotComeBackGivesWay) {
     PageServer server(server_options(64));
     StoredPager idle(server.address(), 8);
     for (std::uint32_t i = 0; i < 60; ++i) idle.segments.push_back(segment_with_role(idle.pager, 1, i));
-    read_of_each(server, idle, 4, true);
+    read_of_each(server, idle, 4, Said::ends);
     StoredPager client(server.address(), 8);
     for (std::uint32_t i = 0; i < 48; ++i) client.segments.push_back(segment_with_role(client.pager, 1, i));
-    EXPECT_TRUE(comes_true([&] { return read_of_each(server, client, 1, true) == 0.0; }));
+    EXPECT_TRUE(comes_true([&] { return read_of_each(server, client, 1, Said::ends) == 0.0; }));
     EXPECT_EQ(client.first_wrong(0), 48u);
     EXPECT_EQ(idle.first_wrong(0), 60u);
 }
@@ -276,21 +240,9 @@ TEST(RemoteStore, WhoBreaksTheRulesIsHungUpOn) {
 
 // --- Updates ------------------------------------------------------------------------------------------------------
 
-constexpr char kKernels[] = "of a test";
-
-PageServerOptions updating_options(std::size_t budget_pages) {
-    PageServerOptions options = server_options(budget_pages);
-    options.run_work = &SmallTraining::run_update;
-    options.kernels = kKernels;
-    return options;
-}
-
-/// A pager whose updates run at the store.
 std::unique_ptr<Pager> updating_pager(const NetAddress& address, std::size_t budget_pages) {
-    PagerOptions options = options_with(budget_pages);
-    auto store = std::make_unique<RemoteStore>(address, kPageBytes, 8, options.transfer_limits, kKernels);
-    options.updates_below = store->runs_work();
-    return std::make_unique<Pager>(options, std::move(store));
+    const TransferLimits limits = options_with(1).transfer_limits;
+    return test::updating_pager(std::make_unique<RemoteStore>(address, kPageBytes, 8, limits, kKernels), budget_pages);
 }
 
 // Whatever the capacities here and there, training is right with updates at the store, and no memory is exceeded.

@@ -27,8 +27,7 @@ SmallTraining::SmallTraining(Pager& pager, std::uint64_t seed, std::size_t layer
         auto layer = std::make_unique<Layer>();
         const TraceId role = pager.new_trace_id();
         layer->weight = make(pages, SegmentKind::parameter, role);
-        layer->moment = make(pages, SegmentKind::state, pager.new_trace_id());
-        pager.set_anchor(*layer->moment, role);
+        layer->moment = make(pages, SegmentKind::state, pager.new_trace_id(), role);
         for (std::size_t page = 0; page < pages; ++page) {
             layer->expected_weight.push_back(static_cast<std::uint32_t>(random_()));
             layer->expected_moment.push_back(0);
@@ -48,10 +47,9 @@ SmallTraining::SmallTraining(Pager& pager, std::uint64_t seed, std::size_t layer
 
 SmallTraining::~SmallTraining() { pager_.clear_pending_work(); }
 
-std::shared_ptr<Segment> SmallTraining::make(std::size_t pages, SegmentKind kind, TraceId role) {
+std::shared_ptr<Segment> SmallTraining::make(std::size_t pages, SegmentKind kind, TraceId role, TraceId anchor) {
     std::shared_ptr<Segment> segment = pager_.create_segment(pages * kPageBytes, sizeof(std::uint32_t), kind);
-    segment->label = "of a small training";
-    segment->trace_id = role;
+    segment->assume({kind, "of a small training", role, anchor});
     return segment;
 }
 
@@ -90,8 +88,8 @@ std::size_t SmallTraining::step() {
         different += read(activations[i], saved[i]);
         activations.pop_back();
         layer.expected_gradient.assign(layer.weight->page_count(), static_cast<std::uint32_t>(random_()));
-        std::shared_ptr<Segment> gradient = make(layer.weight->page_count(), SegmentKind::gradient, kNoTrace);
-        pager_.set_anchor(*gradient, layer.weight->trace_id);
+        std::shared_ptr<Segment> gradient =
+            make(layer.weight->page_count(), SegmentKind::gradient, kNoTrace, layer.weight->trace_id);
         write(gradient, layer.expected_gradient);
         const std::lock_guard lock(layer.replacing);
         layer.gradient.swap(gradient);

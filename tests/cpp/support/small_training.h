@@ -50,7 +50,7 @@ private:
         std::optional<std::size_t> half_marked{};  // a page of whose three only the weight's is sure to be pending
     };
 
-    std::shared_ptr<Segment> make(std::size_t pages, SegmentKind kind, TraceId role);
+    std::shared_ptr<Segment> make(std::size_t pages, SegmentKind kind, TraceId role, TraceId anchor = kNoTrace);
     std::size_t read(const std::shared_ptr<Segment>& segment, const std::vector<std::uint32_t>& expected);
     void write(const std::shared_ptr<Segment>& segment, const std::vector<std::uint32_t>& words);
     Layer& layer_of(const Segment& segment);
