@@ -70,9 +70,11 @@ std::optional<UpdateLatch> Pager::Impl::latch_below(std::span<const std::shared_
 }
 
 /// Sends down what is here of the pages, and once the store has all of them in memory, hands the work to the service
-/// thread.
-void Pager::Impl::start_update_below(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time) {
+/// thread. False if it is applied here.
+bool Pager::Impl::start_update_below(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time) {
+    if (!options.updates_below) return false;
     const std::vector<std::shared_ptr<Segment>> updated = members_of(*segment);
+    if (!is_of_device() && !store->runs_work_on(updated, index)) return false;
     bool is_below = true;
     for (const std::shared_ptr<Segment>& member : updated) {
         evict_page(member->page(index));
@@ -81,6 +83,7 @@ void Pager::Impl::start_update_below(const std::shared_ptr<Segment>& segment, st
         is_below = is_below && member->page(index).load().is_absent() && !is_further_down;
     }
     if (is_below) queue_update(segment, index, time);
+    return true;
 }
 
 }  // namespace torch_offload

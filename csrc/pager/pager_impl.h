@@ -134,7 +134,7 @@ struct Pager::Impl final : StoreClient {
     // Updates in the tier below (pager_below.cpp)
     std::optional<UpdateLatch> latch_below(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                            Patience patience);
-    void start_update_below(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time);
+    bool start_update_below(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time);
     void queue_update(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time);
     bool resolve_pending(Segment& segment, std::size_t index, bool may_wait);
     std::vector<std::shared_ptr<Segment>> members_of(Segment& segment);

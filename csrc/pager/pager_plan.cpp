@@ -354,10 +354,8 @@ bool Pager::Impl::read_ahead(const std::shared_ptr<Segment>& segment, UsePositio
     for (std::size_t i = 0; i < segment->page_count(); ++i) {
         if (!read_ahead_for_above(updated_above, i, use)) return false;
         const PageWord word = segment->page(i).load();
-        if (word.has(PageWord::kPending) && options.updates_below) {
-            start_update_below(segment, i, time);
-        } else if (word.has(PageWord::kPending)) {
-            if (!read_ahead_update(segment, i, use, time)) return false;
+        if (word.has(PageWord::kPending)) {
+            if (!start_update_below(segment, i, time) && !read_ahead_update(segment, i, use, time)) return false;
         } else if (may_read_ahead(word) && !segment->is_above(i) && !read_ahead_page(segment, i, use)) {
             return false;
         }

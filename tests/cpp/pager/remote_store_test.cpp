@@ -288,7 +288,8 @@ TEST(RemoteUpdates, OnlyGradientsGoThereAndWeightsComeBack) {
 }
 
 // A page whose address somebody holds is updated where it lies, and so is one of an update that is larger than what the
-// store takes. Method: the weight of a layer pinned across a step; a store that has room for two pages of an update.
+// store takes; it is not sent there for it. Method: the weight of a layer pinned across a step; a store that has room
+// for two pages of an update, and memory here for everything.
 TEST(RemoteUpdates, WhatTheStoreCannotUpdateIsUpdatedHere) {
     PageServer server(updating_options(64));
     const auto pager = updating_pager(server.address(), 16);
@@ -304,9 +305,10 @@ TEST(RemoteUpdates, WhatTheStoreCannotUpdateIsUpdatedHere) {
     for (const auto& segment : segments) ASSERT_EQ(pager->evict(segment), 0u);
     EXPECT_TRUE(pager->latch_for_update(segments, 0, true).is_remote());
     PageServer small(updating_options(8));
-    const auto narrow = updating_pager(small.address(), 16);
-    SmallTraining training(*narrow, 1, 3, 2);
-    for (int step = 0; step < 2; ++step) EXPECT_EQ(training.step(), 0u);
+    const auto narrow = updating_pager(small.address(), 256);
+    SmallTraining training(*narrow, 1, 8, 3);
+    for (int step = 0; step < 6; ++step) EXPECT_EQ(training.step(), 0u);
+    EXPECT_EQ(small.statistics().received_bytes, 0u);
     EXPECT_EQ(training.differences(), 0u);
     EXPECT_EQ(small.statistics().updates, 0u);
 }
