@@ -158,7 +158,7 @@ void CudaStream::open() {
 CudaStream::~CudaStream() {
     if (!stream_ || context_.is_lost()) return;
     try {
-        copies_->wait_until(copies_->added());
+        wait_through_refusals(CopiesEvent(copies_, copies_->added()));
         const CudaContext::Scope scope(context_);
         OFFLOAD_CUDA(context_, cuStreamDestroy_v2, stream_);
     } catch (const std::exception& error) {

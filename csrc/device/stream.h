@@ -24,6 +24,10 @@ public:
     virtual void wait() const = 0;
 };
 
+/// Waits until the event has passed, also where waiting is refused for now, which says nothing of what is before it.
+/// Throws: TierIoError as Event::wait(): nothing of it moves any more.
+void wait_through_refusals(const Event& event);
+
 /// A queue of copies, done one after the other and beside what the caller does.
 /// Threads: one at a time. The memory of a copy stays valid and unused until an event behind it has passed.
 class Stream {

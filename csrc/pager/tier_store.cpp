@@ -220,9 +220,10 @@ void TierStore::end(Lane& lane, const Transfer& transfer, const TransferEnd& end
     }
 }
 
+/// Until the copy has passed nobody else has its memory, on either side.
 void TierStore::finish(Lane& lane, Transfer& transfer) noexcept {
     try {
-        transfer.copied->wait();
+        wait_through_refusals(*transfer.copied);
     } catch (...) {
         end(lane, transfer, failed_end());
         return;

@@ -305,6 +305,40 @@ TEST(CudaPager, FailedMovesLoseNothing) {
     }
 }
 
+// A copy that cannot be waited for is still under way: its memory is no other page's before it has passed. Method: all
+// of the device's memory in use but for one page, whose copy is held while the wait for it is refused; another page
+// that needs that memory.
+TEST(CudaPager, MemoryOfACopyThatCannotBeWaitedForIsNotReused) {
+    GpuTiers tiers;
+    FakeCuda& driver = tiers.gpu.driver;
+    const auto away = filled_segment(tiers.top, 1, 1);
+    const auto other = tiers.top.create_segment(kPageBytes, 4, SegmentKind::state);
+    ASSERT_EQ(tiers.top.evict(away), 0u);
+    const auto most =
+        filled_segment(tiers.top, kDevicePages - 2, 2);  // of the rest half a page is for small allocations
+    const PinGuard guard = pin(tiers.top, most, Access::read);
+    const std::size_t waits = driver.call_count("cuEventSynchronize");
+    driver.hold();
+    driver.fail("cuEventSynchronize", CuResult::not_permitted);
+    std::thread reader([&] { EXPECT_NO_THROW(static_cast<void>(pin(tiers.top, away, Access::read))); });
+    while (driver.call_count("cuEventSynchronize") == waits) std::this_thread::yield();
+    std::atomic<bool> is_written{false};
+    std::thread writer([&] {
+        const PinGuard own = pin(tiers.top, other, Access::overwrite);
+        fill(*other, 3);
+        is_written = true;
+    });
+    while (!is_written && driver.call_count("cuEventSynchronize") < waits + 2) std::this_thread::yield();
+    EXPECT_FALSE(is_written);
+    driver.let_go();
+    reader.join();
+    writer.join();
+    for (const auto& [segment, seed] : {std::pair{away, 1u}, std::pair{other, 3u}}) {
+        const PinGuard own = pin(tiers.top, segment, Access::read);
+        EXPECT_TRUE(holds(*segment, seed)) << seed;
+    }
+}
+
 // What lies below unchanged is given back when the device is lost while the page moves. Method: the unmapping loses it.
 TEST(CudaPager, WhatIsBelowOutlivesADeviceLostWhileItMoves) {
     GpuTiers tiers;
