@@ -48,6 +48,16 @@ ByteSpan bytes_of(const at::Tensor& tensor) {
             (static_cast<std::size_t>(last) + 1) * element_bytes};
 }
 
+/// A copy between GPUs is made by the one that has the source, and no other GPU has access to the pages of this one.
+void check_sources(const at::Tensor& written, c10::ArrayRef<c10::IValue> arguments) {
+    for_each_tensor(arguments, [&](std::size_t, const at::Tensor& tensor) {
+        OFFLOAD_CHECK(tensor.device().is_cpu() || tensor.device() == written.device(), InvalidArgument,
+                      "a tensor that is paged on ", written.device(), " cannot be written from one on ",
+                      tensor.device(), ", which has no access to pages; bring that one here before: tensor.to(\"",
+                      written.device(), "\")");
+    });
+}
+
 }  // namespace
 
 bool is_plain_call(c10::DispatchKeySet keys) noexcept {
@@ -85,6 +95,9 @@ ManagedArguments::ManagedArguments(const OperatorTraits& traits, c10::ArrayRef<c
         }
         add(tensor, *block, access);
     });
+    if (!written_.empty() && !written_.front().tensor.device().is_cpu()) {
+        check_sources(written_.front().tensor, arguments);
+    }
 }
 
 ManagedArguments::~ManagedArguments() {

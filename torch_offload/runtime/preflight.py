@@ -25,8 +25,13 @@ def check_gpu(config: Config) -> Config:
     Raises:
         ConfigError: If there is no such GPU, or its settings contradict each other.
     """
-    if config.uses_cuda and not gpu.is_available():
-        raise ConfigError("gpu: torch sees no GPU; leave the setting out, or try one with emulation={'gpu': True}")
+    if config.uses_cuda:
+        why_not = gpu.why_not_available()
+        if why_not is not None:
+            raise ConfigError(
+                f"gpu: torch sees no GPU: {why_not}; or leave the setting out, or try emulation={{'gpu': True}}"
+            )
+        gpu.check_choice()
     if config.gpu is not None and config.compute_bytes <= 0:
         raise ConfigError(
             f"gpu_reserved: {format_size(config.reserved_bytes)} leave nothing for pages of the "

@@ -213,10 +213,12 @@ class Session:
                 by then: it runs the forward hooks added here, and not the forward pre-hooks.
 
         Raises:
+            ConfigError: If a part of it is on a GPU that has no pages.
             OffloadError: As from ``Engine.manage``. What had been paged is ordinary memory again.
             UnsupportedModelError: As from :func:`check_engine`.
         """
         check_engine(module, module.parameters())
+        self._refuse_other_gpus(module)
         before = {id(tensor) for tensor in _tensors_in(module) if _C.is_managed(tensor)}
         wrapped = self._wrapped[module] = WrappedModule(
             module,
@@ -246,6 +248,16 @@ class Session:
             gpu.give_back_cache()
         if is_called and self._activations is not None:
             self._activations.enter()
+
+    def _refuse_other_gpus(self, module: nn.Module) -> None:
+        pages_on = torch.device(self.engine.torch_device)
+        for name, tensor in all_parts_of([*module.named_parameters(), *module.named_buffers()]):
+            if self.config.uses_cuda and tensor.device.type == pages_on.type and tensor.device != pages_on:
+                raise ConfigError(
+                    f"gpu: {name} is on {tensor.device}, and pages are on {pages_on}; bring the module to the CPU or "
+                    f"to {pages_on} before it is wrapped, or call torch.cuda.set_device({tensor.device.index}) before "
+                    "the first one is"
+                )
 
     def remove(self, module: nn.Module) -> None:
         """Make everything of the module ordinary memory, except what another wrapped module shares.
@@ -450,12 +462,12 @@ class Session:
     ) -> torch.Tensor:
         """Convert one tensor, unless a copy of it on another device would be what the module computes with."""
         converted = fn(tensor, *args, **options)
-        paged_on = torch.device(self.engine.torch_device).type
-        moves = tensor.device.type == paged_on and converted.device.type not in (paged_on, "meta")
+        paged_on = torch.device(self.engine.torch_device)
+        moves = tensor.device == paged_on and converted.device not in (paged_on, torch.device("meta"))
         if moves and (module in self._owners or _C.engine_of(tensor) is not None):
             raise OffloadError(
                 f"cannot move {type(module).__name__} from {tensor.device} to {converted.device}, where nothing would "
-                f"page it; {_KEEP_ON_CPU if paged_on == 'cpu' else _UNWRAP_FIRST}"
+                f"page it; {_KEEP_ON_CPU if paged_on.type == 'cpu' else _UNWRAP_FIRST}"
             )
         return converted
 

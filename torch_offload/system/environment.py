@@ -172,6 +172,11 @@ def local_rank() -> int:
     return int(number) if number.isdigit() else 0
 
 
+def visible_gpus() -> str | None:
+    """Return which GPUs this process may see, as the NVIDIA driver is told; None where it may see all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def is_first_process() -> bool:
     """Whether this process is the first of those of this machine that train together, or the only one."""
     return local_rank() == 0

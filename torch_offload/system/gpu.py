@@ -6,6 +6,7 @@ import torch
 
 from torch_offload.config import format_size
 from torch_offload.errors import ConfigError
+from torch_offload.system import environment
 
 MIN_PAGE_ELEMENTS = 2 << 20
 """A GPU's memory is mapped in 2 MiB, and tensors of bytes have to fill that."""
@@ -35,14 +36,38 @@ def page_elements(gpu_bytes: int, ram_bytes: int) -> int:
     return min(max(whole, MIN_PAGE_ELEMENTS), MAX_PAGE_ELEMENTS)
 
 
-def is_available() -> bool:
-    """Whether torch sees a GPU."""
-    return torch.cuda.is_available()
+def why_not_available() -> str | None:
+    """Return why torch sees no GPU, and what to do about it; None where it sees one."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA: install one that was"
+    visible = environment.visible_gpus()
+    if visible is not None:
+        return f"CUDA_VISIBLE_DEVICES={visible!r} leaves none: unset it, or name one that nvidia-smi -L lists"
+    return (
+        f"there is none, or its driver is older than CUDA {torch.version.cuda}, for which this torch was built: "
+        "nvidia-smi shows both; update the driver, or install a torch for an older CUDA"
+    )
 
 
 def current() -> int:
     """Return the number of the GPU that torch uses now."""
     return torch.cuda.current_device()
+
+
+def check_choice() -> None:
+    """Look whether this process has chosen a GPU, where processes train together on a machine that has one for each.
+
+    Raises:
+        ConfigError: If it would use the first process's.
+    """
+    rank, count = environment.local_rank(), environment.process_count()
+    if 0 < rank < count <= torch.cuda.device_count() and current() == 0:
+        raise ConfigError(
+            f"gpu: process {rank} of {count} on this machine would use cuda:0, which is the first one's; call "
+            f"torch.cuda.set_device({rank}) before anything is wrapped or loaded"
+        )
 
 
 def cap_memory(size_bytes: int, device: torch.device) -> Callable[[], None]:

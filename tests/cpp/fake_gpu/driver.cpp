@@ -20,6 +20,8 @@ CuStream compute_stream() {
     return stream;
 }
 
+bool is_mapped(std::span<const std::byte> memory) { return driver().is_mapped(memory); }
+
 // What a program asks a library for by name, as indirect functions: they have the right types without a list of their
 // arguments.
 #define OFFLOAD_EXPORT(symbol, parameters)                       \

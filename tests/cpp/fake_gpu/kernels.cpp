@@ -6,6 +6,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <gtest/gtest.h>
 #include <torch/library.h>
 
 #include <utility>
@@ -16,20 +17,30 @@
 namespace torch_offload::test {
 namespace {
 
-const c10::Device kGpu(c10::kCUDA, 0);
+constexpr c10::DeviceIndex kGpuCount = 2;  // pages are on the first
+
+c10::Device gpu(c10::DeviceIndex index) { return {c10::kCUDA, index}; }
+thread_local c10::DeviceIndex current_gpu = 0;
+
+/// The one that is meant: of no number, the current one.
+c10::Device meant(std::optional<c10::Device> device) {
+    return gpu(device && device->has_index() ? device->index() : current_gpu);
+}
 
 // --- Device, streams, memory --------------------------------------------------------------------------------------
 
-/// One device with one stream, on which everything is done at once.
+/// Devices with one stream each, on which everything is done at once.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override { return c10::kCUDA; }
-    c10::Device exchangeDevice(c10::Device) const override { return kGpu; }
-    c10::Device getDevice() const override { return kGpu; }
-    void setDevice(c10::Device) const override {}
-    void uncheckedSetDevice(c10::Device) const noexcept override {}
-    c10::Stream getStream(c10::Device) const override { return stream(); }
-    c10::Stream getDefaultStream(c10::Device) const override { return stream(); }
-    c10::Stream exchangeStream(c10::Stream) const override { return stream(); }
+    c10::Device exchangeDevice(c10::Device device) const override {
+        return gpu(std::exchange(current_gpu, meant(device).index()));
+    }
+    c10::Device getDevice() const override { return gpu(current_gpu); }
+    void setDevice(c10::Device device) const override { current_gpu = meant(device).index(); }
+    void uncheckedSetDevice(c10::Device device) const noexcept override { setDevice(device); }
+    c10::Stream getStream(c10::Device device) const override { return stream(device); }
+    c10::Stream getDefaultStream(c10::Device device) const override { return stream(device); }
+    c10::Stream exchangeStream(c10::Stream other) const override { return stream(other.device()); }
     void* getStreamNativeHandle(c10::Stream) const override { return compute_stream(); }
     void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
     void block(void*, const c10::Stream&) const override {}
@@ -37,18 +48,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     bool queryStream(const c10::Stream&) const override { return true; }
     void synchronizeStream(const c10::Stream&) const override {}
     void synchronizeEvent(void*) const override {}
-    c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+    c10::DeviceIndex deviceCount() const noexcept override { return kGpuCount; }
 
 private:
-    static c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, kGpu); }
+    static c10::Stream stream(c10::Device device) { return c10::Stream(c10::Stream::DEFAULT, meant(device)); }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
-/// Heap memory that says it is the GPU's.
+/// Heap memory that says it is the current GPU's.
 struct Allocator final : c10::Allocator {
     c10::DataPtr allocate(std::size_t size_bytes) override {
         void* const memory = size_bytes == 0 ? nullptr : c10::alloc_cpu(size_bytes);
-        return {memory, memory, &c10::free_cpu, kGpu};
+        return {memory, memory, &c10::free_cpu, gpu(current_gpu)};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &c10::free_cpu; }
     void copy_data(void* to, const void* from, std::size_t size_bytes) const override {
@@ -67,11 +78,11 @@ struct CUDAHooks final : at::CUDAHooksInterface {
     bool isAvailable() const override { return true; }
     bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
     bool isPinnedPtr(const void*) const override { return false; }
-    c10::Device getDeviceFromPtr(void*) const override { return kGpu; }
-    c10::DeviceIndex deviceCount() const override { return 1; }
-    c10::DeviceIndex getCurrentDevice() const override { return 0; }
-    c10::DeviceIndex current_device() const override { return 0; }
-    int getNumGPUs() const override { return 1; }
+    c10::Device getDeviceFromPtr(void*) const override { return gpu(0); }
+    c10::DeviceIndex deviceCount() const override { return kGpuCount; }
+    c10::DeviceIndex getCurrentDevice() const override { return current_gpu; }
+    c10::DeviceIndex current_device() const override { return current_gpu; }
+    int getNumGPUs() const override { return kGpuCount; }
     c10::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
     void deviceSynchronize(c10::DeviceIndex) const override {}
 };
@@ -84,12 +95,15 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 constexpr c10::DispatchKeySet kGpuKeys(c10::DispatchKey::CUDA);
 
 at::Tensor empty(c10::IntArrayRef sizes, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
-                 std::optional<c10::Device>, std::optional<bool>, std::optional<c10::MemoryFormat> memory_format) {
+                 std::optional<c10::Device> device, std::optional<bool>,
+                 std::optional<c10::MemoryFormat> memory_format) {
+    const c10::DeviceGuard guard(meant(device));
     return at::detail::empty_generic(sizes, &allocator, kGpuKeys, c10::dtype_or_default(dtype), memory_format);
 }
 
 at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<c10::ScalarType> dtype,
-                         std::optional<c10::Layout>, std::optional<c10::Device>, std::optional<bool>) {
+                         std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
+    const c10::DeviceGuard guard(meant(device));
     return at::detail::empty_strided_generic(sizes, strides, &allocator, kGpuKeys, c10::dtype_or_default(dtype));
 }
 
@@ -168,14 +182,15 @@ private:
     };
 
     /// The host's storage lives as long as the GPU's over it.
-    static c10::DataPtr pointer_over(const at::Tensor& host) {
+    c10::DataPtr pointer_over(const at::Tensor& host) const {
         auto* const owner = new c10::Storage(host.storage());
         const auto deleter = [](void* context) { delete static_cast<c10::Storage*>(context); };
-        return {owner->mutable_data(), owner, deleter, kGpu};
+        return {owner->mutable_data(), owner, deleter, gpu_};
     }
 
     at::Tensor to_host(const at::Tensor& gpu) {
         if (!gpu.defined() || !gpu.is_cuda()) return gpu;
+        if (pairs_.empty()) gpu_ = gpu.device();
         for (const Pair& pair : pairs_) {
             if (pair.gpu.is_same(gpu)) return pair.host;
         }
@@ -220,6 +235,7 @@ private:
     }
 
     const bool uses_bytes_;
+    c10::Device gpu_ = gpu(current_gpu);  // that of the first tensor
     std::vector<Pair> pairs_;
 };
 
@@ -240,11 +256,20 @@ void refuse_host_tensors(const c10::OperatorHandle& op, const c10::IValue& value
     }
 }
 
+/// A copy between GPUs is made by the one that has the source. Pages are of the first one's and give no other access.
+void check_copy_between_gpus(const at::Tensor& to, const at::Tensor& from) {
+    if (!to.is_cuda() || !from.is_cuda() || to.device() == from.device()) return;
+    const auto* const address = static_cast<const std::byte*>(to.storage().unsafeGetStorageImpl()->data());
+    EXPECT_FALSE(is_mapped({address, to.storage().nbytes()})) << "another GPU writes to pages: both are lost";
+}
+
 void call_host_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const std::size_t count = op.schema().arguments().size();
+    const auto arguments = torch::jit::last(*stack, count);
     if (!may_mix(op)) {
-        for (const c10::IValue& argument : torch::jit::last(*stack, count)) refuse_host_tensors(op, argument);
+        for (const c10::IValue& argument : arguments) refuse_host_tensors(op, argument);
     }
+    if (op.schema().name() == "aten::copy_") check_copy_between_gpus(arguments[0].toTensor(), arguments[1].toTensor());
     HostCall call(!is_view(op) && op.schema().name() != "aten::resize_");  // one that grows is pinned
     torch::jit::Stack host;
     for (const c10::IValue& argument : torch::jit::last(*stack, count)) host.push_back(call.to_host(argument));

@@ -16,7 +16,7 @@ from support.training import STEPS, Case, Placement, train_both
 from torch import nn
 
 import torch_offload
-from torch_offload import Config, ConfigError, OutOfTierMemory, TierIOError
+from torch_offload import Config, ConfigError, OffloadError, OutOfTierMemory, TierIOError
 
 GPU_CASES = [case for case in CASES if case.loop == "plain" and case.precision != "autocast"]
 SIDES = ("gpu", "cpu")
@@ -347,6 +347,43 @@ def ask_for_addresses(scratch: str) -> None:
 def test_addresses_are_refused_outside_of_pins(scratch, fake_gpu):
     """What would lose a real device raises; storages can still be told apart."""
     in_gpu_child(fake_gpu, ask_for_addresses, str(scratch))
+
+
+def meet_another_gpu(scratch: str) -> None:
+    other = nn.Linear(128, 128).to("cuda:1")
+    with pytest.raises(ConfigError, match=r"weight is on cuda:1, and pages are on cuda:0; .*set_device\(1\)"):
+        torch_offload.wrap(other, config=small_config(scratch))
+    module = nn.Linear(128, 128)
+    expected = module.weight.detach().clone()
+    torch_offload.wrap(module, config=small_config(scratch))
+    source = torch.full((128, 128), 2.0, device="cuda:1")
+    for write in (module.weight.copy_, lambda tensor: torch._foreach_copy_([module.weight], [tensor])):
+        with torch.no_grad(), pytest.raises(ConfigError, match=r"paged on cuda:0 .* from one on cuda:1.*to\(\"cuda:0"):
+            write(source)
+    with pytest.raises(OffloadError, match=r"cannot move Linear from cuda:0 to cuda:1"):
+        module.to("cuda:1")
+    assert same_bits(module.weight.detach().to("cuda:1").cpu(), expected)
+    with torch.no_grad():
+        module.weight.copy_(source.to("cuda:0"))
+    assert torch_offload.evict(module) == 0
+    assert same_bits(module.weight.detach().cpu(), torch.full((128, 128), 2.0))
+
+
+def test_another_gpu_does_not_write_to_pages(scratch, fake_gpu):
+    """It has no access to them and both would be lost: copies from it, a module there and a move there are refused,
+    with what to do; reading from here to there works."""
+    in_gpu_child(fake_gpu, meet_another_gpu, str(scratch))
+
+
+def look_for_a_gpu_that_is_not_visible(scratch: str) -> None:
+    torch.cuda.current_device = lambda: 1
+    with pytest.raises(ConfigError, match=r"no device cuda:1: there are 1; check CUDA_VISIBLE_DEVICES"):
+        torch_offload.wrap(nn.Linear(128, 128), config=small_config(scratch))
+
+
+def test_a_gpu_that_the_driver_does_not_show_is_named(scratch, fake_gpu):
+    """As where CUDA_VISIBLE_DEVICES has changed since torch looked."""
+    in_gpu_child(fake_gpu, look_for_a_gpu_that_is_not_visible, str(scratch))
 
 
 def write_by_address(scratch: str) -> None:
