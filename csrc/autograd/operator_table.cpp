@@ -118,6 +118,11 @@ bool writes_unsaid(std::string_view name, const c10::Argument& argument) {
     return is_collective(name) || argument.name() == "running_mean" || argument.name() == "running_var";
 }
 
+/// Torch's own schemas say what is written, those of other libraries may not.
+bool is_of_torch(std::string_view name) { return name.starts_with("aten::"); }
+
+/// An operator that gives nothing back is there for what it writes. One that does not say what may write any of its
+/// arguments.
 std::vector<bool> written_arguments(std::string_view name, const c10::FunctionSchema& schema) {
     std::vector<bool> writes;
     writes.reserve(schema.arguments().size());
@@ -125,6 +130,8 @@ std::vector<bool> written_arguments(std::string_view name, const c10::FunctionSc
         const bool is_declared = argument.alias_info() && argument.alias_info()->isWrite();
         writes.push_back(is_declared || writes_unsaid(name, argument));
     }
+    const bool says_none = std::find(writes.begin(), writes.end(), true) == writes.end();
+    if (says_none && schema.returns().empty() && !is_of_torch(name)) writes.assign(writes.size(), true);
     return writes;
 }
 
@@ -138,11 +145,11 @@ OperatorKind kind_of(const c10::OperatorHandle& op, bool writes) {
         !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) && !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
         return OperatorKind::passing;
     }
-    if (is_pure_view(op.schema())) return OperatorKind::passing;
     std::string_view name = full_name;
-    if (!name.starts_with("aten::")) {
+    if (!is_of_torch(name)) {  // what returns a view may have read it
         return DeferredOps::is_recordable(op) ? OperatorKind::list : OperatorKind::ordinary;
     }
+    if (is_pure_view(op.schema())) return OperatorKind::passing;
     name.remove_prefix("aten::"sv.size());
     if (contains(writes ? std::span<const std::string_view>(kMetadataWriting)
                         : std::span<const std::string_view>(kMetadataOnly),
@@ -167,7 +174,7 @@ std::unique_ptr<const OperatorTraits> classify(const c10::OperatorHandle& op) {
     traits->kind = kind_of(op, std::find(traits->writes.begin(), traits->writes.end(), true) != traits->writes.end());
     traits->is_recordable = DeferredOps::is_recordable(op);
     traits->is_collective = is_collective(full_name);
-    traits->uses_arguments_only = full_name.starts_with("aten::") && traits->kind != OperatorKind::counting;
+    traits->uses_arguments_only = is_of_torch(full_name) && traits->kind != OperatorKind::counting;
     for (const auto& [name, overwrite] : kOverwriting) {
         if (full_name == name) traits->overwrite = overwrite;
     }

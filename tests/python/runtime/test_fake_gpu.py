@@ -386,6 +386,40 @@ def test_a_gpu_that_the_driver_does_not_show_is_named(scratch, fake_gpu):
     in_gpu_child(fake_gpu, look_for_a_gpu_that_is_not_visible, str(scratch))
 
 
+def call_operators_that_say_too_little(scratch: str) -> None:
+    library = torch.library.Library("too_little_said", "DEF")
+    library.define("clear(Tensor x) -> ()")
+    library.define("sum_and_view(Tensor(a) x) -> Tensor(a)")
+    sums = []
+
+    def clear(x: torch.Tensor) -> None:
+        ctypes.memset(x.data_ptr(), 0, x.nbytes)
+
+    def sum_and_view(x: torch.Tensor) -> torch.Tensor:
+        sums.append(host_copy(x).sum())
+        return x.view(-1)
+
+    library.impl("clear", clear, "CUDA")
+    library.impl("sum_and_view", sum_and_view, "CUDA")
+    module = nn.Linear(128, 128)
+    before = module.weight.detach().clone()
+    torch_offload.wrap(module, config=small_config(scratch))
+    with torch.no_grad():
+        assert torch_offload.evict(module) == 0
+        viewed = torch.ops.too_little_said.sum_and_view(module.weight)
+        assert same_bits(torch.stack(sums), before.sum().view(1))
+        assert viewed.untyped_storage().data_ptr() == module.weight.untyped_storage().data_ptr()
+        assert torch_offload.evict(module) == 0
+        torch.ops.too_little_said.clear(module.weight)
+    assert torch_offload.evict(module) == 0
+    assert not module.weight.detach().cpu().any()
+
+
+def test_operators_of_others_that_say_too_little_are_served(scratch, fake_gpu):
+    """One that returns a view has its bytes to read; what one that returns nothing writes, unsaid, is kept."""
+    in_gpu_child(fake_gpu, call_operators_that_say_too_little, str(scratch))
+
+
 def write_by_address(scratch: str) -> None:
     module = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
     torch_offload.wrap(module, config=small_config(scratch))
