@@ -55,6 +55,7 @@ public:
                           page_->size(), " matrices has none of number ", index);
         one_ = &(*page_)[static_cast<std::size_t>(index)];
         one_->tables.record_stream(stream_.unwrap());  // it may outlive its page by what is queued here
+        for (const SharedTable& words : one_->words) words->record_stream(stream_.unwrap());
     }
 
     const KernelMatrix& matrix() const noexcept { return one_->matrix; }

@@ -19,12 +19,15 @@
 
 namespace torch_offload {
 
-/// One matrix of a page. Its pointers are into the page, and into `tables` on the page's device.
+using SharedTable = std::shared_ptr<const at::Tensor>;
+
+/// One matrix of a page. Its pointers are into the page, and into tables on the page's device.
 struct OpenedMatrix {
     KernelMatrix matrix;
     bool has_tun12 = false;
     bool has_rans4 = false;
-    at::Tensor tables;  // uint8
+    at::Tensor tables;               // uint8
+    std::vector<SharedTable> words;  // of its classes, shared with other matrices of the same odds
 };
 using OpenedPage = std::vector<OpenedMatrix>;
 
@@ -54,14 +57,24 @@ private:
         std::int64_t version;
         std::shared_ptr<const OpenedPage> page;
     };
-    /// Null if it is not there as it is now. Pre: the lock is held; so below.
+    struct Words {
+        TunstallClass coded;
+        at::Device device;
+        std::weak_ptr<const at::Tensor> table;
+    };
+    /// Null if it is not there as it is now. Pre: the lock is held.
     std::shared_ptr<const OpenedPage> find(const Key& key, const at::Tensor& page) const;
-    /// Drops those whose storages are gone, each time there are twice as many as were left the last time.
+    std::shared_ptr<const OpenedPage> open(const at::Tensor& page);
+    /// The words of a class on the device; made anew if no matrix there has them.
+    SharedTable words_of(const TunstallClass& coded, at::Device device);
+    /// Drops those whose storages are gone, each time there are twice as many as were left the last time. Pre: the lock
+    /// is held.
     void drop_gone();
 
     CoderTables coder_tables_;
     std::mutex mutex_;
     std::map<Key, Entry> entries_;
+    std::vector<Words> words_;
     std::size_t drop_at_ = 64;
 };
 

@@ -20,22 +20,43 @@ at::Tensor copied(std::span<const std::byte> bytes, at::Device device) {
     return host.to(device);
 }
 
-std::shared_ptr<const OpenedPage> open(const at::Tensor& page, CoderTables& coder_tables) {
+}  // namespace
+
+std::shared_ptr<const OpenedPage> OpenedPages::open(const at::Tensor& page) {
     const at::Tensor host = page.to(at::kCPU);
     const std::span<const std::byte> bytes = page_bytes(host);
     const auto* const on_device = static_cast<const std::byte*>(page.const_data_ptr());
     auto opened = std::make_shared<OpenedPage>();
     for (const std::span<const std::byte> extent : extents_of(bytes)) {
-        const KernelTables tables(extent, coder_tables);
+        const KernelTables tables(extent, coder_tables_);
         at::Tensor there = copied(tables.bytes(), page.device());
+        std::vector<SharedTable> words;
+        WordTables words_at{};
+        for (const TunstallClass& one : tables.word_classes()) {
+            words.push_back(words_of(one, page.device()));
+            words_at[words.size() - 1] = static_cast<const std::byte*>(words.back()->const_data_ptr());
+        }
         const KernelMatrix matrix = tables.placed(on_device + (extent.data() - bytes.data()),
-                                                  static_cast<const std::byte*>(there.const_data_ptr()));
-        opened->push_back({matrix, tables.has(Coder::tun12), tables.has(Coder::rans4), std::move(there)});
+                                                  static_cast<const std::byte*>(there.const_data_ptr()), words_at);
+        opened->push_back(
+            {matrix, tables.has(Coder::tun12), tables.has(Coder::rans4), std::move(there), std::move(words)});
     }
     return opened;
 }
 
-}  // namespace
+SharedTable OpenedPages::words_of(const TunstallClass& coded, at::Device device) {
+    const auto is_wanted = [&](const Words& one) { return one.coded == coded && one.device == device; };
+    {
+        const std::lock_guard lock(mutex_);
+        const auto found = std::ranges::find_if(words_, is_wanted);
+        if (SharedTable table = found == words_.end() ? nullptr : found->table.lock()) return table;
+    }
+    const auto made = std::make_shared<const at::Tensor>(copied(word_table_of(coded, coder_tables_), device));
+    const std::lock_guard lock(mutex_);
+    std::erase_if(words_, [](const Words& one) { return one.table.expired(); });
+    words_.push_back({coded, device, made});
+    return made;
+}
 
 std::shared_ptr<const OpenedPage> OpenedPages::opened(const at::Tensor& page) {
     check_page(page);
@@ -43,14 +64,14 @@ std::shared_ptr<const OpenedPage> OpenedPages::opened(const at::Tensor& page) {
     TORCH_CHECK_VALUE(reinterpret_cast<std::uintptr_t>(bytes) % kPageAlignment == 0,
                       "a coded page on a GPU begins on a multiple of ", kPageAlignment,
                       " bytes: clone() what is a part of a tensor");
-    if (page.is_inference()) return open(page, coder_tables_);  // nothing would tell that it was written to
+    if (page.is_inference()) return open(page);  // nothing would tell that it was written to
     const Key key{page.storage().unsafeGetStorageImpl(), bytes};
     {
         const std::lock_guard lock(mutex_);
         if (auto found = find(key, page)) return found;
     }
     const std::int64_t version = page._version();
-    auto made = open(page, coder_tables_);
+    auto made = open(page);
     const std::lock_guard lock(mutex_);
     drop_gone();
     entries_.insert_or_assign(key, Entry{page.storage().getWeakStorageImpl(), page.numel(), version, made});

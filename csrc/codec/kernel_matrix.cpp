@@ -36,23 +36,7 @@ std::span<const std::int8_t> values_of(const TunstallWords& words, std::size_t c
     return {word, static_cast<std::size_t>(word[words.word_bytes() - 1])};
 }
 
-/// As kernel_matrix.h has it.
-std::vector<std::byte> word_table(const TunstallWords& words, bool is_wide) {
-    std::vector<std::byte> table(word_table_bytes(is_wide));
-    const std::span<std::byte> counts = std::span(table).last(kCodewordCount);
-    const auto put = [&](std::size_t index, std::uint64_t values) {
-        std::memcpy(table.data() + index * sizeof(values), &values, sizeof(values));
-    };
-    for (std::size_t codeword = 0; codeword < kRestCodeword; ++codeword) {
-        const std::span<const std::int8_t> values = values_of(words, codeword);
-        const std::size_t in_first = std::min<std::size_t>(values.size(), kValuesOfFirst);
-        put(codeword, packed(values.first(in_first)));
-        if (is_wide) put(kCodewordCount + codeword, packed(values.subspan(in_first)));
-        counts[codeword] = static_cast<std::byte>(values.size());
-    }
-    counts[kRestCodeword] = static_cast<std::byte>(kRestCount);
-    return table;
-}
+bool is_wide(const TunstallClass& coded) { return coded.limit != WordLimit::w31; }
 
 std::uint32_t codeword_at(std::span<const std::byte> tile, std::size_t index) {
     const std::size_t at = index * 3 / 2;
@@ -134,6 +118,24 @@ void check_shape(const ExtentHeader& header) {
 
 }  // namespace
 
+std::vector<std::byte> word_table_of(const TunstallClass& coded, CoderTables& tables) {
+    const SharedTunstallWords words = tables.words_of(coded);
+    std::vector<std::byte> table(word_table_bytes(is_wide(coded)));
+    const std::span<std::byte> counts = std::span(table).last(kCodewordCount);
+    const auto put = [&](std::size_t index, std::uint64_t values) {
+        std::memcpy(table.data() + index * sizeof(values), &values, sizeof(values));
+    };
+    for (std::size_t codeword = 0; codeword < kRestCodeword; ++codeword) {
+        const std::span<const std::int8_t> values = values_of(*words, codeword);
+        const std::size_t in_first = std::min<std::size_t>(values.size(), kValuesOfFirst);
+        put(codeword, packed(values.first(in_first)));
+        if (is_wide(coded)) put(kCodewordCount + codeword, packed(values.subspan(in_first)));
+        counts[codeword] = static_cast<std::byte>(values.size());
+    }
+    counts[kRestCodeword] = static_cast<std::byte>(kRestCount);
+    return table;
+}
+
 KernelTables::KernelTables(std::span<const std::byte> extent, CoderTables& tables) {
     const CodedMatrix matrix(extent, tables);
     const ExtentHeader& header = matrix.header();
@@ -144,7 +146,7 @@ KernelTables::KernelTables(std::span<const std::byte> extent, CoderTables& table
     shape_.tile_count = static_cast<std::uint32_t>(header.tiles.size());
     shape_.class_count = static_cast<std::uint32_t>(header.classes.size());
     take_tiles(matrix);
-    take_classes(header, tables);
+    take_classes(header);
     if (has_tun12_) take_slices(matrix, extent, tables);
     const std::vector<std::uint32_t> order = matrix.column_order();
     has_order_ = !order.empty();
@@ -164,20 +166,17 @@ void KernelTables::take_tiles(const CodedMatrix& matrix) {
     tiles_offset_ = append(bytes_, tiles);
 }
 
-void KernelTables::take_classes(const ExtentHeader& header, CoderTables& tables) {
+void KernelTables::take_classes(const ExtentHeader& header) {
     for (std::size_t i = 0; i < header.classes.size(); ++i) {
         const std::size_t end = end_column(header.classes, i, header.columns);
-        ClassOffsets offsets;
         KernelClass& one = shape_.classes[i];
         one.end_column = static_cast<std::uint32_t>(end);
         one.end_quad = static_cast<std::uint32_t>((end + kQuad - 1) / kQuad);
         if (has_tun12_) {
-            const SharedTunstallWords words = tables.words_of(header.tunstall[i]);
-            one.is_wide = header.tunstall[i].limit != WordLimit::w31;
-            offsets.words = append(bytes_, word_table(*words, one.is_wide));
+            one.is_wide = is_wide(header.tunstall[i]);
+            word_classes_.push_back(header.tunstall[i]);
         }
-        if (has_rans4_) offsets.slots = append(bytes_, slots_of(header.frequencies[i]));
-        class_offsets_.push_back(offsets);
+        if (has_rans4_) symbol_offsets_.push_back(append(bytes_, symbols_of(header.frequencies[i])));
     }
 }
 
@@ -226,7 +225,8 @@ void KernelTables::take_slices(const CodedMatrix& matrix, std::span<const std::b
     second_starts_offset_ = append(bytes_, by_pairs(seconds, pairs));
 }
 
-KernelMatrix KernelTables::placed(const std::byte* extent, const std::byte* tables) const noexcept {
+KernelMatrix KernelTables::placed(const std::byte* extent, const std::byte* tables,
+                                  const WordTables& words) const noexcept {
     KernelMatrix matrix = shape_;
     matrix.extent = extent;
     matrix.tiles = reinterpret_cast<const KernelTile*>(tables + tiles_offset_);
@@ -236,13 +236,11 @@ KernelMatrix KernelTables::placed(const std::byte* extent, const std::byte* tabl
         matrix.slice_starts = reinterpret_cast<const std::uint32_t*>(tables + slice_starts_offset_);
         matrix.second_starts = reinterpret_cast<const std::uint16_t*>(tables + second_starts_offset_);
     }
-    for (std::size_t i = 0; i < class_offsets_.size(); ++i) {
-        if (has_tun12_) {
-            matrix.classes[i].words = reinterpret_cast<const std::uint64_t*>(tables + class_offsets_[i].words);
-        }
-        if (has_rans4_) {
-            matrix.classes[i].slots = reinterpret_cast<const std::uint32_t*>(tables + class_offsets_[i].slots);
-        }
+    for (std::size_t i = 0; i < word_classes_.size(); ++i) {
+        matrix.classes[i].words = reinterpret_cast<const std::uint64_t*>(words[i]);
+    }
+    for (std::size_t i = 0; i < symbol_offsets_.size(); ++i) {
+        matrix.classes[i].symbols = reinterpret_cast<const std::uint32_t*>(tables + symbol_offsets_[i]);
     }
     return matrix;
 }

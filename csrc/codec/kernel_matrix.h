@@ -7,6 +7,7 @@
 // become of the extent's bytes since they were checked; if they have changed, its values are any values.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -27,6 +28,11 @@ inline constexpr std::uint32_t kRestCount = 255;
 OFFLOAD_HOST_DEVICE constexpr std::size_t word_table_bytes(bool is_wide) noexcept {
     return kCodewordCount * ((is_wide ? 2 : 1) * sizeof(std::uint64_t) + 1);
 }
+
+/// The table of a class. Matrices of equal odds can share it.
+std::vector<std::byte> word_table_of(const TunstallClass& coded, CoderTables& tables);
+/// Where kernels find that of each class, on a multiple of 16.
+using WordTables = std::array<const std::byte*, kMaxClasses>;
 
 /// Columns that a lane decodes: the tables say for each row where they begin.
 inline constexpr std::uint32_t kSliceColumns = 256;
@@ -51,8 +57,8 @@ struct KernelClass {
     std::uint32_t end_column = 0;
     std::uint32_t end_quad = 0;
     bool is_wide = false;
-    const std::uint64_t* words = nullptr;  // word_table_bytes(is_wide), on a multiple of 16, if any tile is of TUN12
-    const std::uint32_t* slots = nullptr;  // [kFrequencyTotal] as slots_of has them, if any tile is of RANS4
+    const std::uint64_t* words = nullptr;    // word_table_bytes(is_wide), if any tile is of TUN12
+    const std::uint32_t* symbols = nullptr;  // [kSymbolCount] as symbols_of has them, if any tile is of RANS4
 };
 
 /// What a kernel takes by value. Borrows the extent and the tables, both in the memory that the kernel reads.
@@ -89,20 +95,20 @@ public:
     bool has(Coder coder) const noexcept { return coder == Coder::tun12 ? has_tun12_ : has_rans4_; }
     /// What has to be where kernels read.
     std::span<const std::byte> bytes() const noexcept { return bytes_; }
-    /// For kernels. `extent` and `tables`: where the extent's bytes and bytes() are, both on a multiple of 16.
-    KernelMatrix placed(const std::byte* extent, const std::byte* tables) const noexcept;
+    /// The classes whose word tables have to be there as well: all, or none without TUN12.
+    std::span<const TunstallClass> word_classes() const noexcept { return word_classes_; }
+    /// For kernels. `extent` and `tables`: where the extent's bytes and bytes() are, both on a multiple of 16. `words`:
+    /// of word_classes().
+    KernelMatrix placed(const std::byte* extent, const std::byte* tables, const WordTables& words) const noexcept;
 
 private:
-    struct ClassOffsets {
-        std::size_t words = 0;
-        std::size_t slots = 0;
-    };
-    void take_classes(const ExtentHeader& header, CoderTables& tables);
+    void take_classes(const ExtentHeader& header);
     void take_tiles(const CodedMatrix& matrix);
     void take_slices(const CodedMatrix& matrix, std::span<const std::byte> extent, CoderTables& tables);
 
     KernelMatrix shape_;  // without pointers
-    std::vector<ClassOffsets> class_offsets_;
+    std::vector<TunstallClass> word_classes_;
+    std::vector<std::size_t> symbol_offsets_;  // of each class, if any tile is of RANS4
     std::size_t tiles_offset_ = 0;
     std::size_t row_words_offset_ = 0;
     std::size_t slice_starts_offset_ = 0;

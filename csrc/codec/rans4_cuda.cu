@@ -7,21 +7,21 @@
 namespace torch_offload {
 namespace {
 
-/// Shared memory for slots: four classes. With more of them slots are read from where they are.
+/// Shared memory for slots: of four classes. With more of them those of one class are there at a time.
 constexpr std::size_t kSlotBytes = kFrequencyTotal * sizeof(std::uint32_t);
-constexpr std::size_t kMaxStagedBytes = 4 * kSlotBytes;
+constexpr std::uint32_t kMaxStagedClasses = 4;
 
 __global__ void __launch_bounds__(kWarpLanes)
-    decode_kernel(const __grid_constant__ KernelMatrix matrix, bool is_staged, const QuadRows to) {
+    decode_kernel(const __grid_constant__ KernelMatrix matrix, bool are_staged, const QuadRows to) {
     extern __shared__ std::uint32_t staged[];
     __shared__ RansWindow window;
-    for (std::uint32_t i = 0; is_staged && i < matrix.class_count * kFrequencyTotal; i += kWarpLanes) {
-        const std::uint32_t slot = i + threadIdx.x;
-        staged[slot] = matrix.classes[slot / kFrequencyTotal].slots[slot % kFrequencyTotal];
+    for (std::uint32_t i = 0; are_staged && i < matrix.class_count; ++i) {
+        fill_slots(CudaWarp{}, matrix.classes[i], staged + i * kFrequencyTotal);
     }
-    __syncwarp();
     const auto slots = [&](std::uint32_t index) -> const std::uint32_t* {
-        return is_staged ? staged + index * kFrequencyTotal : matrix.classes[index].slots;
+        if (are_staged) return staged + index * kFrequencyTotal;
+        fill_slots(CudaWarp{}, matrix.classes[index], staged);
+        return staged;
     };
     for (std::uint32_t i = blockIdx.x; i < matrix.tile_count; i += gridDim.x) {
         const KernelTile tile = matrix.tiles[i];
@@ -32,14 +32,13 @@ __global__ void __launch_bounds__(kWarpLanes)
 }  // namespace
 
 void launch_rans4_decode(const KernelMatrix& matrix, const QuadRows& to, cudaStream_t stream) {
-    const std::size_t slot_bytes = matrix.class_count * kSlotBytes;
-    const bool is_staged = slot_bytes <= kMaxStagedBytes;
-    const std::size_t shared_bytes = is_staged ? slot_bytes : 0;
+    const bool are_staged = matrix.class_count <= kMaxStagedClasses;
+    const std::size_t shared_bytes = (are_staged ? matrix.class_count : 1) * kSlotBytes;
     check_cuda(cudaFuncSetAttribute(decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(kMaxStagedBytes)),
+                                    static_cast<int>(kMaxStagedClasses * kSlotBytes)),
                "asking for shared memory for the slots of RANS4");
     const unsigned blocks = blocks_for(decode_kernel, kWarpLanes, matrix.tile_count, shared_bytes);
-    decode_kernel<<<blocks, kWarpLanes, shared_bytes, stream>>>(matrix, is_staged, to);
+    decode_kernel<<<blocks, kWarpLanes, shared_bytes, stream>>>(matrix, are_staged, to);
     check_cuda(cudaGetLastError(), "launching the decoder of RANS4");
 }
 

@@ -36,6 +36,20 @@ OFFLOAD_HOST_DEVICE inline std::uint32_t rans_quotient(std::uint32_t slot, std::
     return (slot >> 8 & 4095) * (state >> kFrequencyBits) + (slot >> 20);
 }
 
+/// Writes the slots of a class, as slots_of has them.
+template <typename Warp>
+OFFLOAD_DEVICE void fill_slots(const Warp& warp, const KernelClass& one, std::uint32_t* slots) {
+    warp.each([&](unsigned lane) {
+        std::uint32_t* next = slots;
+        for (std::uint32_t symbol = 0; symbol < kSymbolCount; ++symbol) {
+            const std::uint32_t first = one.symbols[symbol];
+            const std::uint32_t count = first >> 8;
+            for (std::uint32_t i = lane; i < count; i += kWarpLanes) next[i] = first | i << 20;
+            next += count;
+        }
+    });
+}
+
 template <typename Warp>
 OFFLOAD_DEVICE void fill_window(const Warp& warp, RansCursor& cursor, RansWindow& window) {
     cursor.first = cursor.next;
@@ -95,8 +109,9 @@ OFFLOAD_DEVICE void write_quads(const Warp& warp, std::uint32_t columns, std::ui
     });
 }
 
-/// Writes all rows of a tile. `slots(i)`: the slots of class i, where they are read fastest. If the extent's bytes have
-/// changed since they were checked, words that there are not are zeros.
+/// Writes all rows of a tile. `slots(i)`: the slots of class i, where they are read fastest, until it is asked for
+/// those of another; all lanes come by together. If the extent's bytes have changed since they were checked, words that
+/// there are not are zeros.
 template <typename Warp, typename Slots>
 OFFLOAD_DEVICE void write_rans_tile(const Warp& warp, const KernelMatrix& matrix, const KernelTile& tile, Slots slots,
                                     RansWindow& window, const QuadRows& to) {
@@ -117,8 +132,10 @@ OFFLOAD_DEVICE void write_rans_tile(const Warp& warp, const KernelMatrix& matrix
         const std::uint32_t row_count = left < kRansLanes ? left : kRansLanes;
         std::uint32_t quad = 0;
         for (std::uint32_t i = 0; i < matrix.class_count; ++i) {
+            if (quad == matrix.classes[i].end_quad) continue;
+            const std::uint32_t* const own = slots(i);
             for (; quad < matrix.classes[i].end_quad; ++quad) {
-                step_rows(warp, slots(i), row_count, quad % kQuad * 8, cursor, window, pairs);
+                step_rows(warp, own, row_count, quad % kQuad * 8, cursor, window, pairs);
                 write_quads(warp, matrix.columns, quad, tile.first_row + row, row_count, pairs, to);
             }
         }

@@ -83,12 +83,18 @@ SymbolFrequencies frequencies_of(const CodeCounts& code_counts) {
 RansSlots slots_of(const SymbolFrequencies& frequencies) {
     RansSlots slots(kFrequencyTotal);
     std::uint32_t* next = slots.data();
-    for (std::uint32_t symbol = 0; symbol < kSymbolCount; ++symbol) {
-        const std::uint32_t frequency = frequencies[symbol];
-        const std::uint32_t first = code_of(symbol) | frequency << 8;
-        for (std::uint32_t i = 0; i < frequency; ++i) *next++ = first | i << 20;
+    for (const std::uint32_t first : symbols_of(frequencies)) {
+        for (std::uint32_t i = 0; i < first >> 8; ++i) *next++ = first | i << 20;
     }
     return slots;
+}
+
+RansSymbols symbols_of(const SymbolFrequencies& frequencies) {
+    RansSymbols symbols(kSymbolCount);
+    for (std::uint32_t symbol = 0; symbol < kSymbolCount; ++symbol) {
+        symbols[symbol] = code_of(symbol) | std::uint32_t{frequencies[symbol]} << 8;
+    }
+    return symbols;
 }
 
 RansIntervals intervals_of(const SymbolFrequencies& frequencies) {

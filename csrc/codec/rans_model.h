@@ -34,6 +34,11 @@ SymbolFrequencies frequencies_of(const CodeCounts& counts);
 using RansSlots = std::vector<std::uint32_t>;  // [kFrequencyTotal]
 RansSlots slots_of(const SymbolFrequencies& frequencies);
 
+/// From which a kernel for CUDA makes the slots of a class, which take fifty times the memory: of each symbol its slot
+/// with number 0.
+using RansSymbols = std::vector<std::uint32_t>;  // [kSymbolCount]
+RansSymbols symbols_of(const SymbolFrequencies& frequencies);
+
 /// What encoding does with each code: the frequency of its symbol in bits 0-11 (0 if it has none), the symbol's first
 /// slot in 12-23.
 using RansIntervals = std::vector<std::uint32_t>;  // [256]

@@ -52,7 +52,11 @@ inline std::vector<std::uint32_t> quad_words_of(const KernelMatrix& matrix, Host
     for (std::uint32_t i = 0; i < matrix.tile_count; ++i) {
         if (matrix.tiles[i].coder != Coder::rans4) continue;
         RansWindow window;
-        const auto slots = [&](std::uint32_t index) { return matrix.classes[index].slots; };
+        std::vector<std::uint32_t> own(kFrequencyTotal);
+        const auto slots = [&](std::uint32_t index) {
+            fill_slots(warp, matrix.classes[index], own.data());
+            return own.data();
+        };
         write_rans_tile(warp, matrix, matrix.tiles[i], slots, window, to);
     }
     return words;

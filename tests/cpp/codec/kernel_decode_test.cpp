@@ -189,6 +189,19 @@ TEST(KernelTables, HaveNoRoomForRowsThatAreNotThere) {
     EXPECT_EQ(status, 0);
 }
 
+// Matrices of equal odds share the tables of their words, and what each has of its own does not grow with its classes'
+// tables. Method: two coders, one class and four; a row, so that what rows take is small.
+TEST(KernelTables, OfAMatrixAreSmall) {
+    for (const CoderChoice choice : {CoderChoice::tun12, CoderChoice::rans4}) {
+        const EncodeOptions options{.coder = choice, .classes = {{0}, {64}, {128}, {192}}};
+        const KernelSample one(encode(random_matrix(1, 256, 0.8, 1).view(), options));
+        const KernelSample same(encode(random_matrix(1, 256, 0.8, 1).view(), options));
+        EXPECT_LT(one.tables().bytes().size(), 2048U) << name_of(choice);
+        EXPECT_TRUE(std::ranges::equal(one.tables().word_classes(), same.tables().word_classes()));
+        EXPECT_EQ(one.tables().word_classes().size(), choice == CoderChoice::tun12 ? 4U : 0U);
+    }
+}
+
 // The baseline's coder has no kernel, and says so. Method: an extent of it.
 TEST(KernelTables, RefusesTheDictionaryOfQmoe) {
     const ExtentBuffer extent = encode(random_matrix(4, 50, 0.8, 1).view(), {.coder = CoderChoice::qmoe});
