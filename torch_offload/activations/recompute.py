@@ -5,9 +5,9 @@ whichever is longer. Activations that are computed again cost computation and sa
 order of the seconds that a saved byte costs, until both take the same time.
 """
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -109,16 +109,24 @@ def all_layers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def is_recomputed(layer: nn.Module) -> bool:
     """Whether :func:`set_recomputed` has switched it on."""
     function = getattr(layer, "_gradient_checkpointing_func", None)
-    return bool(getattr(layer, "gradient_checkpointing", False)) and function is _CHECKPOINT
+    return bool(getattr(layer, "gradient_checkpointing", False)) and function is _checkpoint
 
 
 def set_recomputed(layer: nn.Module, *, on: bool) -> None:
     """Have a layer compute its activations again in backward, or keep them. Numbers stay the same either way."""
     if on:
-        layer._gradient_checkpointing_func = _CHECKPOINT  # type: ignore[assignment]
+        layer._gradient_checkpointing_func = _checkpoint  # type: ignore[assignment]
         layer.gradient_checkpointing = True  # type: ignore[assignment]
     elif is_recomputed(layer):
         layer.gradient_checkpointing = False  # type: ignore[assignment]
 
 
-_CHECKPOINT = functools.partial(checkpoint, use_reentrant=False)
+def _checkpoint(layer: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer that its backward runs again. A cache of keys would be given its keys twice: transformers leaves out
+    those that it passes by name, and models that pass them by position know of checkpointing in all of their layers.
+    """
+    return checkpoint(layer, *(None if _is_cache(value) else value for value in args), use_reentrant=False)
+
+
+def _is_cache(value: Any) -> bool:
+    return any(base.__name__ == "Cache" for base in type(value).__mro__)
