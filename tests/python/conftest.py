@@ -19,6 +19,7 @@ from support.crash_stacks import (  # noqa: F401 (hooks)
     pytest_runtest_protocol,
     pytest_unconfigure,
 )
+from support.fake_gpu import build
 
 from torch_offload import Config
 from torch_offload.runtime.process import PROCESS
@@ -47,6 +48,12 @@ MOST_NEWER_PARTS = 6
 SEED_OF_PARTS = int(os.environ.get("OFFLOAD_TEST_SEED") or "0", 16)
 RUNS_ALL_PARTS = os.environ.get("MATRIX") == "full" or not os.environ.get("OFFLOAD_TEST_SEED")
 IS_NEWER_TORCH = os.environ.get("NEWER_TORCH") == "1"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A torch with CUDA, as the newer one has, registers its own hooks and kernels where the fake has its own."""
+    if "fake_gpu" in getattr(item, "fixturenames", ()):
+        item.add_marker("any_torch")
 
 
 def rotating_set(item: pytest.Item) -> tuple[object, ...]:
@@ -140,6 +147,12 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(dir=parent))
     yield directory
     shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="session")
+def fake_gpu() -> Path:
+    """The library that makes a GPU."""
+    return build()
 
 
 @pytest.fixture

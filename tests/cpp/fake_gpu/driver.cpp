@@ -9,7 +9,7 @@ namespace {
 
 FakeCuda& driver() {
     // Not destroyed: torch's threads use it until the process has gone.
-    static auto* const driver = new FakeCuda({.memory_bytes = 512 * kMiB});
+    static auto* const driver = new FakeCuda({.memory_bytes = 4096 * kMiB});
     return *driver;
 }
 

@@ -84,6 +84,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
     c10::DeviceIndex current_device() const override { return current_gpu; }
     int getNumGPUs() const override { return kGpuCount; }
     c10::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
+    c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetDefaultCPUAllocator(); }
     void deviceSynchronize(c10::DeviceIndex) const override {}
 };
 using at::CUDAHooksRegistry;

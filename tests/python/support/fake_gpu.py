@@ -25,7 +25,7 @@ from support.isolation import SLOW_PACKAGES, describe_exit
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("fake_gpu/kernels.cpp", "fake_gpu/driver.cpp", "support/fake_cuda.cpp", "support/fake_cuda_streams.cpp")
-MEMORY_BYTES = 512 << 20
+MEMORY_BYTES = 4 << 30
 
 
 def build() -> Path:
@@ -114,9 +114,16 @@ def load(library: Path) -> None:
     import torch
 
     torch.cuda._lazy_init = lambda: None  # type: ignore[assignment] (there is no runtime to begin with)
+    torch.cuda._initialized = True
+    torch.cuda.default_generators = (torch.default_generator,)  # the kernels are the host's, and draw from its numbers
     torch.cuda.is_available = lambda: True
-    torch.cuda.current_device = lambda: 0
+    torch.cuda.device_count = lambda: 1
+    torch._C._cuda_getDevice = lambda: 0
+    torch._C._cuda_setDevice = lambda _: None
+    torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda _: 0
     torch.cuda.synchronize = lambda *_: None  # kernels have ended when they return
+    torch._C._cuda_emptyCache = lambda: None
+    torch._C._cuda_memoryStats = lambda _: {}
     properties = SimpleNamespace(name="Fake", total_memory=MEMORY_BYTES, major=7, minor=0)  # before grouped products
     torch.cuda.get_device_properties = lambda _: properties
     torch.cuda.set_per_process_memory_fraction = lambda *_: None
