@@ -18,6 +18,7 @@ class Until(Enum):
 
     ENGINE_CLOSES = "the engine closes"
     ENGINE_OF_SHARDS_CLOSES = "the engine closes that pages what `fully_shard` divided"
+    ENGINE_OF_GPU_CLOSES = "the engine closes that pages through a GPU"
     CALL_RETURNS = "the call that needed it returns"
     NO_CODED_MODEL = "no model with coded experts is alive"
     NO_REPORT_CALLBACK = "no `ReportCallback` is alive"
@@ -300,6 +301,22 @@ OPTIMIZER_LOAD = ReplacedFunction(
     until=Until.ENGINE_CLOSES,
     alternative="`register_load_state_dict_post_hook`, which has to be called for each optimizer.",
 )
+SAFETENSORS_SHARED = ReplacedFunction(
+    owner="safetensors.torch",
+    name="_filter_shared_not_shared",
+    parameters=("tensors", "state_dict"),
+    reason="`save_model` compares addresses, which pages of a GPU have while they are pinned; they are meanwhile.",
+    until=Until.ENGINE_OF_GPU_CLOSES,
+    alternative="A comparison of storages instead of addresses.",
+)
+SAFETENSORS_COMPLETE = ReplacedFunction(
+    owner="safetensors.torch",
+    name="_is_complete",
+    parameters=("tensor",),
+    reason="As `safetensors.torch._filter_shared_not_shared`.",
+    until=Until.ENGINE_OF_GPU_CLOSES,
+    alternative="A comparison of storages instead of addresses.",
+)
 SAFETENSORS_POINTERS = ReplacedFunction(
     owner="safetensors.torch",
     name="_flatten_as_ptr",
@@ -315,6 +332,22 @@ SAFETENSORS_WRITER = ReplacedFunction(
     reason=f"{_PINNED_SYSTEM_CALL} Tensors are brought, appended and released one by one.",
     until=Until.ENGINE_CLOSES,
     alternative="A writer of safetensors that takes tensors one by one.",
+)
+TRANSFORMERS_DISJOINT = ReplacedFunction(
+    owner="transformers.modeling_utils",
+    name="_find_disjoint",
+    parameters=("tensors", "state_dict"),
+    reason="`save_pretrained` compares addresses, which pages of a GPU have while they are pinned; they are meanwhile.",
+    until=Until.ENGINE_OF_GPU_CLOSES,
+    alternative="A comparison of storages instead of addresses.",
+)
+TRANSFORMERS_IDENTICAL = ReplacedFunction(
+    owner="transformers.modeling_utils",
+    name="_find_identical",
+    parameters=("tensors", "state_dict"),
+    reason="As `transformers.modeling_utils._find_disjoint`.",
+    until=Until.ENGINE_OF_GPU_CLOSES,
+    alternative="A comparison of storages instead of addresses.",
 )
 TRANSFORMERS_REVERT = ReplacedFunction(
     owner="transformers.modeling_utils",
@@ -431,8 +464,12 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     REDUCED_GRADIENTS,
     OPTIMIZER_LOADED_STATE,
     OPTIMIZER_LOAD,
+    SAFETENSORS_SHARED,
+    SAFETENSORS_COMPLETE,
     SAFETENSORS_POINTERS,
     SAFETENSORS_WRITER,
+    TRANSFORMERS_DISJOINT,
+    TRANSFORMERS_IDENTICAL,
     TRANSFORMERS_REVERT,
     TRANSFORMERS_CONVERT,
     TRANSFORMERS_SAVE,

@@ -30,7 +30,13 @@ from torch_offload.hooks.registrations import Listener, Listening, Registrations
 from torch_offload.reporting.prediction import Prediction
 from torch_offload.reporting.report import Report
 from torch_offload.reporting.timeline import Timeline
-from torch_offload.runtime import data_parallel, rank_waits, raw_access, transformers_saving
+from torch_offload.runtime import (
+    compared_addresses,
+    data_parallel,
+    rank_waits,
+    raw_access,
+    transformers_saving,
+)
 from torch_offload.runtime.backward_updates import BackwardUpdates
 from torch_offload.runtime.eligibility import check_engine
 from torch_offload.runtime.node_budget import JoinedBudget, NodeBudget
@@ -121,7 +127,7 @@ class Session:
             label_of=self._label_of,
         )
         self._hooks: list[RemovableHandle | Listening] = []
-        self._saves_experts = False
+        self._knows_transformers = False
         self._unpickled = UnpickledTensors(self.engine, budget_bytes=config.compute_bytes)
         self.updates = BackwardUpdates(self.engine) if config.update == "backward" else None
         self._steps = OptimizerHooks(
@@ -167,6 +173,7 @@ class Session:
         if self.engine.torch_device == "cpu":
             self.engine.install_allocator()
         else:
+            compared_addresses.install(self._patches)
             self._until_closed.callback(
                 gpu.cap_memory(self.config.reserved_bytes, torch.device(self.engine.torch_device))
             )
@@ -230,7 +237,7 @@ class Session:
             sharded=self._sharded,
         )
         self._steps.unsettle()
-        self._prepare_saving()
+        self._prepare_transformers()
         try:
             wrapped.scan()
             if self.activation_policy is not None:
@@ -392,7 +399,7 @@ class Session:
         owner = self._owners.get(module)
         if owner is None:
             if self.pending.is_open:
-                self._prepare_saving()
+                self._prepare_transformers()
                 self.pending.take(module, name, tensor, kind)
         elif kind == "parameter":
             wrapped, path = owner
@@ -407,10 +414,13 @@ class Session:
         for label, parameter in submodule.named_parameters(prefix=f"{path}.{name}" if path else name):
             wrapped.adopt_parameter(label, parameter)
 
-    def _prepare_saving(self) -> None:
+    def _prepare_transformers(self) -> None:
         """Transformers may be imported long after the engine opened, but not after its models are built."""
-        if not self._saves_experts:
-            self._saves_experts = transformers_saving.install(self._patches, self.engine)
+        if self._knows_transformers:
+            return
+        self._knows_transformers = transformers_saving.install(self._patches, self.engine)
+        if self._knows_transformers and self.config.uses_cuda:
+            compared_addresses.install_for_transformers(self._patches)
 
     def _after_copy(self, original: Callable[..., Any], parameter: nn.Parameter, *args: Any) -> Any:
         """Page a copy of a paged parameter while modules are loaded: a reference model, say."""
