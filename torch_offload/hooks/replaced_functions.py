@@ -333,6 +333,14 @@ SAFETENSORS_WRITER = ReplacedFunction(
     until=Until.ENGINE_CLOSES,
     alternative="A writer of safetensors that takes tensors one by one.",
 )
+TRANSFORMERS_DEVICE_MAP = ReplacedFunction(
+    owner="transformers.modeling_utils",
+    name="_get_device_map",
+    parameters=("model", "device_map", "max_memory", "hf_quantizer"),
+    reason="`from_pretrained` with a `device_map` would put the whole model into the GPU; its pages are brought there.",
+    until=Until.ENGINE_OF_GPU_CLOSES,
+    alternative="A hook of `from_pretrained` on where each weight is put.",
+)
 TRANSFORMERS_DISJOINT = ReplacedFunction(
     owner="transformers.modeling_utils",
     name="_find_disjoint",
@@ -468,6 +476,7 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     SAFETENSORS_COMPLETE,
     SAFETENSORS_POINTERS,
     SAFETENSORS_WRITER,
+    TRANSFORMERS_DEVICE_MAP,
     TRANSFORMERS_DISJOINT,
     TRANSFORMERS_IDENTICAL,
     TRANSFORMERS_REVERT,

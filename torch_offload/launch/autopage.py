@@ -87,12 +87,13 @@ class Autopage:
         if os.getpid() != self._process or not _is_large(tensor, self._launch.config):
             return
         if self._session is None or PROCESS.session is not self._session:
-            if tensor.device.type != "cpu":
+            # On a GPU the engine is there before it is decided where a model goes that is only laid out so far.
+            if tensor.device.type == "meta" and not self._launch.config.uses_cuda:
                 _check_layout(self._launch.config, module, name, tensor)
                 return
             self._session = self._open()
             self._session.on_tensor(module, name, tensor, kind)
-        if self._call_hook is None and self._session.pending.has_waiting():
+        if self._call_hook is None and tensor.device.type != "meta":
             self._call_hook = register_module_forward_pre_hook(self._before_call)
 
     def _open(self) -> Session:
@@ -179,8 +180,9 @@ def _add_figures_to_trackers(session: Session) -> None:
 
 
 def _is_large(tensor: torch.Tensor, config: Config) -> bool:
+    places = ("cpu", "meta", "cuda") if config.uses_cuda else ("cpu", "meta")
     return any(
-        is_ordinary(part) and part.device.type in ("cpu", "meta") and part.nbytes >= max(config.min_paged_bytes, 1)
+        is_ordinary(part) and part.device.type in places and part.nbytes >= max(config.min_paged_bytes, 1)
         for _, part in parts_of(tensor)
     )
 

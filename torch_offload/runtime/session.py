@@ -35,6 +35,7 @@ from torch_offload.runtime import (
     data_parallel,
     rank_waits,
     raw_access,
+    transformers_loading,
     transformers_saving,
 )
 from torch_offload.runtime.backward_updates import BackwardUpdates
@@ -420,6 +421,8 @@ class Session:
             return
         self._knows_transformers = transformers_saving.install(self._patches, self.engine)
         if self._knows_transformers and self.config.uses_cuda:
+            device = torch.device(self.engine.torch_device)
+            transformers_loading.install(self._patches, device=device, is_open=lambda: self.pending.is_open)
             compared_addresses.install_for_transformers(self._patches)
 
     def _after_copy(self, original: Callable[..., Any], parameter: nn.Parameter, *args: Any) -> Any:

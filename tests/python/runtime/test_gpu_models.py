@@ -1,19 +1,55 @@
-"""Models of transformers on a GPU, the fake one: what saves them."""
+"""Models of transformers on a GPU, the fake one: how they are loaded, and what saves them."""
 
 from pathlib import Path
+from typing import Any, NoReturn
 
+import torch
+from support.bits import digest
 from support.fake_gpu import in_gpu_child
 from support.models import tiny_model
 
 import torch_offload
-from torch_offload import Config
+from torch_offload import _C, Config
 from torch_offload.hooks.replaced_functions import REPLACED_FUNCTIONS, Until
+
+DEVICE_MAPS: tuple[Any, ...] = ("auto", "sequential", "cuda", "cpu", 0, {"": "cuda:0"}, {"model": 0, "lm_head": "cpu"})
 
 
 def config(scratch: str) -> Config:
     """Less than the model in the GPU's pages, and less than that in memory."""
     sizes = {"gpu": 1024 << 10, "gpu_reserved": 512 << 10, "ram": 256 << 10}
     return Config(**sizes, ssd=scratch, page_elements=4096, min_paged_bytes=1024)
+
+
+def refuse_memory(*_: object) -> NoReturn:
+    raise torch.OutOfMemoryError("the whole model at once")
+
+
+def load_with_maps(scratch: str, folder: str) -> None:
+    from transformers import AutoModelForCausalLM, modeling_utils
+
+    expected = {name: digest(weight) for name, weight in tiny_model("llama", tied=False).named_parameters()}
+    take_memory = modeling_utils.caching_allocator_warmup
+    for device_map in DEVICE_MAPS:
+        modeling_utils.caching_allocator_warmup = refuse_memory
+        model = torch_offload.from_pretrained(
+            AutoModelForCausalLM, folder, config=config(scratch), dtype=torch.float32, device_map=device_map
+        )
+        assert all(weight.is_cuda and _C.is_managed(weight) for weight in model.parameters() if weight.nbytes > 1024)
+        assert {name: digest(weight) for name, weight in model.named_parameters()} == expected
+        report = torch_offload.report()
+        assert report.device.peak_bytes <= report.device.budget_bytes
+        assert report.device.to_host_bytes["parameter"] > 0
+        modeling_utils.caching_allocator_warmup = take_memory
+        beside = AutoModelForCausalLM.from_pretrained(folder, device_map=0)
+        assert all(weight.is_cuda and not _C.is_managed(weight) for weight in beside.parameters())
+        torch_offload.unwrap(model)
+
+
+def test_a_device_map_brings_no_whole_model(scratch, tmp_path, fake_gpu):
+    """Whatever it says, the model becomes pages as it is read. What nobody pages is loaded as transformers would."""
+    tiny_model("llama", tied=False).save_pretrained(tmp_path / "model")
+    in_gpu_child(fake_gpu, load_with_maps, str(scratch), str(tmp_path / "model"))
 
 
 def save_tied_weights(scratch: str, folder: str) -> None:
