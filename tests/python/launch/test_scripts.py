@@ -2,7 +2,7 @@
 
 Method: tiny models and tokenizers made here, no network; each script runs plain and under the launcher with a fifth of
 its state (parameters, gradients, moments) and no setting of activations. Reports that every process writes when it ends
-say that bytes moved.
+say that bytes moved. On the fake GPU another fifth is in the GPU.
 """
 
 import json
@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 from support.folders import save_model, save_rows
 from support.grpo_rewards import phases_of
-from support.script_runs import SCRIPTS, Ended, assert_paged, assert_same_files, logged, start, start_paged
+from support.script_runs import (
+    SCRIPTS,
+    Ended,
+    assert_paged,
+    assert_paged_on_gpu,
+    assert_same_files,
+    logged,
+    start,
+    start_paged,
+)
 
 pytestmark = pytest.mark.any_torch
 
@@ -34,20 +43,30 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return made | {"grpo": made["dpo"]}
 
 
-def run_both(command: Sequence[str], output: Path, scratch: Path, *, ram: str, update: str = "step") -> Ended:
+@pytest.fixture(params=["cpu", "gpu"])
+def gpu(request) -> Path | None:
+    """The library of the fake GPU, or none."""
+    return request.getfixturevalue("fake_gpu") if request.param == "gpu" else None
+
+
+def run_both(
+    command: Sequence[str], output: Path, scratch: Path, *, ram: str, update: str = "step", gpu: Path | None = None
+) -> Ended:
     """Run with OUTPUT replaced by a folder, plain and paged at once; compare the files, return the paged run."""
 
     def named(folder: Path) -> list[str]:
         return [str(folder) if word == "OUTPUT" else word for word in command]
 
-    plain = start(named(output / "plain"))
-    paged = start_paged(named(output / "paged"), ram=ram, ssd=scratch, update=update)
+    plain = start(named(output / "plain"), gpu=gpu)
+    paged = start_paged(named(output / "paged"), ram=ram, ssd=scratch, update=update, gpu=gpu)
     ends = [plain.end(), paged.end()]
     for ended in ends:
         assert ended.status == 0, ended.errors[-5000:]
     assert ends[0].reports == []
     assert_same_files(output / "paged", output / "plain", "*.safetensors")
     assert_paged(ends[1])
+    if gpu is not None:
+        assert_paged_on_gpu(ends[1])
     assert list(scratch.glob("*torch*offload*")) == []
     return ends[1]
 
@@ -60,10 +79,10 @@ def share_of_model(folder: Path, copies: int) -> str:
     return share_of((folder / "model.safetensors").stat().st_size, copies)
 
 
-def trl_options(trainer: str, folders: dict[str, Path]) -> list[str]:
+def trl_options(trainer: str, folders: dict[str, Path], *, gpu: Path | None = None) -> list[str]:
     options = f"""--model_name_or_path {folders["causal"]} --dataset_name {folders[trainer]} --dtype float32
         --output_dir OUTPUT --max_steps {STEPS} --gradient_accumulation_steps 2
-        --use_cpu --bf16 false --report_to none --learning_rate 1e-3"""
+        --use_cpu {gpu is None} --bf16 false --report_to none --learning_rate 1e-3"""
     if trainer == "grpo":
         options += f""" --per_device_train_batch_size 2 --num_generations 2 --max_completion_length {NEW_TOKENS}
             --reward_funcs support.grpo_rewards.distinct_characters"""
@@ -82,12 +101,12 @@ def test_trl_sft_over_a_base_in_four_bits(folders, tmp_path, scratch):
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_trl_sft(folders, tmp_path, scratch, tuning):
+def test_trl_sft(folders, tmp_path, scratch, tuning, gpu):
     """The script of trl, all weights and adapters. The base of adapters is written at most once, as it first leaves."""
     options = [] if tuning == "full" else ["--use_peft", "--lora_r", "8"]
-    command = ["-m", "trl.scripts.sft", *trl_options("sft", folders), *options]
+    command = ["-m", "trl.scripts.sft", *trl_options("sft", folders, gpu=gpu), *options]
     ram = share_of_model(folders["causal"], FULL_COPIES if tuning == "full" else LORA_COPIES)
-    report = run_both(command, tmp_path, scratch, ram=ram).report
+    report = run_both(command, tmp_path, scratch, ram=ram, gpu=gpu).report
     if tuning == "lora":
         base_bytes = (folders["causal"] / "model.safetensors").stat().st_size
         assert report["clean_drops"] > 0
@@ -135,16 +154,16 @@ def test_accelerate_launch_trains_in_a_child(folders, tmp_path, scratch):
 
 
 @pytest.mark.parametrize("kind", ["causal", "classification", "seq2seq"])
-def test_stock_trainer(folders, tmp_path, scratch, kind):
+def test_stock_trainer(folders, tmp_path, scratch, kind, gpu):
     """Llama, BERT and T5 with evaluation and checkpoints; resumed from its own checkpoint the run ends the same."""
     command = [str(SCRIPTS / "fine_tune.py"), kind, str(folders[kind]), "OUTPUT"]
     ram = share_of_model(folders[kind], FULL_COPIES)
-    ended = run_both(command, tmp_path, scratch, ram=ram)
+    ended = run_both(command, tmp_path, scratch, ram=ram, gpu=gpu)
     assert ended.report["written_bytes"]["activation"] > 0
     if kind == "causal":
         assert "offload/ssd_read_GB_per_step" in ended.output  # what a Trainer tells its trackers, it prints
         resumed = [*command[:-1], str(tmp_path / "resumed"), str(tmp_path / "paged" / "checkpoint-2")]
-        ended = start_paged(resumed, ram=ram, ssd=scratch).end()
+        ended = start_paged(resumed, ram=ram, ssd=scratch, gpu=gpu).end()
         assert ended.status == 0, ended.errors[-5000:]
         assert_paged(ended)
         name = "model.safetensors"
@@ -195,6 +214,23 @@ def test_the_first_call_pages_what_it_saves(tmp_path, scratch):
     path.write_text(textwrap.dedent(text))
     ended = start_paged([str(path)], ram="8MiB", ssd=scratch).end()
     assert ended.status == 0, ended.errors[-5000:]
+
+
+def test_a_model_built_on_the_gpu_is_paged(tmp_path, scratch, fake_gpu):
+    """Nothing of it is ever on the host."""
+    text = """
+        import torch
+        from torch import nn
+        model = nn.Sequential(*(nn.Linear(128, 128, bias=False, device="cuda") for _ in range(48)))
+        for _ in range(2):
+            model(torch.ones(4, 128, device="cuda")).sum().backward()
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    ended = start_paged([str(path)], ram=str(512 << 10), ssd=scratch, gpu=fake_gpu).end()
+    assert ended.status == 0, ended.errors[-5000:]
+    assert_paged(ended)
+    assert_paged_on_gpu(ended)
 
 
 def test_stock_trainer_that_updates_in_the_backward(folders, tmp_path, scratch):

@@ -1,6 +1,7 @@
 """The launcher without its command line, with pages as small as the tests' models.
 
-python -m support.launch --ram 4MiB --ssd DIRECTORY [--optimizer NAME] [--update WHEN] [--fit] [-m] SCRIPT ARGUMENTS...
+python -m support.launch [--gpu 2MiB] --ram 4MiB --ssd DIRECTORY [--optimizer NAME] [--update WHEN] [--fit] [-m] SCRIPT
+    ARGUMENTS...
 """
 
 import argparse
@@ -14,6 +15,7 @@ from torch_offload.launch.runner import run
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--gpu")
     parser.add_argument("--ram", required=True)
     parser.add_argument("--ssd", required=True)
     parser.add_argument("--optimizer")
@@ -24,7 +26,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.fit:
         importlib.import_module("torch_offload.launch.fit").probe = lambda *_: MACHINE
-    config = Config(ram=options.ram, ssd=options.ssd, min_paged_bytes=0, page_elements=4096, update=options.update)
+    tiers = {"gpu": options.gpu, "ram": options.ram, "ssd": options.ssd}
+    config = Config(**tiers, min_paged_bytes=0, page_elements=4096, update=options.update)
     sys.exit(run(config, options.command, is_module=options.is_module, optimizer=options.optimizer, fit=options.fit))
 
 

@@ -37,12 +37,13 @@ class Ended:
 class Running:
     """A command in a process of its own."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], gpu: Path | None) -> None:
         self.reports = tempfile.mkdtemp()
         paths = [str(ROOT), str(TESTS), str(SITE), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "REPORT_DIRECTORY": self.reports,
+            **({"CUDA_VISIBLE_DEVICES": ""} if gpu is None else {"FAKE_GPU": str(gpu)}),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",
@@ -66,19 +67,31 @@ class Running:
         return Ended(self.process.returncode, output, errors, reports)
 
 
-def start(command: Sequence[str]) -> Running:
-    """Start a Python script, or a module after -m, as Python itself runs it."""
-    return Running([sys.executable, *command])
+def start(command: Sequence[str], *, gpu: Path | None = None) -> Running:
+    """Start a Python script, or a module after -m, as Python runs it; with the library of a fake GPU, on that."""
+    return Running([sys.executable, *command], gpu)
 
 
-def start_paged(command: Sequence[str], *, ram: str, ssd: Path, update: str = "step") -> Running:
-    """Start the same under the launcher."""
+def start_paged(
+    command: Sequence[str], *, ram: str, ssd: Path, update: str = "step", gpu: Path | None = None
+) -> Running:
+    """Start the same under the launcher. A GPU has as much memory for pages as the host."""
     settings = ["--ram", ram, "--ssd", str(ssd), "--update", update]
-    return Running([sys.executable, "-m", "support.launch", *settings, *command])
+    settings += [] if gpu is None else ["--gpu", str(int(ram) * 4 // 3)]  # a quarter is torch's own
+    return Running([sys.executable, "-m", "support.launch", *settings, *command], gpu)
 
 
 def assert_paged(ended: Ended) -> None:
     assert_report_paged(ended.report)
+
+
+def assert_paged_on_gpu(ended: Ended) -> None:
+    """Pages crossed the link both ways, and nothing was used without a pin: that is a fault, or an error."""
+    report, device = ended.report, ended.report["device"]
+    assert report["faults"] == 0
+    assert device["peak_bytes"] <= device["budget_bytes"]
+    assert device["to_device_bytes"]["parameter"] > 0
+    assert sum(device["to_host_bytes"].values()) > 0
 
 
 def assert_report_paged(report: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ arguments = TrainingArguments(
     eval_steps=2,
     save_strategy="steps",
     save_steps=2,
-    use_cpu=True,
+    use_cpu=not torch.cuda.is_available(),
     report_to=[],
 )
 trainer = Trainer(

@@ -1,5 +1,7 @@
 """Writes the engine's report of every process of a test when it ends, and keeps torch's process groups from ending it.
 
+Where FAKE_GPU names the library of one, every process has it.
+
 The launcher's site hook must chain to it.
 """
 
@@ -82,3 +84,7 @@ if "REPORT_DIRECTORY" in os.environ:
     atexit.register(write_report)
     atexit.register(wait_for_collectives)
     sys.meta_path.insert(0, KeepGroups())
+if "FAKE_GPU" in os.environ:
+    from support import fake_gpu
+
+    fake_gpu.load(Path(os.environ["FAKE_GPU"]))
