@@ -139,7 +139,7 @@ class Engine:
         copies_checkpoints: bool = False,
         ledger: BudgetLedger | None = None,
         guaranteed_bytes: int = 0,
-        store: str | None = None,
+        stores: list[str] = ...,
     ) -> None:
         """Start one; `remedy` ends messages about a full budget, after "raise `ram`".
 
@@ -149,7 +149,8 @@ class Engine:
         Pages of weights that are loaded from files lie there until they are written, unless `copies_checkpoints`.
         With a `ledger`, memory is leased from there: `budget_bytes` is what this process can have whatever others do,
         `guaranteed_bytes` what it always has. Waits for these some seconds; OutOfTierMemory if they do not come.
-        `store`, as host:port, is where pages go instead of `directories`: TierIOError unless it answers and agrees.
+        `stores`, each as host:port, have the pages instead of `directories`: TierIOError unless all answer and agree,
+        ConfigError for one that is there twice.
         """
     @property
     def torch_device(self) -> str:

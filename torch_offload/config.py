@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from torch_offload.errors import ConfigError
-from torch_offload.places import DIRECTORIES, STORE, STORE_SCHEME, PlacesOfPages
+from torch_offload.places import DIRECTORIES, STORE_SCHEME, STORES, PlacesOfPages
 
 SECTOR_BYTES = 4096
 DEFAULT_PAGE_ELEMENTS = 1 << 20
@@ -154,8 +154,8 @@ class Config(BaseModel):
     """Directory on a real disk for an unnamed scratch file, which nothing outlives; several directories on disks of
     their own share the pages evenly. ``{local_rank}`` in a path is the number of the process among those that torchrun
     or accelerate start on this machine, 0 in others. ``store://host:port``: pages go to ``torch-offload store`` there,
-    for machines without a disk of their own. Empty: the first usual directory for temporary files that is on a
-    disk."""
+    for machines without a disk of their own; several, as in ``store://host:port,host:port``, share the pages evenly.
+    Empty: the first usual directory for temporary files that is on a disk."""
     keep_free: Bytes | None = None
     """What pages leave free on the file system of each ``ssd`` directory; beyond it the disk counts as full. None: 5 %
     of the file system, at least 1 GiB."""
@@ -326,9 +326,9 @@ class Config(BaseModel):
         return None if self.emulation is None else self.emulation.ssd_rate
 
     @property
-    def store(self) -> str | None:
-        """``host:port`` of the store that pages go to; None where they go to directories."""
-        return self.ssd.removeprefix(STORE_SCHEME) if isinstance(self.ssd, str) else None
+    def stores(self) -> tuple[str, ...]:
+        """``host:port`` of each store that pages go to; none where they go to directories."""
+        return tuple(self.ssd.removeprefix(STORE_SCHEME).split(",")) if isinstance(self.ssd, str) else ()
 
     @property
     def scratch_directory(self) -> Path | None:
@@ -337,7 +337,7 @@ class Config(BaseModel):
         Raises:
             ConfigError: If pages go to a store: nobody here knows its disk.
         """
-        if self.store is not None:
+        if self.stores:
             raise ConfigError(f"ssd: this is about a disk of this machine, got {self.ssd}; give a directory")
         return self.directories_of(0)[0] if self.ssd else None
 
@@ -479,7 +479,7 @@ def _config_error(error: ValidationError, model: type[BaseModel], *, prefix: str
         if isinstance(nested, ConfigError) and nested.problems:
             problems += nested.problems
         else:
-            name = prefix + ".".join(str(step) for step in part["loc"] if step not in (DIRECTORIES, STORE))
+            name = prefix + ".".join(str(step) for step in part["loc"] if step not in (DIRECTORIES, STORES))
             problems.append((name, _explain(name, part, model)))
     found = ConfigError("; ".join(text for _, text in problems))
     found.problems = problems

@@ -6,7 +6,7 @@
 #include "autograd/encoded_work.h"
 #include "autograd/forked_child.h"
 #include "base/check.h"
-#include "pager/remote_store.h"
+#include "pager/divided_store.h"
 #include "pager/ssd_store.h"
 #include "pager/tier_store.h"
 #include "storage/throttled_engine.h"
@@ -49,12 +49,12 @@ std::unique_ptr<BudgetShare> take_share(const EngineOptions& options) {
 
 /// Of what leaves the host's memory. `host` learns whether updates are applied there.
 std::unique_ptr<PageStore> make_store(const EngineOptions& options, PagerOptions& host) {
-    if (options.store) {
+    if (!options.stores.empty()) {
         const std::string kernels = options.device ? std::string() : kernels_here();
-        auto remote = std::make_unique<RemoteStore>(*options.store, host.page_elements * kWidestElementBytes,
-                                                    host.queue_depth, host.transfer_limits, kernels);
-        host.updates_below = remote->runs_work();
-        return remote;
+        auto divided = std::make_unique<DividedStore>(options.stores, host.page_elements * kWidestElementBytes,
+                                                      host.queue_depth, host.transfer_limits, kernels);
+        host.updates_below = divided->runs_work();
+        return divided;
     }
     std::unique_ptr<IoEngine> engine = make_io_engine(host.engine, host.queue_depth);
     if (options.ssd_bytes_per_second > 0) {

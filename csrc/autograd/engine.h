@@ -34,7 +34,7 @@ namespace torch_offload {
 struct EngineOptions {
     PagerOptions pager;                         // of the host's memory
     std::vector<ScratchLimits> scratch_limits;  // of each directory of pages; empty: there are none
-    std::optional<NetAddress> store;            // of pages in another process, instead of directories
+    std::vector<NetAddress> stores;             // of pages in other processes, instead of directories; empty: none
     std::optional<DeviceTier> device;           // without one, the host's memory is compute memory
     std::size_t min_paged_bytes = 0;            // smaller tensors stay ordinary
     bool copies_checkpoints = false;            // instead of leaving pages in the files that they are loaded from

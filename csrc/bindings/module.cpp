@@ -174,12 +174,12 @@ std::shared_ptr<Engine> make_engine(std::size_t budget_bytes, std::vector<std::s
                                     const std::vector<std::uint64_t>& keep_free_bytes,
                                     std::optional<std::uint64_t> max_file_bytes, bool copies_checkpoints,
                                     std::shared_ptr<LedgerFile> ledger, std::size_t guaranteed_bytes,
-                                    const std::optional<std::string>& store) {
+                                    const std::vector<std::string>& stores) {
     EngineOptions options;
     options.ledger = std::move(ledger);
     options.guaranteed_bytes = guaranteed_bytes;
     options.scratch_limits = scratch_limits(keep_free_bytes, max_file_bytes);
-    if (store) options.store = NetAddress::parse(*store);
+    for (const std::string& address : stores) options.stores.push_back(NetAddress::parse(address));
     if (device_bytes > 0) {
         options.device = DeviceTier{.kind = value_named(kDevices, device_kind, "device_kind"),
                                     .budget_bytes = device_bytes,
@@ -286,7 +286,8 @@ EngineClass make_engine_class(py::module_& module) {
              py::arg("io_timeout") = 120, py::arg("retry_delays_ms") = std::vector<int>{10, 100, 1'000, 5'000},
              py::arg("remedy") = "", py::arg("keep_free_bytes") = std::vector<std::uint64_t>(),
              py::arg("max_file_bytes") = py::none(), py::arg("copies_checkpoints") = false,
-             py::arg("ledger") = py::none(), py::arg("guaranteed_bytes") = 0, py::arg("store") = py::none())
+             py::arg("ledger") = py::none(), py::arg("guaranteed_bytes") = 0,
+             py::arg("stores") = std::vector<std::string>{})
         .def_property_readonly("torch_device", [](const Engine& self) { return py::cast(self.torch_device().str()); })
         .def("statistics",
              [](Engine& self) {

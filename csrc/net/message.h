@@ -12,8 +12,8 @@ namespace torch_offload {
 /// Beside each: who says it, and what of the header it uses.
 enum class MessageKind : std::uint16_t {
     hello = 1,  // client, first: page_bytes, the largest that it will send; a text: what its kernels' bits depend on
-    welcome,    // store: client, the number that it is known by; page_bytes, of all pages of an update at most; a text:
-                // why that is 0
+    welcome,    // store: client, the number that it is known by; version, a number of the store's own;
+                // segment_bytes, its memory; page_bytes, of all pages of an update at most; a text: why that is 0
     refused,    // store, and it hangs up: a text
     read,       // client: request, segment, role, page, version
     page,       // store: request; the page's bytes

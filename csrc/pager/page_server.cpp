@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <random>
 #include <span>
 #include <unordered_map>
 #include <utility>
@@ -70,6 +71,11 @@ std::unique_ptr<PageStore> store_of(const PageServerOptions& options) {
                                       pager.transfer_limits, options.scratch_limits);
 }
 
+std::uint64_t new_identity() {
+    std::random_device random;
+    return (std::uint64_t{random()} << 32) | random();
+}
+
 [[noreturn]] void break_off(const ServedClient& client, const char* why) {
     throw TierIoError(concat(client.channel.peer(), ": ", why), EPROTO);
 }
@@ -104,6 +110,7 @@ PageServer::PageServer(const PageServerOptions& options)
       patience_(options.pager.transfer_limits.timeout),
       run_work_(options.run_work),
       kernels_(options.kernels),
+      identity_(new_identity()),
       pager_(with_elements(options.pager), store_of(options)),
       listening_(listen_at(options.address)),
       address_{options.address.host, port_of(listening_)} {
@@ -277,6 +284,8 @@ void PageServer::greet(ServedClient& client) {
     MessageHeader welcome;
     welcome.kind = MessageKind::welcome;
     welcome.client = client.id;
+    welcome.version = identity_;
+    welcome.segment_bytes = pager_.options().budget_bytes;
     client.refusal = why_no_updates(client);
     client.refusal.resize(std::min(client.refusal.size(), kMaxTextBytes));
     welcome.page_bytes = client.refusal.empty() ? max_lent_bytes_ : 0;

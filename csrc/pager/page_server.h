@@ -104,6 +104,7 @@ private:
     const std::chrono::milliseconds patience_;  // with a client that has memory which others wait for
     const RunWork run_work_;
     const std::string kernels_;
+    const std::uint64_t identity_;  // by which a client knows one store under two names
     Pager pager_;
     FileDescriptor listening_;
     NetAddress address_;

@@ -53,7 +53,8 @@ void Page::clear_flag(std::uint32_t flag) noexcept {
 }
 
 Segment::Segment(Pager& pager, std::span<std::byte> range, std::size_t page_bytes, SegmentKind kind, std::uint64_t id)
-    : pager_(pager),
+    : family(id),
+      pager_(pager),
       range_(range),
       page_bytes_(page_bytes),
       kind_(kind),
@@ -91,6 +92,8 @@ void Segment::assume(SegmentRole role) {
     label = std::move(role.label);
     trace_id = role.trace_id;
     anchor_id = role.anchor_id;
+    const TraceId updated_with = role.anchor_id != kNoTrace ? role.anchor_id : role.trace_id;
+    if (updated_with != kNoTrace) family = updated_with;
     if (role.is_used_next) keep_for_next_use();
 }
 

@@ -185,6 +185,9 @@ public:
     /// The segment's own role in the trace, and the role whose use triggers its deferred work (a parameter's).
     TraceId trace_id = kNoTrace;
     std::atomic<TraceId> anchor_id{kNoTrace};
+    /// The same number for segments that updates use together, as far as is known when they are made: of the
+    /// parameter's role, else the segment's own. It stays.
+    std::uint64_t family;
     /// Deferred operations, owned by the layer above; nullptr: none. Guarded by that layer.
     std::shared_ptr<void> deferred;
     /// When it was last pinned, on the pager's clock.

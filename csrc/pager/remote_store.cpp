@@ -68,6 +68,8 @@ void RemoteStore::greet(std::size_t page_bytes, const std::string& kernels) {
     if (answer.kind == MessageKind::refused) throw TierIoError(concat(name_, " refuses: ", text), EPROTO);
     if (answer.kind != MessageKind::welcome) break_off("it does not say welcome");
     client_id_ = answer.client;
+    identity_ = answer.version;
+    budget_bytes_ = answer.segment_bytes;
     max_update_bytes_ = kernels.empty() ? 0 : answer.page_bytes;
     if (kernels.empty() || max_update_bytes_ > 0) return;
     OFFLOAD_LOG(warning, name_, " runs no updates, so optimizer states cross the network: ", text);

@@ -55,6 +55,10 @@ public:
     std::vector<std::string> describe_transfers(std::size_t most) override;
     UpdateLatch latch_for_update(std::span<const std::shared_ptr<Segment>> segments, std::size_t index,
                                  bool may_wait) override;
+    const std::string& name() const noexcept { return name_; }
+    /// Of the store's process: two names may lead to one.
+    std::uint64_t identity() const noexcept { return identity_; }
+    std::size_t budget_bytes() const noexcept { return budget_bytes_; }
     /// Whether there is work that the store runs at all.
     bool runs_work() const noexcept { return max_update_bytes_ > 0; }
     bool runs_work_on(std::span<const std::shared_ptr<Segment>> segments, std::size_t index) const noexcept override;
@@ -157,6 +161,8 @@ private:
     const TransferLimits limits_;
     Channel channel_;
     std::uint64_t client_id_ = 0;
+    std::uint64_t identity_ = 0;
+    std::size_t budget_bytes_ = 0;      // of the store
     std::size_t max_update_bytes_ = 0;  // of all pages of one update; 0: there are none
     StoreClient* client_ = nullptr;     // from start() on
     WakeEvent wake_;

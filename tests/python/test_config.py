@@ -106,7 +106,13 @@ def test_sizes_are_written_in_the_largest_unit(size, text):
         ({"ssd": "store://h"}, "ssd: expected host:port, such as 10.0.0.1:7000 or [::1]:7000, got 'h'"),
         ({"ssd": "store://h:65536"}, "ssd: expected host:port"),
         ({"ssd": "store://h:0"}, "ssd: a store listens at a port from 1 on, got h:0"),
-        ({"ssd": ["a", "store://h:1"]}, "ssd: store://h:1 is all there can be; give one store, or directories"),
+        ({"ssd": ["a", "store://h:1"]}, "ssd: store://h:1 cannot be together with directories; give stores, or dir"),
+        ({"ssd": "store://h:1,a"}, "ssd: expected host:port, such as 10.0.0.1:7000 or [::1]:7000, got 'a'"),
+        ({"ssd": "store://h:1,,i:1"}, "ssd: expected a comma between two stores only, such as store://10.0.0.1:7000,"),
+        ({"ssd": "store://h:1,"}, "7000, got 'store://h:1,'"),
+        ({"ssd": "store://h:1,i:0"}, "ssd: a store listens at a port from 1 on, got i:0"),
+        ({"ssd": "store://h:1,i:1,h:1/"}, "ssd: h:1 is there twice; name each store once"),
+        ({"ssd": ["store://h:1", "store://h:1"]}, "ssd: h:1 is there twice; name each store once"),
         ({"ssd": "store://h:1", "keep_free": 0}, "keep_free: this is of a disk here, and pages go to store://h:1"),
         ({"ssd": "store://h:1", "max_spill": 1}, "max_spill: this is of a disk here, and pages go to store://h:1"),
         ({"ssd": "store://h:1", "emulation": {"ssd_rate": 1}}, "emulation: ssd_rate is of a disk here, and pages go"),
@@ -152,10 +158,26 @@ def test_a_store_is_one_place_and_stays_what_it_is(address):
     """In a list or alone, through the text that child processes get, and for every rank."""
     config = Config(ssd=f"store://{address}")
     assert config == Config(ssd=[f"store://{address}/"]) == Config(**config.model_dump(mode="json", exclude_unset=True))
-    assert (config.store, config.directories_of(3)) == (address, ())
-    assert config.replace(ram="1GiB").store == address
+    assert (config.stores, config.directories_of(3)) == ((address,), ())
+    assert config.replace(ram="1GiB").stores == (address,)
     with pytest.raises(ConfigError, match="about a disk of this machine"):
         _ = config.scratch_directory
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "store://node-1:7,[::1]:8,10.0.0.1:9",
+        "store://node-1:7/, store://[::1]:8/,10.0.0.1:9",
+        ["store://node-1:7", "store://[::1]:8,10.0.0.1:9"],
+    ],
+)
+def test_several_stores_are_one_text_however_they_are_written(written):
+    """In one text, with or without the scheme of each, or as the command line gives an option that comes twice."""
+    config = Config(ssd=written)
+    assert config.ssd == "store://node-1:7,[::1]:8,10.0.0.1:9"
+    assert config.stores == ("node-1:7", "[::1]:8", "10.0.0.1:9")
+    assert config == Config(**config.model_dump(mode="json", exclude_unset=True))
 
 
 def test_every_bad_setting_is_named_at_once():

@@ -61,7 +61,7 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
     paged = list(paged)
     ram = _ram_bytes(config)
     _warn_of_small_memory(ram)
-    if config.store is not None:  # which says itself what it has no room for
+    if config.stores:  # which say themselves what they have no room for
         return config.replace(ram=ram, optimizer_device=optimizer_device(config, paged))
     needed_bytes = max(0, sum(tensor.untyped_storage().nbytes() for tensor in paged) - ram)
     directories = config.directories_of(environment.local_rank()) or (

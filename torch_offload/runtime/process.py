@@ -196,7 +196,7 @@ def _difference(requested: Config, running: Config) -> str | None:
         if isinstance(value, Path):
             value = value.resolve()
         if name == "ssd":
-            value = requested.ssd if requested.store else requested.directories_of(environment.local_rank())
+            value = requested.ssd if requested.stores else requested.directories_of(environment.local_rank())
         if value is not None and value != current:
             return f"the engine runs with {name}={current!r}, not {value!r}"
     return None

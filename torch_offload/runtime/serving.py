@@ -80,7 +80,7 @@ def serve(listen: str, config: Config, *, tell: Callable[[str], None], updates: 
         TierIOError: If the port is taken, or the scratch file cannot be made.
     """
     address = parse_address(listen)
-    if config.store is not None:
+    if config.stores:
         raise ConfigError(f"ssd: a store keeps pages on a disk of its own, got {config.ssd}; give a directory")
     decided = preflight.resolve(config)
     directories = decided.directories_of(0)

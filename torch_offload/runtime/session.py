@@ -147,7 +147,7 @@ class Session:
         except BaseException:
             self.close()
             raise
-        places = config.store or ", ".join(map(str, config.directories_of(environment.local_rank())))
+        places = ", ".join(config.stores or map(str, config.directories_of(environment.local_rank())))
         logger.info("engine with a budget of %d bytes and pages in %s", config.ram, places)
 
     def _install(self) -> None:
@@ -530,7 +530,7 @@ def _engine_of(config: Config, joined: JoinedBudget | None) -> _C.Engine:
     return _started_engine(
         budget_bytes=config.ram or 0,
         directories=[str(directory) for directory in directories],
-        store=config.store,
+        stores=list(config.stores),
         io_engine=config.io_engine,
         queue_depth=config.queue_depth,
         io_timeout=config.io_timeout,

@@ -18,7 +18,7 @@ from support.paging import assert_bitwise_equal, page_out, wait_until
 from support.small_module import MIB, adamw, make_module, snapshot, step
 
 import torch_offload
-from torch_offload import PageCorruptError, TierIOError
+from torch_offload import ConfigError, PageCorruptError, TierIOError
 
 
 def test_trainings_over_one_store_are_bitwise_equal(scratch):
@@ -327,3 +327,175 @@ def test_pages_too_large_for_a_store_are_refused_at_wrap(scratch):
         settings = stores.config_for(server.address, ram="64MiB", page_elements=1 << 17)
         with pytest.raises(TierIOError, match="start it with --ram 2097152 at least, or lower page_elements"):
             torch_offload.wrap(make_module(), config=settings)
+
+
+# Several stores
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "clips"), [("fused", True), ("foreach", False), ("own", True), ("own, 8-bit moments", False)]
+)
+def test_pages_are_divided_among_stores(scratch, optimizer, clips):
+    """Each has its part, runs the updates of it and keeps to its memory, and no other bit comes out."""
+    expected = in_child(partial(stores.train, None, optimizer, clips=clips))
+    with stores.store_process(scratch, ram="1MiB") as one, stores.store_process(scratch, ram="1MiB") as other:
+        both = f"{one.address},{other.address}"
+        trained, counters = in_child(partial(stores.train_and_count, both, optimizer, clips=clips))
+        reports = [one.end(), other.end()]
+    assert_bitwise_equal(trained, expected)
+    assert counters["applied_remotely"] == counters["applied_pages"] > 0
+    for name in ("received_bytes", "sent_bytes", "updates"):
+        parts = [report[name] for report in reports]
+        assert min(parts) > 0.3 * sum(parts), name
+    assert max(report["peak_bytes"] for report in reports) <= MIB
+
+
+def test_what_stores_count_is_what_the_client_counts(scratch):
+    """The sum, to the byte; and what the client lets go is gone at each of them."""
+    with stores.store_here(scratch, ram=4 * MIB) as one, stores.store_here(scratch, ram=4 * MIB) as other:
+        module = make_module()
+        both = f"{one.address},{other.address}"
+        torch_offload.wrap(module, config=stores.config_for(both, min_paged_bytes=4096))
+        optimizer = adamw(module)
+        for _ in range(2):
+            step(module, optimizer)
+        torch_offload.flush()
+        report = torch_offload.report()
+        counted = [server.statistics() for server in (one, other)]
+        sums = [sum(figures[name] for figures in counted) for name in ("received_bytes", "sent_bytes")]
+        assert sums == [report.ssd_written_bytes, report.ssd_read_bytes]
+        assert all(figures["segments"] > 0 for figures in counted)
+        assert report.io_engine == f"store {one.address}, store {other.address}"
+        assert report.faults == 0
+        torch_offload.unwrap(module)
+        for server in (one, other):
+            wait_until(lambda server=server: server.statistics()["segments"] == 0, "what was unwrapped had left")
+
+
+def _save(path):
+    module = make_module()
+    optimizer = adamw(module)
+    for _ in range(2):
+        step(module, optimizer)
+    torch.save([module.state_dict(), optimizer.state_dict()], path)
+
+
+def _resume(addresses, path):
+    module = make_module()
+    if addresses is not None:
+        torch_offload.wrap(module, config=stores.config_for(addresses))
+    optimizer = adamw(module)
+    for target, saved in zip((module, optimizer), torch.load(path), strict=True):
+        target.load_state_dict(saved)
+    losses = [step(module, optimizer).item() for _ in range(stores.STEPS)]
+    counters = torch_offload.report().counters if addresses is not None else {}
+    return [losses, snapshot(module, optimizer)], counters
+
+
+def test_states_of_a_checkpoint_lie_with_their_weights(scratch):
+    """Each update of a training that is resumed runs at one of the stores."""
+    checkpoint = scratch / "checkpoint.pt"
+    in_child(partial(_save, checkpoint))
+    expected, _ = in_child(partial(_resume, None, checkpoint))
+    with stores.store_process(scratch, ram="1MiB") as one, stores.store_process(scratch, ram="1MiB") as other:
+        trained, counters = in_child(partial(_resume, f"{one.address},{other.address}", checkpoint))
+        updates = [store.end()["updates"] for store in (one, other)]
+    assert_bitwise_equal(trained, expected)
+    assert counters["applied_remotely"] == counters["applied_pages"] > 0
+    assert min(updates) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "reason"),
+    [([], {"ATEN_CPU_CAPABILITY": "default"}, "its kernels"), (["--no-updates"], {}, "it was started without")],
+    ids=["other kernels", "switched off"],
+)
+def test_updates_of_pages_at_a_store_that_runs_none_stay_here(scratch, options, environment, reason, caplog):
+    with (
+        stores.store_process(scratch, ram="1MiB") as one,
+        stores.store_process(scratch, *options, ram="1MiB", **environment) as other,
+    ):
+        module = make_module()
+        with caplog.at_level("WARNING", logger="torch_offload"):
+            torch_offload.wrap(module, config=stores.config_for(f"{one.address},{other.address}"))
+        warned = [line for line in caplog.messages if "runs no updates" in line]
+        assert len(warned) == 1
+        assert re.search(rf"store {other.address} runs no updates, .* cross the network: {reason}", warned[0])
+        expected = in_child(stores.train, None)
+        optimizer = adamw(module)
+        losses = [step(module, optimizer).item() for _ in range(stores.STEPS)]
+        assert_bitwise_equal([losses, snapshot(module, optimizer)], expected)
+        counters = torch_offload.report().counters
+        assert counters["applied_pages"] > counters["applied_remotely"] > 0
+        torch_offload.unwrap(module)
+        assert [store.end()["updates"] > 0 for store in (one, other)] == [True, False]
+
+
+def _train_until_one_is_gone(addresses, pid):
+    module = make_module()
+    torch_offload.wrap(module, config=stores.config_for(",".join(addresses)))
+    optimizer = adamw(module)
+    step(module, optimizer)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(TierIOError, match=rf"store {addresses[1]}"):
+        snapshot(module, optimizer)
+
+
+def test_one_store_that_is_killed_before_its_updates_is_named(scratch):
+    with stores.store_process(scratch, ram="2MiB") as one, stores.store_process(scratch, ram="2MiB") as other:
+        child = start_child(_train_until_one_is_gone, [one.address, other.address], other.process.pid)
+        child.join(120)
+        assert child.exitcode == 0
+
+
+def test_one_store_that_is_killed_takes_its_pages_only(scratch):
+    """What it had is an error that names it, at each access; the rest of the module stays usable."""
+    with stores.store_process(scratch, ram="4MiB") as one, stores.store_here(scratch, ram=4 * MIB) as other:
+        module = make_module()
+        torch_offload.wrap(module, config=stores.config_for(f"{one.address},{other.address}"))
+        page_out(module)
+        one.process.kill()
+        errors = []
+        for weight in module.parameters():
+            for rows in weight.data.flatten().split(4096):  # a page each
+                try:
+                    rows.sum()
+                except TierIOError as error:
+                    errors.append(str(error))
+        assert errors
+        assert all(re.search(rf"store {one.address}.*the page is gone", error) for error in errors)
+        assert other.statistics()["sent_bytes"] > 0
+        assert other.statistics()["clients"] == 1
+
+
+def test_stores_of_different_memory_are_told_of_and_work(scratch, caplog):
+    """Pages are divided evenly, so one line says which store is the smaller one; each keeps to its own memory."""
+    with stores.store_here(scratch, ram=MIB) as small, stores.store_here(scratch, ram=4 * MIB) as large:
+        module = make_module()
+        expected = [weight.clone() for weight in module.parameters()]
+        with caplog.at_level("WARNING", logger="torch_offload"):
+            torch_offload.wrap(module, config=stores.config_for(f"{large.address},{small.address}"))
+        told = [line for line in caplog.messages if "divided evenly" in line]
+        assert len(told) == 1
+        assert f"store {small.address} has {MIB} bytes of memory for them, store {large.address} {4 * MIB};" in told[0]
+        page_out(module)
+        assert_bitwise_equal(list(module.parameters()), expected)
+        assert small.statistics()["memory"]["peak_bytes"] <= MIB
+        torch_offload.unwrap(module)
+
+
+def test_one_of_several_stores_that_does_not_answer_is_one_error(scratch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        absent = "{}:{}".format(*free.getsockname())
+    with stores.store_here(scratch, ram=4 * MIB) as server:
+        for both in (f"{absent},{server.address}", f"{server.address},{absent}"):
+            with pytest.raises(TierIOError, match=rf"store {absent} does not answer: .*start one there"):
+                torch_offload.wrap(make_module(), config=stores.config_for(both))
+        wait_until(lambda: server.statistics()["clients"] == 0, "the one that answered had been left")
+
+
+def test_one_store_under_two_names_is_refused(scratch):
+    with stores.store_here(scratch, ram=4 * MIB) as server:
+        again = "localhost:" + server.address.rpartition(":")[2]
+        with pytest.raises(ConfigError, match=rf"store {server.address} and store {again} are the same process"):
+            torch_offload.wrap(make_module(), config=stores.config_for(f"{server.address},{again}"))
