@@ -69,15 +69,18 @@ def _low_of(parameter: Tensor, master: Tensor) -> Tensor:
 
 def new_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     names = MOMENTS if group["amsgrad"] else MOMENTS[:2]
-    state = {"step": torch.zeros((), dtype=torch.float32)}
+    state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     state.update({name: _zero_moment(parameter, group, name) for name in names})
     return state | (_new_master(parameter, group) if parameter.dtype is torch.bfloat16 else {})
 
 
 def loaded_state(parameter: Tensor, loaded: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """Return loaded values as states of this parameter; names that are not known stay as they are."""
+    """Return loaded values as states of this parameter; names that are not known stay as they are.
+
+    The count of steps is on the CPU, wherever it was: kernels take it as a number, for which a GPU would be waited for.
+    """
     state = dict(loaded)
-    state["step"] = torch.as_tensor(loaded["step"]).to(torch.float32).reshape(()).clone()
+    state["step"] = torch.as_tensor(loaded["step"]).to("cpu", torch.float32).reshape(()).clone()
     for name in MOMENTS:
         if name in state:
             state[name] = _paged_with(parameter, _as_moment(parameter, name, state[name], group), name)

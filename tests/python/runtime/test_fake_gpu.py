@@ -427,6 +427,26 @@ def test_operators_of_others_that_say_too_little_are_served(scratch, fake_gpu):
     in_gpu_child(fake_gpu, call_operators_that_say_too_little, str(scratch))
 
 
+def load_steps_of_a_gpu() -> None:
+    parameter = nn.Parameter(torch.ones(64, 64).cuda())
+    optimizer = torch_offload.AdamW([parameter])
+    parameter.grad = torch.ones(64, 64).cuda()
+    with torch.device("cuda"):
+        optimizer.step()
+    assert optimizer.state[parameter]["step"].device.type == "cpu"
+    saved = optimizer.state_dict()
+    saved["state"][0]["step"] = saved["state"][0]["step"].cuda()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert optimizer.state[parameter]["step"].device.type == "cpu"
+    assert optimizer.state[parameter]["step"].item() == 2
+
+
+def test_counts_of_steps_stay_on_the_host(fake_gpu):
+    """Also where they were saved on a GPU: each parameter's would be waited for in every step."""
+    in_gpu_child(fake_gpu, load_steps_of_a_gpu)
+
+
 def write_by_address(scratch: str) -> None:
     module = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
     torch_offload.wrap(module, config=small_config(scratch))
