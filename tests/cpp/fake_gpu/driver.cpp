@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+
 #include "support/fake_cuda.h"
 
 namespace torch_offload::test {
@@ -46,6 +48,11 @@ extern "C" std::size_t fake_gpu_peak_bytes() { return driver().peak_created_byte
 extern "C" void fake_gpu_set_capturing(bool is_capturing) { driver().set_capturing(is_capturing); }
 /// The next copy is the last: the device is lost.
 extern "C" void fake_gpu_fail_copy() { driver().fail_copy(CuResult::illegal_address); }
+
+/// From the end of the process on the driver is gone, as a real one's handler has it.
+extern "C" void fake_gpu_end_at_exit() {
+    std::atexit([] { driver().lose_at("cuCtxPushCurrent_v2", CuResult::deinitialized); });
+}
 
 /// The call after `skip` more of that symbol returns `result` and does nothing; then, too, where the device is lost.
 extern "C" void fake_gpu_fail(const char* symbol, int result, std::size_t skip, bool loses_device) {

@@ -447,6 +447,21 @@ def test_counts_of_steps_stay_on_the_host(fake_gpu):
     in_gpu_child(fake_gpu, load_steps_of_a_gpu)
 
 
+KEPT: list[nn.Module] = []
+
+
+def leave_pages_to_the_end(scratch: str) -> None:
+    KEPT.append(nn.Sequential(*(nn.Linear(128, 128) for _ in range(24))))
+    torch_offload.wrap(KEPT[0], config=small_config(scratch))
+    KEPT[0](torch.ones(4, 128, device="cuda")).sum().backward()
+    driver().fake_gpu_end_at_exit()
+
+
+def test_a_program_ends_after_its_driver(scratch, fake_gpu):
+    """With pages on the GPU that nobody took back: the driver refuses every call by the time they go."""
+    in_gpu_child(fake_gpu, leave_pages_to_the_end, str(scratch), timeout_seconds=60)
+
+
 def write_by_address(scratch: str) -> None:
     module = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
     torch_offload.wrap(module, config=small_config(scratch))
