@@ -29,6 +29,8 @@ public:
         return context.is_lost();
     }
 
+    const void* queue() const noexcept override { return stream_; }
+
     void wait() const override {
         const CudaContext& context = pool_->context_;
         const CudaContext::Scope scope(context);
@@ -64,6 +66,7 @@ public:
         return pool_->context_.is_lost();
     }
 
+    const void* queue() const noexcept override { return stream_; }
     void wait() const override { recorded()->wait(); }
 
 private:

@@ -19,6 +19,8 @@ class Event {
 public:
     virtual ~Event() = default;
     virtual bool has_passed() const noexcept = 0;
+    /// What it is a point of, to tell it from others: of one queue, older events pass first.
+    virtual const void* queue() const noexcept { return nullptr; }
     /// Throws: TierIoError if something that was queued before it failed, or the device is lost; InvalidArgument if it
     /// cannot be waited for yet, which says until when. It has not passed then.
     virtual void wait() const = 0;

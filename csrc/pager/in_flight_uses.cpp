@@ -11,8 +11,10 @@ namespace torch_offload {
 
 void InFlightUses::add(InFlightUse&& use) {
     const std::lock_guard lock(mutex_);
-    uses_.push_back(std::move(use));
-    const InFlightUse& added = uses_.back();
+    std::deque<InFlightUse>& uses = lane_of(use.event->queue()).uses;
+    uses.push_back(std::move(use));
+    InFlightUse& added = uses.back();
+    added.number = ++added_;
     if (added.is_update) {
         try {
             for (const HeldPages& held : added.pages) {
@@ -21,8 +23,8 @@ void InFlightUses::add(InFlightUse&& use) {
                 }
             }
         } catch (...) {
-            use = std::move(uses_.back());
-            uses_.pop_back();
+            use = std::move(added);
+            uses.pop_back();
             forget_updates(use);
             throw;
         }
@@ -40,24 +42,56 @@ void wait_until_passed(const Event& event) noexcept {
 }
 
 std::optional<InFlightUse> InFlightUses::take_passed() {
-    const std::shared_ptr<const Event> event = oldest();
-    if (!event || !event->has_passed()) return std::nullopt;
-    const std::lock_guard lock(mutex_);
-    if (uses_.empty() || uses_.front().event != event) return std::nullopt;  // somebody else took it
-    return take_front();
+    for (std::size_t i = 0; count() != 0; ++i) {
+        std::shared_ptr<const Event> event;
+        {
+            const std::lock_guard lock(mutex_);
+            if (i >= lanes_.size()) break;
+            if (lanes_[i].uses.empty()) continue;
+            event = lanes_[i].uses.front().event;
+        }
+        if (!event->has_passed()) continue;
+        const std::lock_guard lock(mutex_);
+        Lane& lane = lanes_[i];
+        if (!lane.uses.empty() && lane.uses.front().event == event) return take_front(lane);  // else somebody did
+    }
+    return std::nullopt;
 }
 
 std::optional<InFlightUse> InFlightUses::take_oldest() {
     const std::lock_guard lock(mutex_);
-    return uses_.empty() ? std::nullopt : take_front();
+    const std::size_t lane = oldest_lane();
+    if (lane == lanes_.size()) return std::nullopt;
+    return take_front(lanes_[lane]);
 }
 
-/// The lock is held.
-std::optional<InFlightUse> InFlightUses::take_front() {
-    std::optional<InFlightUse> use = std::move(uses_.front());
-    uses_.pop_front();
-    forget_updates(*use);
-    if (use->is_update) update_count_.fetch_sub(1, std::memory_order_release);
+/// That of the queue, or one that is not in use. The lock is held; so below.
+InFlightUses::Lane& InFlightUses::lane_of(const void* queue) {
+    const auto known = std::ranges::find(lanes_, queue, &Lane::queue);
+    if (known != lanes_.end()) return *known;
+    const auto idle = std::ranges::find_if(lanes_, [](const Lane& lane) { return lane.uses.empty(); });
+    Lane& lane = idle != lanes_.end() ? *idle : lanes_.emplace_back();
+    lane.queue = queue;
+    return lane;
+}
+
+/// The number of lanes where nothing is in use.
+std::size_t InFlightUses::oldest_lane() const noexcept {
+    std::size_t oldest = lanes_.size();
+    std::uint64_t number = ~std::uint64_t{0};
+    for (std::size_t i = 0; i < lanes_.size(); ++i) {
+        if (lanes_[i].uses.empty() || lanes_[i].uses.front().number > number) continue;
+        number = lanes_[i].uses.front().number;
+        oldest = i;
+    }
+    return oldest;
+}
+
+InFlightUse InFlightUses::take_front(Lane& lane) {
+    InFlightUse use = std::move(lane.uses.front());
+    lane.uses.pop_front();
+    forget_updates(use);
+    if (use.is_update) update_count_.fetch_sub(1, std::memory_order_release);
     count_.fetch_sub(1, std::memory_order_release);
     return use;
 }
@@ -76,7 +110,8 @@ void InFlightUses::forget_updates(const InFlightUse& use) noexcept {
 std::shared_ptr<const Event> InFlightUses::oldest() const {
     if (count_.load(std::memory_order_acquire) == 0) return nullptr;
     const std::lock_guard lock(mutex_);
-    return uses_.empty() ? nullptr : uses_.front().event;
+    const std::size_t lane = oldest_lane();
+    return lane == lanes_.size() ? nullptr : lanes_[lane].uses.front().event;
 }
 
 std::shared_ptr<const Event> InFlightUses::last_update(const Page& page) const {
@@ -119,13 +154,17 @@ void Pager::Impl::close_use(const InFlightUse& use) noexcept {
     announce_progress();
 }
 
-void Pager::Impl::close_passed_uses() noexcept {
-    while (const std::optional<InFlightUse> use = uses.take_passed()) close_use(*use);
+/// Whether there were any.
+bool Pager::Impl::close_passed_uses() noexcept {
+    bool were_any = false;
+    for (; const std::optional<InFlightUse> use = uses.take_passed(); were_any = true) close_use(*use);
+    return were_any;
 }
 
-/// False if nothing is in use. Throws: TierIoError if the device is lost, nothing is in use then; what Event::wait()
-/// says if it cannot be waited for yet.
+/// What has passed meanwhile is not waited for. False if nothing is in use. Throws: TierIoError if the device is lost,
+/// nothing is in use then; what Event::wait() says if it cannot be waited for yet.
 bool Pager::Impl::wait_for_oldest_use() {
+    if (close_passed_uses()) return true;
     const std::shared_ptr<const Event> event = uses.oldest();
     if (!event) return false;
     {

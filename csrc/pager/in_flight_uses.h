@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -31,17 +32,18 @@ struct InFlightUse {
     std::shared_ptr<const Event> event;
     std::vector<HeldPages> pages;
     std::span<std::byte> range;
-    bool is_update = false;  // of the pages, by deferred work
+    bool is_update = false;    // of the pages, by deferred work
+    std::uint64_t number = 0;  // in the order in which they were added
 };
 
-/// The uses whose kernels may still run, oldest first: a kernel outlives the guard of its arguments. They end in order;
-/// with several streams some end later than they could.
+/// The uses whose kernels may still run: a kernel outlives the guard of its arguments. Those of a stream end in order,
+/// whatever others do.
 /// Threads: any. A use is closed by whoever takes it out, without a lock: it may be the last owner of a segment.
 class InFlightUses {
 public:
     /// It stays the caller's if this throws.
     void add(InFlightUse&& use);
-    /// The oldest, if its event has passed.
+    /// The oldest of a stream, if its event has passed.
     std::optional<InFlightUse> take_passed();
     /// The oldest, whether it has or not.
     std::optional<InFlightUse> take_oldest();
@@ -55,11 +57,19 @@ public:
     std::size_t count() const noexcept { return count_.load(std::memory_order_acquire); }
 
 private:
-    std::optional<InFlightUse> take_front();
+    /// In the order of one stream.
+    struct Lane {
+        const void* queue = nullptr;
+        std::deque<InFlightUse> uses;
+    };
+    Lane& lane_of(const void* queue);
+    std::size_t oldest_lane() const noexcept;
+    InFlightUse take_front(Lane& lane);
     void forget_updates(const InFlightUse& use) noexcept;
 
-    mutable std::mutex mutex_;  // guards the next two; a leaf
-    std::deque<InFlightUse> uses_;
+    mutable std::mutex mutex_;  // guards the next three; a leaf
+    std::vector<Lane> lanes_;   // of streams that were used side by side; none is ever taken out
+    std::uint64_t added_ = 0;
     std::unordered_map<const Page*, std::shared_ptr<const Event>> updates_;  // the last of each page
     std::atomic<std::size_t> count_{0};  // so that who asks for nothing takes no lock
     std::atomic<std::size_t> update_count_{0};

@@ -71,7 +71,7 @@ struct Pager::Impl final : StoreClient {
     std::shared_ptr<const Event> fence_use() noexcept;
     void end_use(InFlightUse use) noexcept;
     void close_use(const InFlightUse& use) noexcept;
-    void close_passed_uses() noexcept;
+    bool close_passed_uses() noexcept;
     bool wait_for_oldest_use();
 
     // Memory (pager_memory.cpp)

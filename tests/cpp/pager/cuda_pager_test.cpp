@@ -198,6 +198,36 @@ TEST(CudaPager, UpdatesOfDifferentStreamsAreInOrder) {
     EXPECT_TRUE(was_updated);
 }
 
+// A stream that is behind keeps its own pages, not those of others. Method: a kernel that waits for the test, then one
+// of another stream that has run, whose pages can go.
+TEST(CudaPager, SlowStreamKeepsItsOwnPagesOnly) {
+    GpuTiers tiers;
+    const auto slow = filled_segment(tiers.top, 2, 1);
+    const auto fast = filled_segment(tiers.top, 2, 2);
+    tiers.gpu.device.fence_use()->wait();
+    std::atomic<bool> may_end{false};
+    {
+        const PinGuard guard = pin(tiers.top, slow, Access::read);
+        tiers.gpu.driver.launch({slow->range()}, [&] {
+            while (!may_end) std::this_thread::yield();
+        });
+    }
+    tiers.gpu.compute_stream = tiers.gpu.driver.blocking_stream();
+    {
+        const PinGuard guard = pin(tiers.top, fast, Access::read);
+        tiers.gpu.driver.launch_in(tiers.gpu.compute_stream, {fast->range()}, [] {});
+    }
+    tiers.gpu.device.fence_use()->wait();
+    const auto other = filled_segment(tiers.top, 1, 3);  // who takes memory looks for what has passed
+    const std::uint32_t pins = fast->page(0).load().pin_count();
+    EXPECT_EQ(pins, 0u);
+    if (pins == 0) {
+        EXPECT_EQ(tiers.top.evict(fast), 0u);  // else it would wait for the other stream
+    }
+    EXPECT_EQ(slow->page(0).load().pin_count(), 1u);
+    may_end = true;
+}
+
 // A GPU's updates are queued as soon as their pages are there: they take no core from the program. Method: deferred
 // work on pages that come back, and a program that waits for nothing.
 TEST(CudaPager, UpdatesDoNotWaitForTheProgramToWait) {
