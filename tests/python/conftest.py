@@ -65,7 +65,8 @@ def rotating_set(item: pytest.Item) -> tuple[object, ...]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave two thirds of each rotating test to other commits; MATRIX=full, or no seed, runs all of it.
+    """Leave two thirds of each rotating test to other commits, or what its mark says (`parts`); MATRIX=full, or no
+    seed, runs all of it.
 
     On the newer torch every test of three cases or more rotates, so that a sixth of them runs, one at least: what it
     shows was shown on the usual one.
@@ -77,9 +78,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept, left = [], []
     for item in items:
         cases = rotating_set(item)
-        has_mark = item.get_closest_marker("rotating") is not None
-        is_rotating = sizes[cases] >= ROTATING_PARTS and (has_mark or IS_NEWER_TORCH)
-        parts = min(sizes[cases], MOST_NEWER_PARTS) if IS_NEWER_TORCH else ROTATING_PARTS
+        mark = item.get_closest_marker("rotating")
+        is_rotating = sizes[cases] >= ROTATING_PARTS and (mark is not None or IS_NEWER_TORCH)
+        parts = ROTATING_PARTS if mark is None else mark.kwargs.get("parts", ROTATING_PARTS)
+        parts = min(sizes[cases], MOST_NEWER_PARTS) if IS_NEWER_TORCH else parts
         (left if is_rotating and (numbers[cases] - SEED_OF_PARTS) % parts != 0 else kept).append(item)
         numbers[cases] += 1
     items[:] = kept
@@ -91,7 +93,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if IS_CI:
         terminalreporter.write_line(f"examples of hypothesis: HYPOTHESIS_SEED={SEED}")
     if not RUNS_ALL_PARTS:
-        parts = "a sixth" if IS_NEWER_TORCH else "a third"
+        parts = "a sixth" if IS_NEWER_TORCH else "a third or less"
         seed = f"OFFLOAD_TEST_SEED={os.environ['OFFLOAD_TEST_SEED']}"
         terminalreporter.write_line(f"{parts} of the cases of rotating tests, by {seed}; MATRIX=full: all")
 

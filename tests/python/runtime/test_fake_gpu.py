@@ -33,7 +33,7 @@ PLACED = [
 ]
 
 
-@pytest.mark.rotating
+@pytest.mark.rotating(parts=12)
 @pytest.mark.parametrize(("case", "placement"), PLACED, ids=[f"{case.name}-{place.name}" for case, place in PLACED])
 def test_paged_training_is_bitwise_equal(case: Case, placement: Placement, scratch, fake_gpu):
     """Losses, weights, gradients and states are those of the run in the GPU, and pages crossed every link both ways."""
