@@ -125,6 +125,8 @@ def settle_vector_math() -> None:
 # --- Names of torch.distributed that are its own ----------------------------------------------------------------------
 SHARDING_MODULE: Final = "torch.distributed.fsdp._fully_shard._fsdp_param"
 """Makes the shards of `fully_shard`."""
+STATE_DICT_MODULE: Final = "torch.distributed._state_dict_utils"
+"""Gathers the full state dicts of `torch.distributed.checkpoint.state_dict`."""
 STORE_PATIENCE_SECONDS: Final = 5
 
 

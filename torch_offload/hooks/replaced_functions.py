@@ -285,6 +285,14 @@ REDUCED_GRADIENTS = ReplacedFunction(
     until=Until.ENGINE_OF_SHARDS_CLOSES,
     alternative="Streams of its own for CUDA only: on the CPU the sum is there when the call returns.",
 )
+GATHERED_STATE = ReplacedFunction(
+    owner="torch.distributed._state_dict_utils",
+    name="_iterate_state_dict",
+    parameters=("iter_object", "sharded_tensor_func", "dtensor_func", "tensor_func"),
+    reason="A full state dict has the whole of each divided tensor: it becomes pages before the next is gathered.",
+    until=Until.ENGINE_CLOSES,
+    alternative="A function among the options of `get_state_dict` that is given each tensor.",
+)
 OPTIMIZER_LOADED_STATE = ReplacedFunction(
     owner="torch.optim:Optimizer",
     name="_process_value_according_to_param_policy",
@@ -470,6 +478,7 @@ REPLACED_FUNCTIONS: tuple[ReplacedFunction, ...] = (
     GATHERED_PARAMETERS,
     RESHARDED_PARAMETERS,
     REDUCED_GRADIENTS,
+    GATHERED_STATE,
     OPTIMIZER_LOADED_STATE,
     OPTIMIZER_LOAD,
     SAFETENSORS_SHARED,

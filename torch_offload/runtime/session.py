@@ -40,6 +40,7 @@ from torch_offload.runtime import (
 )
 from torch_offload.runtime.backward_updates import BackwardUpdates
 from torch_offload.runtime.eligibility import check_engine
+from torch_offload.runtime.full_states import FullStates
 from torch_offload.runtime.node_budget import JoinedBudget, NodeBudget
 from torch_offload.runtime.optimizer_hooks import OptimizerHooks
 from torch_offload.runtime.passes import Passes
@@ -127,6 +128,7 @@ class Session:
             config=config,
             label_of=self._label_of,
         )
+        self._full_states = FullStates(self.engine, self._patches)
         self._hooks: list[RemovableHandle | Listening] = []
         self._knows_transformers = False
         self._unpickled = UnpickledTensors(self.engine, budget_bytes=config.compute_bytes)
@@ -162,6 +164,7 @@ class Session:
         data_parallel.page_buckets(self._patches, self.engine)
         rank_waits.note_waits(self._patches, self.engine)
         self._sharded.install()
+        self._full_states.install()
         if self._activations is not None:
             self._patches.replace(replaced_functions.FORBID_SAVED_TENSOR_HOOKS, self._activations.stand_aside)
             self._patches.replace(replaced_functions.ALLOW_SAVED_TENSOR_HOOKS, self._activations.come_back)
@@ -370,6 +373,7 @@ class Session:
         for module in list(self._wrapped):
             self._forget(module)
         self._sharded.remove()
+        self._full_states.remove()
         self._patches.undo()
         self.engine.remove_allocator()
         self._until_closed.close()

@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from support.bits import digest
 from support.folders import save_model, save_rows
 from support.script_runs import SCRIPTS, assert_report_paged, assert_same_files, logged, start, start_paged
 
@@ -61,6 +63,14 @@ def test_data_parallel_trainer(model, tmp_path, scratch):
     assert logged(tmp_path / "paged") == logged(tmp_path / "plain")
 
 
+def resume_sharded(command: list[str], folder: Path, scratch: Path, *, ram_of_rank: int) -> None:
+    """Begin once more, from the first checkpoint of a run that `run_both` made, and leave only what follows it."""
+    shutil.move(folder / "paged", folder / "unbroken")
+    words = [str(folder / "paged") if word == "OUTPUT" else word for word in command]
+    run_paged([*TORCHRUN, *words, str(folder / "unbroken" / "checkpoint-2")], scratch, ram_of_rank=ram_of_rank)
+    shutil.rmtree(folder / "plain" / "checkpoint-2")
+
+
 def test_sharded_trainer(model, tmp_path, scratch):
     """FSDP2 by accelerate's plugin, each rank in 40 % of its state; its checkpoints are of shards, and it resumes."""
     ram_of_rank = int((model / "model.safetensors").stat().st_size * 4 / RANKS * 0.4)
@@ -69,17 +79,29 @@ def test_sharded_trainer(model, tmp_path, scratch):
     assert len(assert_same_files(tmp_path / "paged", tmp_path / "plain", "*.distcp")) == 2 * 2 * RANKS
     assert len(logged(tmp_path / "plain")) == 4
     assert logged(tmp_path / "paged") == logged(tmp_path / "plain")
-    shutil.move(tmp_path / "paged", tmp_path / "unbroken")
-    resumed = [
-        *TORCHRUN,
-        *command[:2],
-        str(tmp_path / "paged"),
-        command[3],
-        str(tmp_path / "unbroken" / "checkpoint-2"),
-    ]
-    run_paged(resumed, scratch, ram_of_rank=ram_of_rank)
-    shutil.rmtree(tmp_path / "plain" / "checkpoint-2")
+    resume_sharded(command, tmp_path, scratch, ram_of_rank=ram_of_rank)
     assert len(assert_same_files(tmp_path / "paged", tmp_path / "plain", "*.distcp")) == 2 * RANKS
+
+
+def test_sharded_trainer_with_full_checkpoints(model, tmp_path, scratch):
+    """The first rank gathers weights and moments of all, more than its budget, and gives them out as it resumes."""
+    ram_of_rank = int((model / "model.safetensors").stat().st_size * 4 / RANKS * 0.4)
+    command = [str(SCRIPTS / "fine_tune_sharded.py"), str(model), "OUTPUT", "FULL_STATE_DICT"]
+    run_both(command, tmp_path, scratch, ram_of_rank=ram_of_rank)
+    for name, count in (("pytorch_model_fsdp.bin", 2), ("optimizer.bin", 2), ("model.safetensors", 3)):
+        assert len(assert_same_files(tmp_path / "paged", tmp_path / "plain", name)) == count
+    assert logged(tmp_path / "paged") == logged(tmp_path / "plain")
+    resume_sharded(command, tmp_path, scratch, ram_of_rank=ram_of_rank)
+    assert len(assert_same_files(tmp_path / "paged", tmp_path / "plain", "pytorch_model_fsdp.bin")) == 1
+    assert len(assert_same_files(tmp_path / "paged", tmp_path / "plain", "*.safetensors")) == 1 + 1
+    # What torch resumes from a full state dict has lists for tuples among the optimizer's settings, in memory as well.
+    plain, paged = (torch.load(tmp_path / name / "checkpoint-4" / "optimizer.bin") for name in ("plain", "paged"))
+    assert digests_by_path(paged["state"]) == digests_by_path(plain["state"])
+    assert len(plain["state"]) > 0
+
+
+def digests_by_path(states: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, str]]:
+    return {path: {name: digest(tensor) for name, tensor in state.items()} for path, state in states.items()}
 
 
 def test_trl_sft_with_adapters(model, tmp_path, scratch):
