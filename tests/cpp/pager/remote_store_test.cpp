@@ -136,17 +136,17 @@ double read_of_each(const PageServer& server, StoredPager& client, int passes, S
 
 // What a store keeps is what its client needs next, so as much of each pass is there as memory holds. Method: passes
 // over 96 pages at a store of 64, which keeps 8 free, and as many clients that say nothing of passes, whose pages go in
-// the order of their last use: each before it is needed.
+// the order of their last use: each before it is needed. Of many passes, as single ones vary where others run beside.
 TEST(RemoteStore, KeepsWhatIsNeededNext) {
     PageServer server(server_options(64));
     StoredPager silent(server.address(), 8);
     for (std::uint32_t i = 0; i < 96; ++i) silent.segments.push_back(segment_with_role(silent.pager, 1, i));
-    EXPECT_GT(read_of_each(server, silent, 3, Said::nothing), 0.7);
+    EXPECT_GT(read_of_each(server, silent, 16, Said::nothing), 0.7);
     silent.segments.clear();
     StoredPager client(server.address(), 8);
     for (std::uint32_t i = 0; i < 96; ++i) client.segments.push_back(segment_with_role(client.pager, 1, i));
     read_of_each(server, client, 3, Said::ends);
-    EXPECT_LT(read_of_each(server, client, 4, Said::ends), 0.6);  // at best 0.42: 96 pages without 56
+    EXPECT_LT(read_of_each(server, client, 16, Said::ends), 0.6);  // at best 0.42: 96 pages without 56
     EXPECT_EQ(client.first_wrong(0), 96u);
 }
 
