@@ -23,6 +23,8 @@
 namespace torch_offload {
 namespace {
 
+constexpr c10::DispatchKey kListsKey = c10::DispatchKey::BackendSelect;  // of every call
+
 c10::ArrayRef<c10::IValue> arguments_of(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     return torch::jit::last(*stack, op.schema().arguments().size());
 }
@@ -184,6 +186,31 @@ void page_in_and_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, t
 TORCH_LIBRARY_IMPL(_, DeferredInit, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&page_in_and_call>()); }
 
 TORCH_LIBRARY_IMPL(_, CustomRNGKeyId, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&page_in_and_call>()); }
+
+/// The dispatcher does not look into lists of lists, in which collectives take tensors: a call that has managed ones
+/// nowhere else comes here, as every call does, and not by their keys.
+void page_in_lists_and_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    bool has_key = false;  // the fallback has been here
+    bool is_managed = false;
+    for (const c10::IValue& argument : arguments_of(op, stack)) {
+        const bool is_nested = argument.isList() && !argument.isTensorList();
+        for_each_tensor_in(argument, [&](const at::Tensor& tensor) {
+            (is_nested ? is_managed : has_key) |= block_of(tensor) != nullptr;
+        });
+    }
+    const c10::DispatchKeySet below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kListsKey);
+    if (has_key || !is_managed) {
+        op.redispatchBoxed(below, stack);
+    } else {
+        page_in_and_call(op, below, stack);
+    }
+}
+
+TORCH_LIBRARY_IMPL(c10d, BackendSelect, m) {
+    for (const char* name : {"allgather_", "allgather_coalesced_", "gather_", "reduce_scatter_", "scatter_"}) {
+        m.impl(name, torch::CppFunction::makeFromBoxedFunction<&page_in_lists_and_call>());
+    }
+}
 
 /// Whether torch takes a composite kernel for the key's. One that autograd sees through is left alone, since it only
 /// calls operators that arrive here, unless the operator has a kernel for a device, which is to run there instead.

@@ -32,6 +32,7 @@ UNDER_WAY = [
     collectives.broadcast,
     collectives.all_gather,
     collectives.reduce_scatter,
+    collectives.scatter,
     collectives.messages,
 ]
 

@@ -100,6 +100,15 @@ def reduce_scatter(rank: Rank) -> Iterator[Tensor]:
     yield part
 
 
+def scatter(rank: Rank) -> Iterator[Tensor]:
+    """Of paged tensors in a list of lists only, in which the dispatcher looks for no keys."""
+    tensor, part = rank.tensor(0, RANKS * ELEMENTS), torch.empty(ELEMENTS)
+    parts = list(tensor.chunk(RANKS)) if rank.rank == 0 else None
+    rank.begin(lambda: dist.scatter(part, parts, async_op=True), tensor).wait()
+    yield part
+    yield tensor
+
+
 def messages(rank: Rank) -> Iterator[Tensor]:
     """Work of gloo that tells nobody when it has ended."""
     tensor = rank.tensor(0)
