@@ -20,6 +20,7 @@ CASES = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("in_every_rank", [False, True])
 def test_a_full_state_dict_is_gathered_in_pages(scratch, case, in_every_rank):

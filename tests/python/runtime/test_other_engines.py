@@ -32,6 +32,7 @@ def said_of_flat_parameters(rank: int, folder: str, options: dict[str, bool], wr
     return ""
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("wraps_first", [False, True])
 @pytest.mark.parametrize("keeps_originals", [False, True])
 def test_flat_parameters_are_refused_by_each_rank(scratch, wraps_first, keeps_originals):
