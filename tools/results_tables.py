@@ -249,6 +249,12 @@ BENCHMARKS = (
     Benchmark("load_save", "Loading and saving", IO),
     Benchmark("activations", "A long row", IO, "Times are reported in the file, not judged."),
     Benchmark("distributed", "Ranks with DDP and FSDP2", IO, RANKS),
+    Benchmark(
+        "plain_calls",
+        "Calls on plain tensors",
+        IO,
+        "Counted instructions. A call that makes a tensor takes 113 more, in the engine's allocator.",
+    ),
     Benchmark("scale", "Beyond these machines", IO, "What is simulated says what a distribution of reads costs ranks."),
     Benchmark("rank_failures", "A rank that fails", IO),
     Benchmark("three_tiers", "Three tiers", IO, "Device and SSD are slowed down to a card's ratios; no GPU was used."),
