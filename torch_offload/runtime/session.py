@@ -229,7 +229,8 @@ class Session:
             UnsupportedModelError: As from :func:`check_engine`.
         """
         check_engine(module, module.parameters())
-        self._refuse_other_gpus(module)
+        if self.config.uses_cuda:
+            self._refuse_other_gpus(module)
         before = {id(tensor) for tensor in _tensors_in(module) if _C.is_managed(tensor)}
         wrapped = self._wrapped[module] = WrappedModule(
             module,
@@ -263,7 +264,7 @@ class Session:
     def _refuse_other_gpus(self, module: nn.Module) -> None:
         pages_on = torch.device(self.engine.torch_device)
         for name, tensor in all_parts_of([*module.named_parameters(), *module.named_buffers()]):
-            if self.config.uses_cuda and tensor.device.type == pages_on.type and tensor.device != pages_on:
+            if tensor.device.type == pages_on.type and tensor.device != pages_on:
                 raise ConfigError(
                     f"gpu: {name} is on {tensor.device}, and pages are on {pages_on}; bring the module to the CPU or "
                     f"to {pages_on} before it is wrapped, or call torch.cuda.set_device({tensor.device.index}) before "
