@@ -38,9 +38,9 @@ struct Sample {
           opened(host.extent()),
           extent({host.extent().begin(), host.extent().end()}, 0),
           tables({host.tables().bytes().begin(), host.tables().bytes().end()}, 0),
-          word_tables(host.words(), 0),
+          word_tables(host.words().bytes(), 0),
           words(std::vector<std::uint32_t>(kRows * quad_row_words(from.columns)), 0),
-          matrix(host.tables().placed(extent.get(), tables.get(), host.words_at(word_tables.get()))),
+          matrix(host.tables().placed(extent.get(), tables.get(), host.words().at(word_tables.get()))),
           rows{words.get(), quad_row_words(from.columns)} {
         if (host.tables().has(Coder::tun12)) launch_tun12_decode(matrix, rows, nullptr);
         if (host.tables().has(Coder::rans4)) launch_rans4_decode(matrix, rows, nullptr);

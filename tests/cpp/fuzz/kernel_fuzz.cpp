@@ -9,6 +9,7 @@
 #include "base/check.h"
 #include "codec/defined_product.h"
 #include "codec/host_kernels.h"
+#include "codec/kernel_samples.h"
 #include "fuzz/fuzzed_extent.h"
 
 namespace torch_offload {
@@ -65,7 +66,9 @@ void open_and_run(std::span<const std::byte> extent) {
     } catch (const InvalidArgument&) {
         return;  // of the dictionary of QMoE
     }
-    const KernelMatrix matrix = tables->placed(extent.data(), tables->bytes().data());
+    const SampleWordTables word_tables(*tables, coder_tables);
+    const WordTables words_at = word_tables.at(word_tables.bytes().data());
+    const KernelMatrix matrix = tables->placed(extent.data(), tables->bytes().data(), words_at);
     std::vector<std::uint32_t> words = quad_words_of(matrix);
     require(are_values_of(words, opened), "a warp decodes the values of the portable code");
     require(quad_words_of(matrix, HostWarp{7}) == words, "any order of lanes decodes the same");
@@ -78,7 +81,7 @@ void open_and_run(std::span<const std::byte> extent) {
         std::ranges::reverse(tile);
         for (std::byte& byte : tile) byte ^= std::byte{0x5A};
     }
-    quad_words_of(tables->placed(changed.bytes().data(), tables->bytes().data()));
+    quad_words_of(tables->placed(changed.bytes().data(), tables->bytes().data(), words_at));
 }
 
 }  // namespace
