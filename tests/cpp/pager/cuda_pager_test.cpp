@@ -233,8 +233,7 @@ TEST(CudaPager, SlowStreamKeepsItsOwnPagesOnly) {
 TEST(CudaPager, UpdatesDoNotWaitForTheProgramToWait) {
     GpuTiers tiers;
     std::atomic<int> resolved{0};
-    const auto segment = filled_segment(tiers.top, 2, 7);
-    segment->trace_id = tiers.top.new_trace_id();
+    const auto segment = segment_with_role(tiers.top, 2, 7);
     tiers.top.set_pending_work(
         [&](Segment& of, std::size_t index, bool may_wait) {
             const std::shared_ptr<Segment> latched = of.shared_from_this();

@@ -119,10 +119,10 @@ protected:
 TEST(PagerPlan, MomentUsedByItselfGoesByThatUse) {
     constexpr std::size_t kPages = 2;
     Pager pager(options_with(4 * kPages), std::make_unique<SimEngine>(8, 1));
-    const auto weight = filled_segment(pager, kPages, 1);
-    const auto other = filled_segment(pager, kPages, 2);
+    const auto weight = segment_with_role(pager, kPages, 1);
+    const auto other = segment_with_role(pager, kPages, 2);
     const auto moment = pager.create_segment(kPages * kPageBytes, 4, SegmentKind::state);
-    for (const auto& segment : {weight, other, moment}) segment->trace_id = pager.new_trace_id();
+    moment->trace_id = pager.new_trace_id();
     pager.set_anchor(*moment, weight->trace_id);
     for (int pass = 0; pass < 3; ++pass) {
         if (pass > 0) pager.end_step();
@@ -143,9 +143,9 @@ TEST(PagerPlan, MomentUsedByItselfGoesByThatUse) {
 TEST(PagerPlan, ActivationThatIsUsedAtOnceStays) {
     constexpr std::size_t kPages = 2;
     Pager pager(options_with(2 * kPages + 1), std::make_unique<SimEngine>(8, 1));  // one is kept free
-    const auto weight = filled_segment(pager, kPages, 1);
+    const auto weight = segment_with_role(pager, kPages, 1);
     const auto made = pager.create_segment(kPages * kPageBytes, 4, SegmentKind::activation);
-    for (const auto& segment : {weight, made}) segment->trace_id = pager.new_trace_id();
+    made->trace_id = pager.new_trace_id();
     const auto use = [&](const std::shared_ptr<Segment>& segment, Access access) {
         pager.touch(segment);
         const PinGuard used = pin(pager, segment, access);

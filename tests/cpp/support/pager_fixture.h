@@ -50,9 +50,11 @@ inline PinGuard pin(Pager& pager, const std::shared_ptr<Segment>& segment, Acces
     return pager.pin({&request, 1});
 }
 
-inline std::shared_ptr<Segment> filled_segment(Pager& pager, std::size_t pages, std::uint32_t seed) {
+inline std::shared_ptr<Segment> filled_segment(Pager& pager, std::size_t pages, std::uint32_t seed,
+                                               TraceId role = kNoTrace) {
     auto segment = pager.create_segment(pages * kPageBytes, 4, SegmentKind::parameter);
     segment->label = concat("segment ", seed);
+    segment->trace_id = role;
     const PinGuard guard = pin(pager, segment, Access::overwrite);
     fill(*segment, seed);
     return segment;
@@ -60,9 +62,7 @@ inline std::shared_ptr<Segment> filled_segment(Pager& pager, std::size_t pages, 
 
 /// The same with a role of its own in the trace.
 inline std::shared_ptr<Segment> segment_with_role(Pager& pager, std::size_t pages, std::uint32_t seed) {
-    auto segment = filled_segment(pager, pages, seed);
-    segment->trace_id = pager.new_trace_id();
-    return segment;
+    return filled_segment(pager, pages, seed, pager.new_trace_id());
 }
 
 /// Waits for `condition`; false after ten seconds.
