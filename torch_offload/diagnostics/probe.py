@@ -4,22 +4,19 @@ import hashlib
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import nn
 
-from torch_offload.config import DEFAULT_PAGE_ELEMENTS
-from torch_offload.diagnostics import paging_cost, ssd_benchmark
-from torch_offload.optim.adamw import AdamW
+from torch_offload.diagnostics import compute_rates, paging_cost, ssd_benchmark
+from torch_offload.diagnostics.compute_rates import GEMM_TYPES, GpuRates
+from torch_offload.errors import ConfigError
 from torch_offload.reporting.progress import Show, progress
 from torch_offload.reporting.result import Result
-from torch_offload.system import environment
+from torch_offload.system import environment, gpu
 from torch_offload.system.atomic_files import write_whole
 
 if TYPE_CHECKING:
@@ -30,16 +27,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3  # of the file and of how rates are measured; another one is measured again
-ROUNDS = 5
+FORMAT = 4  # of the file and of how rates are measured; another one is measured again
 SSD_FILE_BYTES = 512 << 20
 SSD_BLOCK_BYTES = 4 << 20
 SSD_SECONDS = 0.6  # per figure, of which there are 18
-COPY_BYTES = 256 << 20
-LINK_BYTES = 256 << 20
-GEMM_SIZE = 2048
-UPDATED_PAGES = 8
-GEMM_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Probe(BaseModel, Result):
@@ -48,7 +39,7 @@ class Probe(BaseModel, Result):
     Experimental: may change in a minor release.
 
     Attributes:
-        key: What the figures hold for: processor, cores, torch, and the disk of the directory.
+        key: What the figures hold for: processor, cores, torch, GPU, and the disk of the directory.
         ssd_read: Bytes per second that the disk gives to pages.
         ssd_write: The same of writes.
         ssd_mixed: The same of as many reads as writes, both together.
@@ -57,8 +48,7 @@ class Probe(BaseModel, Result):
         update: Elements per second that an optimizer updates in memory, by its name.
         read_cost: Seconds of computing that are lost to a byte of a page that is read.
         write_cost: The same of one that is written.
-        to_device: Bytes per second from pinned memory to a GPU; None where there is none.
-        to_host: The other way.
+        gpu: What the GPU can do; None where there is none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,8 +62,18 @@ class Probe(BaseModel, Result):
     update: dict[str, float]
     read_cost: float
     write_cost: float
-    to_device: float | None = None
-    to_host: float | None = None
+    gpu: GpuRates | None = None
+
+    @property
+    def of_gpu(self) -> GpuRates:
+        """What the GPU can do, to plan for it.
+
+        Raises:
+            ConfigError: If this machine has none, or it was measured without.
+        """
+        if self.gpu is None:
+            raise ConfigError("probe: it has no rates of a GPU; measure where there is one: torch_offload.probe()")
+        return self.gpu
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as values that JSON knows."""
@@ -96,9 +96,18 @@ class Probe(BaseModel, Result):
             yield f"update, {name}", f"{rate / 1e6:.0f} million elements/s"
         for name, cost in (("read", self.read_cost), ("written", self.write_cost)):
             yield f"computing lost to pages {name}", f"{cost * 1e9:.2f} s/GB"
-        for name, link in (("to the device", self.to_device), ("to the host", self.to_host)):
-            if link is not None:
-                yield name, f"{link / 1e9:.1f} GB/s"
+        if self.gpu is not None:
+            yield from _rows_of_gpu(self.gpu)
+
+
+def _rows_of_gpu(rates: GpuRates) -> "Iterator[Row]":
+    yield "to the GPU", f"{rates.to_device / 1e9:.1f} GB/s"
+    yield "to the host", f"{rates.to_host / 1e9:.1f} GB/s"
+    yield "GPU memory copy", f"{rates.copy_rate / 1e9:.0f} GB/s read and written"
+    for name, rate in rates.gemm.items():
+        yield f"GPU matrix product, {name}", f"{rate / 1e12:.3g} TFLOP/s"
+    for name, rate in rates.update.items():
+        yield f"GPU update, {name}", f"{rate / 1e9:.3g} billion elements/s"
 
 
 def probe(directory: str | os.PathLike[str] | None = None, *, refresh: bool = False, show: Show | None = None) -> Probe:
@@ -140,14 +149,14 @@ def _show_nothing(_what: str, _done: int, _total: int) -> None:
 
 def _key(directory: Path) -> dict[str, str]:
     """Return what the figures depend on."""
-    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    device = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "processor": environment.processor_name(),
         "cores": str(len(os.sched_getaffinity(0))),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "disk": str(os.stat(directory).st_dev),
-        **gpu,
+        **device,
     }
 
 
@@ -181,21 +190,21 @@ def _measure(directory: Path, key: dict[str, str], show: Show) -> Probe:
     show("disk", 0, total)
     disk = _disk_rates(directory)
     show("memory", 1, total)
-    copy_rate = _copy_rate()
+    copy_rate = compute_rates.copy_rate()
     gemm = {}
     for done, (name, dtype) in enumerate(GEMM_TYPES.items(), start=2):
         show(f"matrix products, {name}", done, total)
-        gemm[name] = _gemm_rate(dtype)
+        gemm[name] = compute_rates.gemm_rate(dtype)
     show("updates", total - 2 - has_gpu, total)
-    update = {"adamw_torch_fused": _stock_update_rate(), "torch_offload.AdamW": _own_update_rate()}
+    update = compute_rates.update_rates()
     show("what moving pages costs", total - 1 - has_gpu, total)
     cost = paging_cost.measure(directory)
     costs = {"read_cost": cost.read, "write_cost": cost.written}
-    links: dict[str, float] = {}
+    rates = None
     if has_gpu:
-        show("links of the GPU", total - 1, total)
-        links = {"to_device": _link_rate(to_device=True), "to_host": _link_rate(to_device=False)}
-    return Probe(key=key, **disk, copy_rate=copy_rate, gemm=gemm, update=update, **costs, **links)
+        show("the GPU", total - 1, total)
+        rates = compute_rates.gpu_rates(f"cuda:{gpu.current()}")
+    return Probe(key=key, **disk, copy_rate=copy_rate, gemm=gemm, update=update, **costs, gpu=rates)
 
 
 def _disk_rates(directory: Path) -> dict[str, float]:
@@ -209,60 +218,3 @@ def _disk_rates(directory: Path) -> dict[str, float]:
         "ssd_write": max(row.write for row in figures),
         "ssd_mixed": max(row.mix for row in figures),
     }
-
-
-def _median_seconds(work: Callable[[], object]) -> float:
-    """Time `work`, which is done once before."""
-    work()
-    seconds = []
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return median(seconds)
-
-
-def _copy_rate() -> float:
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    return 2 * COPY_BYTES / _median_seconds(lambda: target.copy_(source))
-
-
-def _gemm_rate(dtype: torch.dtype) -> float:
-    left = torch.rand(GEMM_SIZE, GEMM_SIZE).to(dtype)
-    right = torch.rand(GEMM_SIZE, GEMM_SIZE).to(dtype)
-    return float(2 * GEMM_SIZE**3 / _median_seconds(lambda: torch.mm(left, right)))
-
-
-def _stock_update_rate() -> float:
-    weights = _trained_weights(torch.float32)
-    return _update_rate(torch.optim.AdamW(weights, fused=True), weights)
-
-
-def _own_update_rate() -> float:
-    weights = _trained_weights(torch.bfloat16)
-    return _update_rate(AdamW(weights), weights)
-
-
-def _trained_weights(dtype: torch.dtype) -> list[nn.Parameter]:
-    """Return weights of one page each, with gradients."""
-    weights = [nn.Parameter(torch.rand(DEFAULT_PAGE_ELEMENTS).to(dtype)) for _ in range(UPDATED_PAGES)]
-    for weight in weights:
-        weight.grad = torch.rand(DEFAULT_PAGE_ELEMENTS).to(dtype)
-    return weights
-
-
-def _update_rate(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> float:
-    return sum(weight.numel() for weight in weights) / _median_seconds(optimizer.step)
-
-
-def _link_rate(*, to_device: bool) -> float:
-    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
-    source, target = (host, device) if to_device else (device, host)
-
-    def copy() -> None:
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-
-    return LINK_BYTES / _median_seconds(copy)

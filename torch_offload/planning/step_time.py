@@ -29,6 +29,9 @@ def rates_of(config: Config, probe: Probe, *, processes: int = 1) -> Rates:
     """Return the rates that a run has: those measured, or those that an emulated device and disk are set to.
 
     Each of several processes has its share of the disk.
+
+    Raises:
+        ConfigError: If there is to be a GPU, and it was not measured.
     """
     link, ssd = config.link_rate, config.ssd_rate or inf
     copy_rate = probe.copy_rate / 2  # bytes that arrive
@@ -36,8 +39,8 @@ def rates_of(config: Config, probe: Probe, *, processes: int = 1) -> Rates:
         ssd_read=min(probe.ssd_read / processes, ssd),
         ssd_write=min(probe.ssd_write / processes, ssd),
         ssd_mixed=min(probe.ssd_mixed / processes, ssd),
-        to_device=link or probe.to_device or copy_rate,
-        to_host=link or probe.to_host or copy_rate,
+        to_device=link or (probe.of_gpu.to_device if config.uses_cuda else copy_rate),
+        to_host=link or (probe.of_gpu.to_host if config.uses_cuda else copy_rate),
     )
 
 

@@ -105,6 +105,11 @@ def check_room(size_bytes: int, device: torch.device) -> None:
         )
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory that nothing has."""
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
 def give_back_cache() -> None:
     """Give back what torch's allocator keeps for itself and pages could use: a module that was there has left."""
     torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from support.huge_pages import huge_page_bytes, skip_where_there_are_none
 
 import torch_offload
 from torch_offload import _C, Probe
-from torch_offload.diagnostics import paging_cost
+from torch_offload.diagnostics import compute_rates, paging_cost
 from torch_offload.diagnostics import ssd_benchmark as benches
 from torch_offload.diagnostics.probe import probe as measure
 
@@ -25,14 +25,10 @@ def measured(monkeypatch, tmp_path):
 
     module = sys.modules["torch_offload.diagnostics.probe"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name, little in {
-        "SSD_FILE_BYTES": 8 << 20,
-        "SSD_SECONDS": 0.01,
-        "COPY_BYTES": 1 << 20,
-        "GEMM_SIZE": 64,
-    }.items():
-        monkeypatch.setattr(module, name, little)
-    monkeypatch.setattr(module, "ROUNDS", 1)
+    monkeypatch.setattr(module, "SSD_FILE_BYTES", 8 << 20)
+    monkeypatch.setattr(module, "SSD_SECONDS", 0.01)
+    for name, little in {"COPY_BYTES": 1 << 20, "GEMM_SIZE": 64, "ROUNDS": 1}.items():
+        monkeypatch.setattr(compute_rates, name, little)
     monkeypatch.setattr(paging_cost, "measure", lambda directory: paging_cost.PagingCost(read=3e-10, written=1e-10))
     calls = []
     original = benches.measure

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch_offload import Probe, Report
 from torch_offload.activations.recompute import ActivationChoice
+from torch_offload.diagnostics.compute_rates import GpuRates
 from torch_offload.reporting.timeline import Sample, Timeline
 
 MACHINE = Probe(
@@ -16,6 +17,18 @@ MACHINE = Probe(
     update={"adamw_torch_fused": 2e8, "torch_offload.AdamW": 4e8},
     read_cost=0.3e-9,
     write_cost=0.1e-9,
+)
+
+GPU_MACHINE = MACHINE.model_copy(
+    update={
+        "gpu": GpuRates(
+            to_device=50e9,
+            to_host=50e9,
+            copy_rate=3e12,
+            gemm={"float32": 50e12, "bfloat16": 500e12},
+            update={"adamw_torch_fused": 80e9, "torch_offload.AdamW": 80e9},
+        )
+    }
 )
 
 
