@@ -20,6 +20,7 @@ from torch_offload.planning.search_page import write_page
 from torch_offload.planning.search_result import Search
 from torch_offload.planning.setups import precisions_named, rows_of_step
 from torch_offload.planning.what_if import Machine, WhatIf, machines_of, rates_of, sizes_of
+from torch_offload.runtime import preflight
 from torch_offload.system import environment
 from torch_offload.system.terminal import echo, error_console, show
 
@@ -65,7 +66,14 @@ def run(options: SearchOptions, others: Mapping[str, Any]) -> int:
         allow=allow,
     )
     batch = hf_models.batch_of(rows, others["sequence"])
-    known = Recordings(model, batch, probe=probe, timing_seconds=DEFAULT_TIMING_SECONDS, loaded=loaded)
+    known = Recordings(
+        model,
+        batch,
+        probe=probe,
+        timing_seconds=DEFAULT_TIMING_SECONDS,
+        loaded=loaded,
+        device=preflight.compute_device(decided),
+    )
     machines = machines_of([max(1, size // processes) for size in budgets] or [decided.ram or 0], rates)
     found = WhatIf(searches=[(machine, answer(_on(machine, question), known)) for machine in machines])
     if options.html is not None:

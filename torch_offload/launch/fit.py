@@ -25,6 +25,7 @@ from torch_offload.planning import api
 from torch_offload.planning.page_uses import OptimizerName
 from torch_offload.planning.search import Question, Recordings, answer, meta_copy
 from torch_offload.planning.search_result import Candidate, Search
+from torch_offload.runtime import preflight
 from torch_offload.runtime.process import PROCESS
 from torch_offload.system import environment
 from torch_offload.system.terminal import echo
@@ -118,7 +119,8 @@ class Fit:
             is_clipped=bool(given.args.max_grad_norm),
             ssd_bytes=api.room_of(decided, directories) // environment.process_count(),
         )
-        known = Recordings(_as_trained(given), batch, probe=machine, timing_seconds=TIMING_SECONDS)
+        device = preflight.compute_device(decided)
+        known = Recordings(_as_trained(given), batch, probe=machine, timing_seconds=TIMING_SECONDS, device=device)
         return answer(question, known)
 
     def _optimizer_of(self, arguments: Any) -> OptimizerName:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, overload
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch_offload.config import Config, Directories, Settings, parse_size
 from torch_offload.diagnostics import ssd_benchmark
 from torch_offload.diagnostics.probe import Probe
 from torch_offload.diagnostics.probe import probe as probe_machine
-from torch_offload.errors import ConfigError, UnsupportedModelError
+from torch_offload.errors import ConfigError
 from torch_offload.planning import recomputing
 from torch_offload.planning.fake_trace import Recording, record
 from torch_offload.planning.forward_trace import PROMPT, TOKEN, record_evaluation, record_prompt, record_token
@@ -103,7 +104,7 @@ def plan(
         model: As it will be trained: in training mode, with checkpointing where wanted, frozen where frozen.
         batch: Arguments of its forward by name, of one micro-batch; meta tensors will do. With labels to train, with
             ``input_ids`` of the prompt to generate.
-        gpu: As in ``wrap``. A real GPU cannot be planned yet.
+        gpu: As in ``wrap``. A real GPU has to be there: its kernels are chosen and timed.
         ram: As in ``wrap``.
         ssd: As in ``wrap``.
         config: All settings; the other arguments take precedence over it.
@@ -129,8 +130,8 @@ def plan(
 
     Raises:
         ConfigError: If a setting cannot be used.
-        UnsupportedModelError: For a real GPU, for weights quantized otherwise than to bitsandbytes' 4 bits, and for
-            pipelines of modules without layers or with trained weights that stages would share.
+        UnsupportedModelError: For weights quantized otherwise than to bitsandbytes' 4 bits, and for pipelines of
+            modules without layers or with trained weights that stages would share.
         OffloadError: If the forward depends on numbers that only a real run knows, or has no loss or cache.
     """
     if schedule is not None:
@@ -229,7 +230,7 @@ class _Planning:
         """Record what a step consists of, and plan it."""
         if self.step.work != "train":
             check_can_run_forward(self.model)
-            passes, seconds = _forward_passes(self.model, self.batch, self.loaded, self.step.new_tokens, self.costs)
+            passes, seconds = self._forward_passes()
             return self._built(passes[0], seconds, passes=passes)
         if self.config.activations == "recompute":
             layers = recomputing.layers_to_recompute(self.model)
@@ -237,12 +238,12 @@ class _Planning:
             return self._recomputed(layers, asked)
         if self.config.activations == "auto":
             return self._chosen()
-        return self._trained(record(self.model, self.batch, loaded=self.loaded))
+        return self._trained(self._recorded())
 
     def _chosen(self) -> Plan:
         """Plan a step of which the engine chooses the layers that compute their activations again."""
         layers = dict(layers_of(self.model))
-        recording = record(self.model, self.batch, loaded=self.loaded, layers=layers)
+        recording = self._recorded(layers)
         paged = self._trained(recording)
         if not layers:
             return paged
@@ -252,8 +253,13 @@ class _Planning:
 
     def _recomputed(self, layers: Mapping[str, nn.Module], choice: ActivationChoice) -> Plan:
         with recomputing.recomputed([layers[name] for name in choice.recomputed]):
-            recording = record(self.model, self.batch, loaded=self.loaded)
+            recording = self._recorded()
         return self._trained(recording, choice)
+
+    def _recorded(self, layers: Mapping[str, nn.Module] = MappingProxyType({})) -> Recording:
+        return record(
+            self.model, self.batch, loaded=self.loaded, layers=layers, device=preflight.compute_device(self.config)
+        )
 
     def _trained(self, recording: Recording, choice: ActivationChoice | None = None) -> Plan:
         return self._built(recording, self.costs.of(recording.calls), activations=choice)
@@ -272,39 +278,35 @@ class _Planning:
         is_on_host = preflight.optimizer_device(self.config, self.model.parameters()) == "cpu"
         return build_plan(inputs, "host" if is_on_host else "device")
 
+    def _forward_passes(self) -> tuple[tuple[Recording, ...], dict[str, Cost]]:
+        """Record the passes of an evaluation or a generation, and return their costs by phase.
+
+        Keys and values grow from token to token: memory is that of the last one, time the mean of the first and the
+        last.
+        """
+        given: dict[str, Any] = {"loaded": self.loaded, "device": preflight.compute_device(self.config)}
+        new_tokens = self.step.new_tokens
+        if new_tokens == 0:
+            evaluation = record_evaluation(self.model, self.batch, **given)
+            return (evaluation,), self.costs.of(evaluation.calls)
+        prompt = record_prompt(self.model, self.batch, **given)
+        if new_tokens == 1:
+            return (prompt,), self.costs.of(prompt.calls)
+        length = self.batch["input_ids"].shape[1]
+        first = record_token(self.model, self.batch, earlier=length, **given)
+        last = record_token(self.model, self.batch, earlier=length + new_tokens - 2, **given)
+        found = self.costs.of({PROMPT: prompt.calls[PROMPT], "first": first.calls[TOKEN], "last": last.calls[TOKEN]})
+        mean = Cost(
+            seconds=(found["first"].seconds + found["last"].seconds) / 2,
+            timed_seconds=(found["first"].timed_seconds + found["last"].timed_seconds) / 2,
+        )
+        return (prompt, last), {PROMPT: found[PROMPT], TOKEN: mean}
+
     def _tokens(self) -> int:
         """Return the tokens of a step; of a generation the new ones."""
         if self.step.work == "generate":
             return int(self.batch["input_ids"].shape[0]) * self.step.new_tokens
         return tokens_of(self.batch) * self.step.micro_batches
-
-
-def _forward_passes(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    loaded: Sequence[Tensor],
-    new_tokens: int,
-    costs: OperatorCosts,
-) -> tuple[tuple[Recording, ...], dict[str, Cost]]:
-    """Record the passes of an evaluation or a generation, and return their costs by phase.
-
-    Keys and values grow from token to token: memory is that of the last one, time the mean of the first and the last.
-    """
-    if new_tokens == 0:
-        evaluation = record_evaluation(model, batch, loaded=loaded)
-        return (evaluation,), costs.of(evaluation.calls)
-    prompt = record_prompt(model, batch, loaded=loaded)
-    if new_tokens == 1:
-        return (prompt,), costs.of(prompt.calls)
-    length = batch["input_ids"].shape[1]
-    first = record_token(model, batch, earlier=length, loaded=loaded)
-    last = record_token(model, batch, earlier=length + new_tokens - 2, loaded=loaded)
-    found = costs.of({PROMPT: prompt.calls[PROMPT], "first": first.calls[TOKEN], "last": last.calls[TOKEN]})
-    mean = Cost(
-        seconds=(found["first"].seconds + found["last"].seconds) / 2,
-        timed_seconds=(found["first"].timed_seconds + found["last"].timed_seconds) / 2,
-    )
-    return (prompt, last), {PROMPT: found[PROMPT], TOKEN: mean}
 
 
 def room_of(config: Config, directories: Sequence[Path]) -> int:
@@ -315,19 +317,14 @@ def resolved(config: Config, processes: int) -> tuple[Config, tuple[Path, ...]]:
     """Return the configuration with a budget for one process, and the directories that pages would go to.
 
     Raises:
-        ConfigError: If there is no process.
-        UnsupportedModelError: If a setting cannot be planned yet.
+        ConfigError: If there is no process, or no such GPU.
     """
     if processes < 1:
         raise ConfigError(f"processes: must be at least 1, got {processes}")
-    if config.uses_cuda:
-        raise UnsupportedModelError(
-            "gpu: plan measures and times this machine's processor, so it cannot plan for a GPU yet; "
-            "plan without gpu, or with emulation={'gpu': True} for its memory and traffic"
-        )
     directory = ssd_benchmark.directory_for(config.scratch_directory, file_bytes=0)
     ram = resources.default_ram_bytes() if config.ram is None else config.ram
-    return config.replace(ram=max(1, ram // processes)), (directory, *config.directories_of(0)[1:])
+    decided = preflight.check_gpu(config.replace(ram=max(1, ram // processes)))
+    return decided, (directory, *config.directories_of(0)[1:])
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:

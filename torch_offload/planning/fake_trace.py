@@ -1,8 +1,9 @@
 """Memory accesses of a pass, recorded on fake tensors: shapes without numbers.
 
 The module runs under a mode that sees every operator below autograd. Floating-point tensors are fake: they say that
-they are on the CPU, so that models choose the kernels that they would choose there, and own no bytes. Small tensors of
-integers and truth values are real, since models look at them: positions, masks, lengths.
+they are where the module will compute, so that models choose the kernels that they would choose there, and own no
+bytes. Small tensors of integers and truth values are real, since models look at them: positions, masks, lengths. They
+are on the CPU, and what computes with them and fractions elsewhere sees them as if they were there.
 """
 
 import weakref
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +33,9 @@ from torch_offload.planning.quantized_weights import COMPOSITES, check_can_be_tr
 from torch_offload.runtime.preflight import is_embedding_table
 from torch_offload.runtime.tensor_parts import parts_of
 
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
 PHASES = ("forward", "backward")
 MAX_REAL_ELEMENTS = 1 << 24
+HOST = "cpu"
 
 
 class What(Enum):
@@ -138,6 +137,7 @@ def record(
     loaded: Collection[Tensor] = (),
     layers: Mapping[str, nn.Module] = MappingProxyType({}),
     cut_at: Sequence[nn.Module] = (),
+    device: str = HOST,
 ) -> Recording:
     """Run forward and backward once without touching the module or taking memory for it.
 
@@ -147,11 +147,12 @@ def record(
         loaded: Parameters and buffers whose bytes lie in a checkpoint.
         layers: Modules whose forward is recorded for itself as well, by name.
         cut_at: Modules at which the pass shall be divided: moments say where each begins, and ends in the backward.
+        device: Where the module will compute. Another one than the CPU has to be there.
 
     Raises:
         OffloadError: As from :func:`traced`, or if the module returns no loss.
     """
-    recorder = Recorder(PHASES)
+    recorder = Recorder(PHASES, device)
     with recorder.following(layers), recorder.marking(cut_at):
         return traced(module, batch, recorder, _forward_and_backward, loaded=loaded)
 
@@ -177,13 +178,12 @@ def traced(
         OffloadError: If what the module does depends on numbers that are not known yet, or torch cannot follow it
             without them.
     """
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    stand_ins = recorder.adopt(module, mode, {id(tensor) for tensor in loaded})
-    inputs = {name: _input(value, mode) for name, value in batch.items()}
+    stand_ins = recorder.adopt(module, {id(tensor) for tensor in loaded})
+    inputs = {name: _input(value, recorder.stand_ins) for name, value in batch.items()}
     try:
-        with mode, recorder:
+        with recorder.stand_ins.mode, recorder:
             torch.func.functional_call(_Pass(module, recorder, program), stand_ins, (inputs,))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise OffloadError(
@@ -234,33 +234,61 @@ def _loss_of(output: Any) -> Tensor:
     return loss if loss.ndim == 0 else loss.float().mean()
 
 
-def _input(value: Any, mode: "FakeTensorMode") -> Any:
+def _input(value: Any, stand_ins: "StandIns") -> Any:
     """Return a stand-in for an argument of the forward."""
     if not isinstance(value, Tensor):
         return value
     if value.dtype.is_floating_point or value.dtype.is_complex:
-        return _stand_in(value, mode)
+        return stand_ins.of(value)
     return torch.ones(value.shape, dtype=value.dtype) if value.is_meta else value.detach().cpu()
 
 
-def _stand_in(tensor: Tensor, mode: "FakeTensorMode") -> Tensor:
-    from torch._subclasses.fake_tensor import FakeTensor
+class StandIns:
+    """Makes fake tensors that say that they are on one device."""
 
-    shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, shape, torch.device("cpu")).requires_grad_(tensor.requires_grad)
+    def __init__(self, device: str) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self.device = torch.device(device)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the same shape, without its numbers."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(self.mode, shape, self.device).requires_grad_(tensor.requires_grad)
+
+    def moved(self, arguments: Any) -> Any:
+        """Return arguments of an operator on fractions, with all of them on the device: real tensors, and its name."""
+        if self.device.type == "cpu":
+            return arguments
+        if isinstance(arguments, Tensor):
+            return arguments if _is_fake(arguments) or arguments.ndim == 0 else self._seen(arguments)
+        if isinstance(arguments, torch.device):
+            return self.device
+        if isinstance(arguments, list | tuple):
+            return [self.moved(argument) for argument in arguments]
+        return arguments
+
+    def _seen(self, tensor: Tensor) -> Tensor:
+        with _disable_current_modes():
+            return self.of(tensor)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator, and notes what it does to memory."""
 
-    def __init__(self, phases: tuple[str, ...]) -> None:
+    def __init__(self, phases: tuple[str, ...], device: str = HOST) -> None:
         """Note nothing before :meth:`adopt`.
 
         Args:
             phases: Names of what is recorded: a forward, or a forward and a backward.
+            device: Where the module will compute.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.phases = phases
+        self.stand_ins = StandIns(device)
         self.recording = Recording(calls={phase: Counter() for phase in phases})
         self._phase = phases[0]
         self._layer: RecordedLayer | None = None
@@ -271,12 +299,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count = 0
         self._is_on = True
 
-    def adopt(self, module: nn.Module, mode: "FakeTensorMode", loaded: Collection[int] = ()) -> dict[str, Tensor]:
+    def adopt(self, module: nn.Module, loaded: Collection[int] = ()) -> dict[str, Tensor]:
         """Return stand-ins for all parameters and buffers, by name; tied ones are one tensor.
 
         Args:
             module: Whose they are.
-            mode: Of the stand-ins.
             loaded: What lies in a checkpoint, by `id`.
         """
         known: dict[int, Tensor] = {}
@@ -297,8 +324,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     is_table=id(part) in tables,
                     model_elements=model_elements(part) if part is tensor else 0,
                 )
-                known[id(part)] = self._adopt_one(size, part, mode)
-            state = stand_in_state(tensor, lambda part: known[id(part)] if id(part) in known else _stand_in(part, mode))
+                known[id(part)] = self._adopt_one(size, part)
+            state = stand_in_state(
+                tensor, lambda part: known[id(part)] if id(part) in known else self.stand_ins.of(part)
+            )
             if state is not None:
                 known[id(tensor)].quant_state = state  # type: ignore[attr-defined]
         return {f"model.{name}": known[id(tensor)] for name, tensor in named}
@@ -306,8 +335,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_training(self) -> bool:
         return self.phases == PHASES
 
-    def _adopt_one(self, size: ParameterSize, tensor: Tensor, mode: "FakeTensorMode") -> Tensor:
-        stand_in = _stand_in(tensor, mode)
+    def _adopt_one(self, size: ParameterSize, tensor: Tensor) -> Tensor:
+        stand_in = self.stand_ins.of(tensor)
         index = len(self.recording.parameters)
         self._parameters[stand_in.untyped_storage()._cdata] = index
         self.recording.parameters.append(size)
@@ -393,10 +422,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         given = tensors_in([args, kwargs])
         if _is_about_integers(func, given, args, kwargs):
+            on_host = {"device": torch.device(HOST)} if "device" in kwargs else {}
             with _disable_current_modes():
-                return func(*args, **kwargs)
+                return func(*args, **kwargs | on_host)
         if is_passing(func):
             return func(*args, **kwargs)
+        args = self.stand_ins.moved(args)
+        kwargs = {name: self.stand_ins.moved(value) for name, value in kwargs.items()}
         if (composite := COMPOSITES.get(packet_name(func))) is not None:
             with self:
                 return composite(*args, **kwargs)
@@ -438,8 +470,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(Moment(What.operate, parameters=parameters, temporaries=temporaries, rows=rows))
 
     def _rows_of(self, func: Any, args: Any, parameters: tuple[int, ...]) -> int:
-        """Return how many rows a lookup reads; of a table that trains, the engine has the whole."""
-        if len(parameters) != 1 or self.recording.parameters[parameters[0]].is_trained:
+        """Return how many rows a lookup reads; of a table that trains, and on a GPU, the engine has the whole."""
+        is_whole = self.stand_ins.device.type != "cpu"
+        if is_whole or len(parameters) != 1 or self.recording.parameters[parameters[0]].is_trained:
             return 0
         return rows_looked_up(func, args)
 

@@ -10,45 +10,56 @@ import torch
 from torch import Tensor, nn
 
 from torch_offload.errors import OffloadError
-from torch_offload.planning.fake_trace import Recorder, Recording, traced
+from torch_offload.planning.fake_trace import HOST, Recorder, Recording, traced
 
 FORWARD = "forward"
 PROMPT = "prompt"
 TOKEN = "token"
 
 
-def record_evaluation(module: nn.Module, batch: Mapping[str, Any], *, loaded: Collection[Tensor] = ()) -> Recording:
+def record_evaluation(
+    module: nn.Module, batch: Mapping[str, Any], *, loaded: Collection[Tensor] = (), device: str = HOST
+) -> Recording:
     """Run a forward of the module in evaluation mode, as for a loss that is only looked at.
 
     Args:
         module: As for ``record``; its mode is put back.
         batch: The same.
         loaded: The same.
+        device: The same.
 
     Raises:
         OffloadError: As from ``traced``.
     """
     with _evaluating(module):
-        return traced(module, batch, Recorder((FORWARD,)), _forward, loaded=loaded)
+        return traced(module, batch, Recorder((FORWARD,), device), _forward, loaded=loaded)
 
 
-def record_prompt(module: nn.Module, batch: Mapping[str, Any], *, loaded: Collection[Tensor] = ()) -> Recording:
+def record_prompt(
+    module: nn.Module, batch: Mapping[str, Any], *, loaded: Collection[Tensor] = (), device: str = HOST
+) -> Recording:
     """Run the pass that makes a generation's first token.
 
     Args:
         module: A language model of transformers; its mode is put back.
         batch: With ``input_ids`` [rows, tokens].
         loaded: As for ``record``.
+        device: The same.
 
     Raises:
         OffloadError: As from ``traced``.
     """
     with _evaluating(module):
-        return traced(module, _prompt_of(batch), Recorder((PROMPT,)), _prompt, loaded=loaded)
+        return traced(module, _prompt_of(batch), Recorder((PROMPT,), device), _prompt, loaded=loaded)
 
 
 def record_token(
-    module: nn.Module, batch: Mapping[str, Any], *, earlier: int, loaded: Collection[Tensor] = ()
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    earlier: int,
+    loaded: Collection[Tensor] = (),
+    device: str = HOST,
 ) -> Recording:
     """Run the pass that makes one more token of each row.
 
@@ -57,13 +68,14 @@ def record_token(
         batch: The same.
         earlier: Tokens of a row that lie in the cache of keys and values.
         loaded: As for ``record``.
+        device: The same.
 
     Raises:
         OffloadError: As from ``traced``, or if the module keeps no such cache.
     """
     program = functools.partial(_token, earlier=earlier)
     with _evaluating(module):
-        return traced(module, _prompt_of(batch), Recorder((TOKEN,)), program, loaded=loaded)
+        return traced(module, _prompt_of(batch), Recorder((TOKEN,), device), program, loaded=loaded)
 
 
 def _prompt_of(batch: Mapping[str, Any]) -> dict[str, Tensor]:

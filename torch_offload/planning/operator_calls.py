@@ -18,6 +18,7 @@ class TensorShape(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
 
     @property
     def size_bytes(self) -> int:
@@ -69,6 +70,12 @@ class Call:
         """Size of the tensors among the arguments."""
         return sum(shape.size_bytes for shape in tensor_shapes((self.arguments, self.keywords)))
 
+    @property
+    def gpu(self) -> torch.device | None:
+        """The GPU that computes it, None where a processor does."""
+        shapes = tensor_shapes((self.arguments, self.keywords))
+        return next((shape.device for shape in shapes if shape.device.type == "cuda"), None)
+
     def __str__(self) -> str:
         """Return the operator with the sizes of its tensors."""
         sizes = ", ".join("x".join(map(str, shape.size)) for shape in tensor_shapes((self.arguments, self.keywords)))
@@ -78,7 +85,7 @@ class Call:
 def described(value: Any) -> Any:
     """Return an argument as something that can be compared and holds no memory."""
     if isinstance(value, Tensor):
-        return TensorShape(tuple(value.shape), value.stride(), value.dtype)
+        return TensorShape(tuple(value.shape), value.stride(), value.dtype, value.device)
     if isinstance(value, list | tuple):
         return Items(tuple(described(item) for item in value))
     return value

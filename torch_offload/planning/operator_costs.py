@@ -1,27 +1,21 @@
 """Times of operator calls on this machine: measured on tensors of their shapes, or estimated."""
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_offload.diagnostics.probe import Probe
-from torch_offload.planning.operator_calls import Call, Items, TensorShape, tensor_shapes
+from torch_offload.planning.call_timing import Caches, timed_seconds
+from torch_offload.planning.operator_calls import Call, tensor_shapes
 from torch_offload.runtime.process import PROCESS
-from torch_offload.system import resources
-
-logger = logging.getLogger(__name__)
+from torch_offload.system import gpu, resources
 
 ROUNDS = 5
-CACHE_BYTES = 64 << 20  # more than a core's own caches
 LONG_SECONDS = 0.3  # a call that takes longer is timed twice
 MAX_SHARE_OF_FREE_MEMORY = 0.5
-PATTERN_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +45,7 @@ class OperatorCosts:
         self._estimates_only = limit_seconds <= 0
         self._left_seconds = limit_seconds
         self._known: dict[Call, tuple[float, bool]] = {}
-        self._caches = torch.frombuffer(bytearray(CACHE_BYTES), dtype=torch.uint8)  # no budget counts it
-        self._largest_bytes = int(resources.free_memory_bytes() * MAX_SHARE_OF_FREE_MEMORY)
+        self._caches = Caches()
 
     def of(self, calls: Mapping[str, Counter[Call]]) -> dict[str, Cost]:
         """Return the cost of each phase; calls that an earlier phase had cost the same."""
@@ -62,20 +55,25 @@ class OperatorCosts:
         started = time.perf_counter()
         self._known |= self._seconds(total)
         self._left_seconds -= time.perf_counter() - started
+        if any(call.gpu is not None for call in total):
+            gpu.give_back_cache()
         return {phase: _sum_of(counts, self._known) for phase, counts in calls.items()}
 
     def estimate(self, call: Call) -> float:
         """Return the seconds that the machine's rates allow at best."""
-        moved_seconds = (call.input_bytes + call.output_bytes) / self._probe.copy_rate
+        rates = self._probe if call.gpu is None else self._probe.of_gpu
+        moved_seconds = (call.input_bytes + call.output_bytes) / rates.copy_rate
         types = {str(shape.dtype).removeprefix("torch.") for shape in tensor_shapes(call.arguments)}
-        rate = max((self._probe.gemm.get(name, 0.0) for name in types), default=0.0) or min(self._probe.gemm.values())
+        rate = max((rates.gemm.get(name, 0.0) for name in types), default=0.0) or min(rates.gemm.values())
         return max(call.flops / rate, moved_seconds)
 
     def _seconds(self, total: "Counter[Call]") -> dict[Call, tuple[float, bool]]:
         """Return the seconds of one call of each, and whether they were timed."""
         estimates = {call: self.estimate(call) for call in total}
         in_order = sorted(total, key=lambda call: -total[call] * estimates[call])
-        timed = self._timed([call for call in in_order if call.input_bytes + call.output_bytes <= self._largest_bytes])
+        largest = {device: _largest_bytes(device) for device in {call.gpu for call in in_order}}
+        small = [call for call in in_order if call.input_bytes + call.output_bytes <= largest[call.gpu]]
+        timed = self._timed(small)
         return {call: (timed[call], True) if call in timed else (estimates[call], False) for call in in_order}
 
     def _timed(self, calls: Sequence[Call]) -> dict[Call, float]:
@@ -106,67 +104,14 @@ class OperatorCosts:
         return {call: timed for call in calls if (timed := known.get(call)) is not None}
 
 
+def _largest_bytes(device: torch.device | None) -> int:
+    """Return the bytes of tensors that a call may be timed on: a part of the memory that is free there."""
+    free_bytes = resources.free_memory_bytes() if device is None else gpu.free_bytes(device)
+    return int(free_bytes * MAX_SHARE_OF_FREE_MEMORY)
+
+
 def _sum_of(counts: "Counter[Call]", seconds: Mapping[Call, tuple[float, bool]]) -> Cost:
     return Cost(
         seconds=sum(count * seconds[call][0] for call, count in counts.items()),
         timed_seconds=sum(count * seconds[call][0] for call, count in counts.items() if seconds[call][1]),
     )
-
-
-def timed_seconds(call: Call, caches: Tensor, *, warm_up: bool) -> float | None:
-    """Return the seconds of a call on tensors of its shapes, None where it cannot be made on such tensors.
-
-    Of a call that finds nothing in the caches, as in a step, where others came between.
-
-    Args:
-        call: To be made.
-        caches: Written before, so that the caches hold that.
-        warm_up: Make it once before, so that its kernel has been chosen and loaded.
-    """
-    bound = _index_bound(call)
-    arguments = [_real(value, bound) for value in call.arguments]
-    keywords = {name: _real(value, bound) for name, value in call.keywords}
-    try:
-        with torch.no_grad():
-            if warm_up:
-                call.operator(*arguments, **keywords)
-            caches.add_(1)
-            started = time.perf_counter()
-            call.operator(*arguments, **keywords)
-            return time.perf_counter() - started
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        logger.info("%s cannot be timed alone and is estimated: %s", call, error)
-        return None
-
-
-def _index_bound(call: Call) -> int:
-    """Return what indices have to stay below, whichever tensor and dimension they count."""
-    sizes = [shape.size for shape in tensor_shapes(call.arguments) if shape.dtype.is_floating_point]
-    return max(1, min((length for size in sizes for length in size), default=1))
-
-
-def _real(value: Any, bound: int) -> Any:
-    """Return an argument that a call can be made with."""
-    if isinstance(value, TensorShape):
-        return _tensor(value, bound)
-    if isinstance(value, Items):
-        return [_real(item, bound) for item in value.items]
-    return value
-
-
-def _tensor(shape: TensorShape, bound: int) -> Tensor:
-    elements = 1 + sum((length - 1) * step for length, step in zip(shape.size, shape.stride, strict=True))
-    elements = max(elements, 0) if all(shape.size) else 0
-    return _filled(elements, shape.dtype, bound).as_strided(shape.size, shape.stride)
-
-
-def _filled(elements: int, dtype: torch.dtype, bound: int) -> Tensor:
-    """Return random fractions, a pattern of them where there are many; indices; true truth values."""
-    if dtype is torch.bool:
-        return torch.ones(elements, dtype=dtype)
-    if not dtype.is_floating_point:
-        return (torch.arange(elements) % bound).to(dtype)
-    pattern = torch.rand(min(elements, PATTERN_ELEMENTS)).to(dtype)
-    if elements <= PATTERN_ELEMENTS:
-        return pattern
-    return pattern.repeat(-(-elements // PATTERN_ELEMENTS))[:elements]

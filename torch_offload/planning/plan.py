@@ -45,6 +45,9 @@ class PlannedPhase:
 class Plan(Result):
     """Predicted memory, traffic and time of a step. Tiers are ``device``, ``ram`` and ``ssd``.
 
+    Of a real GPU the tier ``reserved`` is what torch's own allocator needs beside the pages, without what it loses to
+    fragments and what libraries take for workspaces.
+
     Experimental: may change in a minor release.
 
     Attributes:
@@ -204,7 +207,8 @@ def _tier_rows(plan: Plan) -> "Iterator[Row]":
     yield "model", f"{plan.parameters / 1e6:.4g} M parameters, {format_size(plan.state_bytes)} of state"
     for tier, peak_bytes in plan.peak_bytes.items():
         of = f"{format_size(peak_bytes)} at most of {format_size(plan.budget_bytes[tier])}"
-        yield tier, f"{of}; between steps {_named_sizes(plan.placement[tier])}"
+        placed = plan.placement.get(tier)
+        yield tier, of if placed is None else f"{of}; between steps {_named_sizes(placed)}"
     if plan.placement.get("checkpoint"):
         yield (
             "checkpoint",

@@ -34,7 +34,7 @@ from torch_offload.planning.step_time import (
     total_by_kind,
     total_by_resource,
 )
-from torch_offload.planning.tier_traffic import Budgets, TierTraffic, traffic_of
+from torch_offload.planning.tier_traffic import RESERVED, Budgets, TierTraffic, traffic_of
 from torch_offload.runtime import preflight
 from torch_offload.system import gpu
 
@@ -148,6 +148,7 @@ class PlanInputs:
         return Budgets(
             ram=self.config.ram or 0,
             device=self.config.compute_bytes if self.config.gpu is not None else None,
+            reserved=self.config.reserved_bytes if self.config.uses_cuda else None,
             staying=frozenset({"activation"} if self.config.activations == "ram" else ()),
         )
 
@@ -185,9 +186,10 @@ def _uses(inputs: PlanInputs, update_tier: UpdateTier, *, pages_activations: boo
 
 def _phases(inputs: PlanInputs, uses: StepUses, traffic: TierTraffic, update_tier: UpdateTier) -> list[Phase]:
     """Return every phase of a step; the first forward has the updates."""
-    updates = _update_seconds(inputs, uses)
+    updates = _update_seconds(inputs, uses, update_tier)
     clipping = _clipping_seconds(inputs) / inputs.step.micro_batches
-    is_beside = update_tier == "host" and _has_real_device(inputs.config)
+    has_gpu = inputs.config.uses_cuda
+    is_beside = update_tier == "host" and has_gpu
     phases = []
     for number, (name, moved) in enumerate(zip(uses.phases(), traffic.ssd, strict=True)):
         update_seconds = updates if number == 0 else 0.0
@@ -198,7 +200,7 @@ def _phases(inputs: PlanInputs, uses: StepUses, traffic: TierTraffic, update_tie
             Phase(
                 name=name,
                 compute_seconds=compute_seconds + (clipping if name == PHASES[1] else 0.0),
-                paging_seconds=paging_seconds(moved.read_bytes, moved.written_bytes, inputs.machine.probe),
+                paging_seconds=0.0 if has_gpu else _paging_seconds(inputs, moved),
                 host_update_seconds=beside,
                 ssd_read=moved.read,
                 ssd_written=moved.written,
@@ -211,20 +213,28 @@ def _phases(inputs: PlanInputs, uses: StepUses, traffic: TierTraffic, update_tie
     return phases + phases[-1:] * more
 
 
-def _has_real_device(config: Config) -> bool:
-    """Whether the module computes on another processor than the host's."""
-    return config.uses_cuda
+def _paging_seconds(inputs: PlanInputs, moved: Moved) -> float:
+    return paging_seconds(moved.read_bytes, moved.written_bytes, inputs.machine.probe)
 
 
-def _update_seconds(inputs: PlanInputs, uses: StepUses) -> float:
-    """Return the seconds of all updates of a step, by the host's processor."""
+def _update_seconds(inputs: PlanInputs, uses: StepUses, update_tier: UpdateTier) -> float:
+    """Return the seconds of all updates of a step, by the processor or a GPU.
+
+    Raises:
+        ConfigError: If they are to run on a GPU for which the optimizer has no kernels.
+    """
     if inputs.step.optimizer is None:
         return 0.0
     has_masters = any(p.is_trained and p.dtype is torch.bfloat16 for p in inputs.recording.parameters)
-    stock = inputs.machine.probe.update["adamw_torch_fused"]
-    own = inputs.machine.probe.update["torch_offload.AdamW"]
-    rate = own if inputs.step.optimizer == "torch_offload.AdamW" and has_masters else stock
-    return uses.updated_elements / rate
+    is_own = inputs.step.optimizer == "torch_offload.AdamW"
+    is_on_gpu = inputs.config.uses_cuda and update_tier == "device"
+    rates = inputs.machine.probe.of_gpu.update if is_on_gpu else inputs.machine.probe.update
+    if is_own and "torch_offload.AdamW" not in rates:
+        raise ConfigError(
+            "optimizer: torch_offload.AdamW has no kernels for this GPU (torch-offload doctor says how to build them); "
+            "or give optimizer_device='cpu'"
+        )
+    return uses.updated_elements / rates["torch_offload.AdamW" if is_own and has_masters else "adamw_torch_fused"]
 
 
 def _clipping_seconds(inputs: PlanInputs) -> float:
@@ -232,7 +242,8 @@ def _clipping_seconds(inputs: PlanInputs) -> float:
     if not inputs.step.is_clipped:
         return 0.0
     gradients = sum(p.size_bytes for p in inputs.recording.parameters if p.is_trained)
-    return gradients / inputs.machine.probe.copy_rate
+    probe = inputs.machine.probe
+    return gradients / (probe.of_gpu if inputs.config.uses_cuda else probe).copy_rate
 
 
 def _summary(
@@ -307,7 +318,9 @@ def _state_bytes(inputs: PlanInputs) -> int:
 
 
 def _budget_bytes(inputs: PlanInputs) -> dict[str, int]:
-    device = {} if inputs.budgets.device is None else {"device": inputs.budgets.device}
+    budgets = inputs.budgets
+    device = {} if budgets.device is None else {"device": budgets.device}
+    device |= {} if budgets.reserved is None else {RESERVED: budgets.reserved}
     return device | {"ram": inputs.budgets.ram, "ssd": inputs.machine.ssd_bytes}
 
 
@@ -342,10 +355,18 @@ def _remedy(
     tier = max(missing, key=lambda name: missing[name])
     if tier == "ssd":
         return f"give a directory on a disk with {needed[tier]} bytes free ({format_size(needed[tier])})"
-    larger = f"give a {tier} of at least {needed[tier]} bytes ({format_size(needed[tier])})"
+    setting, least_bytes = _setting_of(tier, needed, inputs.config)
+    larger = f"give a {setting} of at least {least_bytes} bytes ({format_size(least_bytes)})"
     if tier != inputs.budgets.compute_tier or inputs.step.work != "train":
         return larger
     return f"{larger}{_remedy_of_activations(inputs, needed[tier], update_tier)}"
+
+
+def _setting_of(tier: str, needed: Mapping[str, int], config: Config) -> tuple[str, int]:
+    """Return the setting that gives a tier its bytes, and what it has to be."""
+    if tier == "device":
+        return "gpu", needed[tier] + config.reserved_bytes
+    return ("gpu_reserved" if tier == RESERVED else tier), needed[tier]
 
 
 def _remedy_of_activations(inputs: PlanInputs, needed_bytes: int, update_tier: UpdateTier) -> str:

@@ -18,7 +18,7 @@ from torch_offload.config import Config, Directories, Settings, parse_size
 from torch_offload.diagnostics.probe import Probe
 from torch_offload.diagnostics.probe import probe as probe_machine
 from torch_offload.planning import api, recomputing
-from torch_offload.planning.fake_trace import Recording, record
+from torch_offload.planning.fake_trace import HOST, Recording, record
 from torch_offload.planning.lower_bound import lower_bound
 from torch_offload.planning.operator_costs import Cost, OperatorCosts
 from torch_offload.planning.page_uses import (
@@ -99,7 +99,8 @@ def search(
     known_optimizer = optimizer_named(optimizer)
     decided, directories = api.resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd), processes)
     machine = probe or probe_machine(directories[0])
-    known = Recordings(model, batch, probe=machine, timing_seconds=timing_seconds, loaded=tuple(loaded))
+    device = preflight.compute_device(decided)
+    known = Recordings(model, batch, probe=machine, timing_seconds=timing_seconds, loaded=tuple(loaded), device=device)
     question = Question(
         config=decided,
         probe=machine,
@@ -166,6 +167,7 @@ class Recordings:
         probe: What estimates of costs are made from.
         timing_seconds: For all of them together.
         loaded: Tensors of the model whose bytes lie in a checkpoint.
+        device: Where the model computes.
     """
 
     model: nn.Module
@@ -173,6 +175,7 @@ class Recordings:
     probe: Probe
     timing_seconds: float
     loaded: tuple[Tensor, ...] = ()
+    device: str = HOST
     _known: dict[tuple[int, bool, bool], Recorded] = field(default_factory=dict)
     _models: dict[bool, nn.Module] = field(default_factory=dict)
 
@@ -193,7 +196,8 @@ class Recordings:
             self._models[is_bf16] = meta_copy(self.model, dtype=torch.bfloat16 if is_bf16 else None).train()
         model = self._models[is_bf16]
         with recomputing.recomputed([layer for _, layer in layers_of(model)] if recomputes else []):
-            recording = record(model, first_rows(self.batch, rows), loaded=self._loaded_of(model, is_bf16=is_bf16))
+            loaded = self._loaded_of(model, is_bf16=is_bf16)
+            recording = record(model, first_rows(self.batch, rows), loaded=loaded, device=self.device)
         share = rows / sum(divisors(self.rows))  # of the time: operators take as long as there are rows
         costs = OperatorCosts(self.probe, limit_seconds=self.timing_seconds * share)
         return Recorded(recording, costs.of(recording.calls))

@@ -8,6 +8,7 @@ from torch_offload.planning.page_uses import PagedStep
 
 STEPS = 5  # the last but one is counted: the first ones fill the memory, after the last comes nothing
 COUNTED = -2
+RESERVED = "reserved"  # of a GPU, for what is no page
 CHECKPOINT = "checkpoint"  # of a placement: pages that nothing has written since they were loaded
 SPARE_SHARE = 32  # of a budget, which the engine keeps free of reads ahead
 MAX_SPARE_BYTES = 16 << 20
@@ -22,11 +23,13 @@ MAX_READS = 8
 class Budgets:
     """Bytes of each tier; `device` is None where the module computes in the host's memory.
 
-    Pages of the kinds that are `staying` go no further than the host's memory.
+    What is no page has memory of its own where `reserved` is not None: what torch's allocator may take of a GPU. Pages
+    of the kinds that are `staying` go no further than the host's memory.
     """
 
     ram: int
     device: int | None = None
+    reserved: int | None = None
     staying: frozenset[str] = frozenset()
 
     @property
@@ -58,6 +61,10 @@ def traffic_of(uses: PagedStep, budgets: Budgets) -> TierTraffic:
     """Replay some steps and return what the counted one moves."""
     events = list(uses.events(steps=STEPS))
     tiers: dict[str, _Tier] = {}
+    reserved: dict[str, int] = {}
+    if budgets.reserved is not None:
+        reserved = {RESERVED: max(event.other_bytes for event in events)}
+        events = [event._replace(other_bytes=0) for event in events]
     if budgets.device is not None:
         tiers["device"] = _Tier(uses, budgets.device, events)
         events = tiers["device"].memory.asked
@@ -66,8 +73,8 @@ def traffic_of(uses: PagedStep, budgets: Budgets) -> TierTraffic:
     return TierTraffic(
         ssd=host.moved,
         link=tiers["device"].moved if "device" in tiers else [],
-        peak_bytes=peak_bytes | {"ssd": host.memory.peak_stored_bytes},
-        needed_bytes={name: tier.memory.needed_bytes for name, tier in tiers.items()},
+        peak_bytes=peak_bytes | reserved | {"ssd": host.memory.peak_stored_bytes},
+        needed_bytes={name: tier.memory.needed_bytes for name, tier in tiers.items()} | reserved,
         placement=_placement(uses.pages, tiers),
     )
 

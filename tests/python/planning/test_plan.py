@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import torch_offload
-from torch_offload import Config, ConfigError, OffloadError, UnsupportedModelError
+from torch_offload import Config, ConfigError, OffloadError
 from torch_offload.planning import operator_costs
 from torch_offload.planning.fake_trace import What, record
 from torch_offload.planning.operator_calls import is_passing, tensor_shapes, tensors_in
@@ -392,9 +392,9 @@ def test_what_cannot_be_planned_is_named(options, message):
         three_layers(Config(ram="1MiB"), **options)
 
 
-def test_a_gpu_is_not_planned():
-    """Before, it was planned with the processor's times."""
-    with pytest.raises(UnsupportedModelError, match="gpu: plan measures and times this machine's processor"):
+def test_a_gpu_that_is_not_there_is_refused():
+    """It is planned with its own kernels and times (test_gpu_plan.py), never with the processor's."""
+    with pytest.raises(ConfigError, match="gpu: torch sees no GPU"):
         plan_of(Layers(64, 64), {"value": torch.randn(4, 64)}, Config(ram="6MiB", gpu="1GiB"))
 
 

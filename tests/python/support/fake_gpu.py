@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,24 @@ OTHERS_KERNELS = ("bitsandbytes", "torchao")
 """Packages that launch kernels of their own where they find a GPU, this one too."""
 
 
+class Event:
+    """A moment on a stream that never lags behind."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        """Take the time."""
+        self._seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Wait for nothing: what came before has ended."""
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Return the milliseconds from this moment to a later one."""
+        return 1e3 * (end._seconds - self._seconds)
+
+
 def driver() -> ctypes.CDLL:
     """Return the driver of this process: what tests ask of it are functions named ``fake_gpu_...``."""
     assert _Slot.driver is not None
@@ -122,6 +141,7 @@ def load(library: Path) -> None:
     torch._C._cuda_setDevice = lambda _: None
     torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda _: 0
     torch.cuda.synchronize = lambda *_: None  # kernels have ended when they return
+    torch.cuda.Event = Event  # type: ignore[assignment, misc]
     torch._C._cuda_emptyCache = lambda: None
     torch._C._cuda_memoryStats = lambda _: {}
     properties = SimpleNamespace(name="Fake", total_memory=MEMORY_BYTES, major=7, minor=0)  # before grouped products
