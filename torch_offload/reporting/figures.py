@@ -26,6 +26,8 @@ class DeviceReport:
         peak_bytes: The most that was ever in use; never above the budget.
         to_device_bytes: Bytes that came from the host's memory, by kind of page.
         to_host_bytes: Bytes that went there.
+        updates_on: Where optimizers' updates run: ``gpu`` or ``cpu``, as the setting ``optimizer_device`` has them;
+            None where a report says nothing of it.
     """
 
     name: str
@@ -34,6 +36,12 @@ class DeviceReport:
     peak_bytes: int
     to_device_bytes: dict[str, int]
     to_host_bytes: dict[str, int]
+    updates_on: str | None = None
+
+    @property
+    def has_own_bits(self) -> bool:
+        """Whether results may differ in the last bits from a run in the GPU: updates have the CPU's kernels."""
+        return self.updates_on == "cpu" and self.name.startswith("cuda")
 
     @classmethod
     def from_statistics(cls, statistics: Mapping[str, Any]) -> "DeviceReport":

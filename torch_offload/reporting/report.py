@@ -216,8 +216,9 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _device_line(device: DeviceReport) -> str:
+    updates = "" if device.updates_on is None else f", updates on the {device.updates_on.upper()}"
     return (
         f"device  {format_size(sum(device.used_bytes.values()))} in use, peak {format_size(device.peak_bytes)} of "
         f"{format_size(device.budget_bytes)}; from the host {format_size(sum(device.to_device_bytes.values()))}, "
-        f"to it {format_size(sum(device.to_host_bytes.values()))} ({device.name})"
+        f"to it {format_size(sum(device.to_host_bytes.values()))} ({device.name}{updates})"
     )

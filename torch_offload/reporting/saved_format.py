@@ -69,6 +69,7 @@ class SavedDevice(_Saved):
     peak_bytes: Count
     to_device_bytes: Counts
     to_host_bytes: Counts
+    updates_on: Name | None = None
 
 
 class SavedShare(_Saved):

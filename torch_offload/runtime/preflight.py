@@ -61,8 +61,10 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
     paged = list(paged)
     ram = _ram_bytes(config)
     _warn_of_small_memory(ram)
+    updates_on = optimizer_device(config, paged)
+    _warn_of_other_bits(config, updates_on)
     if config.stores:  # which say themselves what they have no room for
-        return config.replace(ram=ram, optimizer_device=optimizer_device(config, paged))
+        return config.replace(ram=ram, optimizer_device=updates_on)
     needed_bytes = max(0, sum(tensor.untyped_storage().nbytes() for tensor in paged) - ram)
     directories = config.directories_of(environment.local_rank()) or (
         _default_directory(config, needed_bytes=needed_bytes),
@@ -80,7 +82,7 @@ def resolve(config: Config, paged: Iterable[torch.Tensor] = ()) -> Config:
     for directory in directories:
         for warning in resources.scratch_warnings(directory):
             logger.warning("ssd: %s", warning)
-    return config.replace(ram=ram, ssd=directories, optimizer_device=optimizer_device(config, paged))
+    return config.replace(ram=ram, ssd=directories, optimizer_device=updates_on)
 
 
 def _ram_bytes(config: Config) -> int:
@@ -102,6 +104,16 @@ def _warn_of_small_memory(ram: int) -> None:
             "the system would end it before the budget is full; lower ram",
             format_size(ram),
             format_size(limit_bytes),
+        )
+
+
+def _warn_of_other_bits(config: Config, updates_on: OptimizerDevice) -> None:
+    """Say so where updates will run on the CPU, and nobody asked for it."""
+    if config.uses_cuda and config.optimizer_device == "auto" and updates_on == "cpu":
+        logger.warning(
+            "optimizer_device: what trains does not fit the GPU with its gradients and moments, so updates run on the "
+            "CPU, whose kernels may differ in the last bits from the GPU's; to have the same bits as in the GPU give "
+            "optimizer_device='gpu' (more bytes go over the link), to keep it so without this warning 'cpu'"
         )
 
 

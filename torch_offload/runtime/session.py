@@ -347,7 +347,9 @@ class Session:
 
     def report(self, timeline: Timeline | None = None) -> Report:
         """Return the figures of the engine so far, with what was recorded of it."""
-        statistics = self.engine.statistics()
+        statistics: dict[str, Any] = self.engine.statistics()
+        if "device" in statistics:
+            statistics["device"]["updates_on"] = self.config.optimizer_device
         choice = None if self.activation_policy is None else self.activation_policy.choice
         return Report.from_statistics(
             statistics,

@@ -322,7 +322,8 @@ def test_the_page_needs_nothing_else(tmp_path):
 
 def test_the_page_knows_a_device(tmp_path):
     """Peak, bytes per step each way, charts; nothing of it without one."""
-    content = statistics(used=7) | {"device": device_statistics(to_device=5 * 10**9, to_host=2 * 10**9, used=7)}
+    device = device_statistics(to_device=5 * 10**9, to_host=2 * 10**9, used=7) | {"updates_on": "cpu"}
+    content = statistics(used=7) | {"device": device}
     report = Report.from_statistics(content, timeline=recorded(steps=30, on_device=True))
     step = report.timeline.steps()[0]
     assert (step.to_device_bytes, step.to_host_bytes) == (7, 2)
@@ -340,6 +341,22 @@ def test_the_page_knows_a_device(tmp_path):
     ):
         assert expected in re.sub(r"\s+", " ", shown)
     assert "device" not in plain
+
+
+@pytest.mark.parametrize(
+    ("name", "updates_on", "expected"),
+    [
+        ("emulated", "cpu", "the CPU"),
+        ("cuda:0", "gpu", "the GPU"),
+        ("cuda:0", "cpu", "the CPU, with other last bits than on the GPU"),
+    ],
+)
+def test_the_table_says_where_updates_run(name, updates_on, expected):
+    """And what that means for the bits."""
+    device = device_statistics() | {"name": name, "updates_on": updates_on}
+    console = Console(file=io.StringIO(), width=120)
+    console.print(Report.from_statistics(statistics(used=7) | {"device": device}))
+    assert re.search(rf"updates run on +│ {expected} +│", console.file.getvalue())
 
 
 def test_a_page_without_steps_says_how_to_record_them(tmp_path):

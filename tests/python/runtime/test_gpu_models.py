@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 from support.bits import digest
 from support.fake_gpu import in_gpu_child
@@ -11,6 +12,7 @@ from support.models import tiny_model
 import torch_offload
 from torch_offload import _C, Config
 from torch_offload.hooks.replaced_functions import REPLACED_FUNCTIONS, Until
+from torch_offload.runtime import preflight
 
 DEVICE_MAPS: tuple[Any, ...] = ("auto", "sequential", "cuda", "cpu", 0, {"": "cuda:0"}, {"model": 0, "lm_head": "cpu"})
 
@@ -98,3 +100,22 @@ def replace_and_put_back(scratch: str) -> None:
 def test_functions_are_put_back(scratch, fake_gpu):
     """Those that are replaced for a GPU only."""
     in_gpu_child(fake_gpu, replace_and_put_back, str(scratch))
+
+
+def say_where_updates_run(scratch: str, choice: str) -> tuple[str, str, list[str]]:
+    """Return where they do, what the report says of it, and what was warned of."""
+    model = tiny_model("llama", tied=False)
+    said = []
+    preflight.logger.addFilter(lambda record: said.append(record.getMessage()) or True)
+    torch_offload.wrap(model, config=config(scratch).replace(optimizer_device=choice))
+    report = torch_offload.report()
+    return report.device.updates_on, f"{report}", [line for line in said if line.startswith("optimizer_device")]
+
+
+@pytest.mark.parametrize(("choice", "chosen"), [("auto", "cpu"), ("cpu", "cpu"), ("gpu", "gpu")])
+def test_other_bits_are_no_secret(scratch, fake_gpu, choice, chosen):
+    """Updates on the CPU have other kernels than those of a run in the GPU: warned of unless asked for, reported."""
+    where, said, warned = in_gpu_child(fake_gpu, say_where_updates_run, str(scratch), choice)
+    assert where == chosen
+    assert f", updates on the {chosen.upper()})" in said
+    assert len(warned) == (choice == "auto")
