@@ -234,6 +234,7 @@ def _pipeline_instead(options: PipelineOptions, others: Mapping[str, Any]) -> No
     "checkpoint_pages",
     "activations",
     "optimizer_device",
+    "update",
     "gpu_reserved",
     "page_elements",
 )

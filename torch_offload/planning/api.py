@@ -27,7 +27,7 @@ from torch_offload.planning.pipeline_planner import (
     check_others,
 )
 from torch_offload.planning.plan import Plan, Work
-from torch_offload.planning.planner import PlanInputs, PlannedMachine, PlannedStep, build_plan
+from torch_offload.planning.planner import PlanInputs, PlannedMachine, PlannedStep, build_plan, check_updates
 from torch_offload.planning.quantized_weights import check_can_run_forward
 from torch_offload.planning.stages import layers_to_divide
 from torch_offload.runtime import preflight, settings
@@ -169,6 +169,7 @@ def step_plan(
     settings.check_arguments("plan", unknown)
     step = PlannedStep.of(work, new_tokens, optimizer, moments, micro_batches, clipped=bool(max_grad_norm))
     decided, directories = resolved(settings.requested(config, gpu=gpu, ram=ram, ssd=ssd), processes)
+    check_updates(decided, step)
     free_bytes = room_of(decided, directories) if ssd_bytes is None else parse_size(ssd_bytes)
     machine = PlannedMachine(
         probe or probe_machine(directories[0]), processes, free_bytes // processes, parse_size(endurance_bytes)

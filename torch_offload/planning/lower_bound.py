@@ -23,8 +23,8 @@ def lower_bound(
     """Return seconds of a step that no replacement of pages can beat.
 
     When a phase begins, memory holds at most `memory_bytes` of the pages that the phase uses: it reads the others. Of
-    the pages that the update before the first forward changes, those that it has to read were written since the step
-    before.
+    the pages that the update before the first forward changes, or that in the backward, those that it has to read were
+    written since the step before.
 
     Args:
         recording: Of one micro-batch.
@@ -40,10 +40,14 @@ def lower_bound(
     for size_bytes, kind in zip(pages.size_bytes, pages.kinds, strict=True):
         sizes[kind] = sizes.get(kind, 0) + size_bytes
     forward, backward = _used_parameters(recording)
-    updated_bytes = sizes.get("gradient", 0) + sizes.get("state", 0) if shape.optimizer is not None else 0
+    gradient_bytes = sizes.get("gradient", 0)
+    updated_bytes = 0
+    if shape.optimizer is not None:
+        updated_bytes = sizes.get("state", 0) + (0 if shape.updates_in_backward else gradient_bytes)
+    first = (0, updated_bytes) if shape.updates_in_backward else (updated_bytes, 0)
     sweeps = []
     for number in range(shape.micro_batches):
-        more = (updated_bytes, 0) if number == 0 else (0, sizes.get("gradient", 0))
+        more = first if number == 0 else (0, gradient_bytes)
         for name, used, extra in zip(PHASES, (forward, backward), more, strict=True):
             sweeps.append(_Sweep(costs[name].seconds, _paged_bytes(recording, used, shape) + extra))
     read = [max(0, sweep.used_bytes - memory_bytes) for sweep in sweeps]

@@ -29,7 +29,8 @@ class StepShape:
         moments: How ``torch_offload.AdamW`` keeps its moments.
         micro_batches: Forward and backward passes per step.
         pages_activations: Whether what autograd keeps becomes pages.
-        update_tier: Where deferred updates run.
+        update_tier: Where updates run.
+        updates_in_backward: Whether a parameter is updated as soon as its gradient is complete.
         uses_homes: Whether pages of loaded weights lie in the checkpoint until they are first written.
     """
 
@@ -40,6 +41,7 @@ class StepShape:
     micro_batches: int = 1
     pages_activations: bool = False
     update_tier: UpdateTier = "device"
+    updates_in_backward: bool = False
     uses_homes: bool = False
 
 
@@ -145,7 +147,7 @@ class PagedStep:
             self._group += 1
             yield from self._each(Use.create, [page for page in paged.weight if page not in self.homes])
         for step in range(steps):
-            if step > 0 and self._shape.optimizer is not None:
+            if step > 0 and self._shape.optimizer is not None and not self._shape.updates_in_backward:
                 self._pending = {index for index, paged in self._paged.items() if paged.gradient}
             yield from self._step()
             if self._shape.optimizer is None:
@@ -220,6 +222,8 @@ class PagedStep:
             elif moment.what is What.finish and is_first:
                 self._let_go(moment, memory)
                 yield from self._finish(moment.subject, Use.create)
+                if self._shape.updates_in_backward and moment.subject in self._paged:
+                    yield from self._update(self._paged[moment.subject])
             elif moment.what is What.finish:  # it is added to the one that is there, and dies then
                 yield from self._finish(moment.subject, Use.update)
                 self._let_go(moment, memory)

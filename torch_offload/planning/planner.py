@@ -160,6 +160,25 @@ class PlanInputs:
         return self.passes[:1] + self.passes[1:] * min(self.step.new_tokens - 1, MAX_REPLAYED_TOKENS)
 
 
+def updates_in_backward(config: Config, optimizer: OptimizerName | None) -> bool:
+    """Whether each parameter of a step is updated as soon as its gradient is complete."""
+    return config.update == "backward" and optimizer is not None
+
+
+def check_updates(config: Config, step: PlannedStep) -> None:
+    """Refuse a step that cannot be updated in its backward, if that is asked for.
+
+    Raises:
+        ConfigError: The message says what to change.
+    """
+    if not updates_in_backward(config, step.optimizer):
+        return
+    if step.is_clipped:
+        raise ConfigError("update: 'backward' applies gradients before their norm is known; leave max_grad_norm out")
+    if step.micro_batches > 1:
+        raise ConfigError(f"update: 'backward' is for one backward per step, got micro_batches={step.micro_batches}")
+
+
 def build_plan(inputs: PlanInputs, update_tier: UpdateTier) -> Plan:
     config = inputs.config
     uses = _uses(inputs, update_tier, pages_activations=config.pages_activations)
@@ -179,20 +198,22 @@ def _uses(inputs: PlanInputs, update_tier: UpdateTier, *, pages_activations: boo
         micro_batches=inputs.step.micro_batches,
         pages_activations=pages_activations and inputs.step.work == "train",
         update_tier=update_tier,
+        updates_in_backward=updates_in_backward(config, inputs.step.optimizer),
         uses_homes=config.checkpoint_pages == "in_place" and config.gpu is None,
     )
     return StepUses(inputs.recording, shape, passes=inputs.replayed)
 
 
 def _phases(inputs: PlanInputs, uses: StepUses, traffic: TierTraffic, update_tier: UpdateTier) -> list[Phase]:
-    """Return every phase of a step; the first forward has the updates."""
+    """Return every phase of a step. The first forward has the updates, or the backward if they are to run there."""
     updates = _update_seconds(inputs, uses, update_tier)
     clipping = _clipping_seconds(inputs) / inputs.step.micro_batches
     has_gpu = inputs.config.uses_cuda
+    updating = 1 if updates_in_backward(inputs.config, inputs.step.optimizer) else 0
     is_beside = update_tier == "host" and has_gpu
     phases = []
     for number, (name, moved) in enumerate(zip(uses.phases(), traffic.ssd, strict=True)):
-        update_seconds = updates if number == 0 else 0.0
+        update_seconds = updates if number == updating else 0.0
         beside = update_seconds if is_beside else 0.0
         compute_seconds = inputs.costs[name].seconds + update_seconds - beside
         link = traffic.link[number] if traffic.link else Moved({}, {})

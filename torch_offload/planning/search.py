@@ -30,7 +30,7 @@ from torch_offload.planning.page_uses import (
     optimizer_named,
 )
 from torch_offload.planning.plan import Plan
-from torch_offload.planning.planner import PlanInputs, PlannedMachine, PlannedStep, build_plan
+from torch_offload.planning.planner import PlanInputs, PlannedMachine, PlannedStep, build_plan, check_updates
 from torch_offload.planning.quantized_weights import without_bytes
 from torch_offload.planning.search_result import Candidate, Replay, Search
 from torch_offload.planning.setups import Setup, divisors, first_rows, precisions_named, rows_in, setups_of
@@ -77,7 +77,7 @@ def search(
         ram: As in ``wrap``.
         ssd: As in ``wrap``.
         config: All settings; the other arguments take precedence over it. Settings of ``activations`` and
-            ``optimizer_device`` are kept, others are searched.
+            ``optimizer_device`` are kept, others are searched. With ``update="backward"`` there is one micro-batch.
         optimizer: As for ``plan``.
         moments: As for ``plan``.
         allow: Other numbers that may be chosen: ``bf16``, weights in bfloat16 with ``torch_offload.AdamW``;
@@ -212,7 +212,12 @@ class Recordings:
 
 
 def answer(question: Question, known: Recordings) -> Search:
-    """Return what is best; deterministic for the same recordings and costs."""
+    """Return what is best; deterministic for the same recordings and costs.
+
+    Raises:
+        ConfigError: If the step cannot be updated in its backward, and is to be.
+    """
+    check_updates(question.config, PlannedStep(optimizer=question.optimizer, is_clipped=question.is_clipped))
     started = time.perf_counter()
     rows = known.rows
     setups = list(
@@ -340,6 +345,7 @@ class Planner:
             min_paged_bytes=config.min_paged_bytes,
             micro_batches=setup.accumulation,
             pages_activations=config.pages_activations,
+            updates_in_backward=config.update == "backward",
             uses_homes=config.checkpoint_pages == "in_place" and config.gpu is None,
             **self._optimizer(setup),
         )

@@ -69,7 +69,7 @@ def setups_of(
     """
     ways = list(_ways_of_activations(config, can_recompute=has_layers and not is_checkpointed))
     for precisions in _precisions(tuple(allow)):
-        for count in divisors(rows):
+        for count in divisors(rows) if config.update == "step" else [1]:
             for activations, checkpointing in ways:
                 for device in _optimizer_devices(config):
                     yield Setup(
@@ -153,6 +153,8 @@ def _ways_of_activations(config: Config, *, can_recompute: bool) -> Iterator[tup
 def _optimizer_devices(config: Config) -> tuple[OptimizerDevice, ...]:
     if config.gpu is None or config.optimizer_device != "auto":
         return (config.optimizer_device,)
+    if config.update == "backward":
+        return ("gpu",)
     return ("gpu", "cpu")
 
 

@@ -65,8 +65,11 @@ def compared(case: str, scratch: str, device_share: float, ram_share: float) -> 
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(configuration, dtype=dtype).train()
     own = "own" in case
+    update = "backward" if "backward" in case else "step"
     state_bytes = sum(weight.numel() for weight in empty.parameters()) * (14 if own else 4 * dtype.itemsize)
-    config = Config(ram=int(ram_share * state_bytes), ssd=scratch, min_paged_bytes=0, page_elements=2 * PAGE)
+    config = Config(
+        ram=int(ram_share * state_bytes), ssd=scratch, min_paged_bytes=0, page_elements=2 * PAGE, update=update
+    )
     if device_share:
         config = config.replace(gpu=int(device_share * state_bytes), emulation={"gpu": True})
     micro_batches = 2 if "accumulate" in case else 1
@@ -99,7 +102,9 @@ def counters() -> dict[str, int]:
     return links
 
 
-@pytest.mark.parametrize(("case", "ram_share"), [("fp32", 0.35), ("fp32 accumulate", 0.55), ("bf16 own", 0.35)])
+@pytest.mark.parametrize(
+    ("case", "ram_share"), [("fp32", 0.35), ("fp32 accumulate", 0.55), ("bf16 own", 0.35), ("fp32 backward", 0.35)]
+)
 def test_two_tiers_move_what_was_planned(case, ram_share, scratch):
     """The plan is what perfect replacement moves; the engine comes near, on a small model and a busy machine."""
     links = in_child(compared, case, str(scratch), 0.0, ram_share)
@@ -109,15 +114,33 @@ def test_two_tiers_move_what_was_planned(case, ram_share, scratch):
     assert links["to_device"] == (0, 0)
 
 
-def test_three_tiers_move_what_was_planned(scratch):
+@pytest.mark.parametrize(("case", "ram_share"), [("fp32", 0.6), ("fp32 backward", 0.3)])
+def test_three_tiers_move_what_was_planned(case, ram_share, scratch):
     """Between device and memory, both ways. To the SSD the engine moves more than has to be: the plan is below it."""
-    links = in_child(compared, "fp32", str(scratch), 0.35, 0.6)
+    links = in_child(compared, case, str(scratch), 0.35, ram_share)
     for name in ("to_device", "to_host"):
         planned, counted = links[name]
         assert 0.75 < planned / counted < 1.1, links
     for name in ("ssd_read", "ssd_written"):
         planned, counted = links[name]
         assert 0 < planned < 1.1 * counted, links
+
+
+def test_updates_of_the_backward_take_its_time():
+    """And no gradient moves; clipping and accumulation, which they exclude, are refused."""
+    config = Config(ram="64MiB", min_paged_bytes=0, page_elements=PAGE)
+    late, early = (three_layers(config.replace(update=update)) for update in ("step", "backward"))
+    seconds = [{phase.name: phase.resource_seconds["compute"] for phase in plan.phases} for plan in (late, early)]
+    moved = seconds[0]["forward"] - seconds[1]["forward"]
+    assert moved == pytest.approx(3 * WIDTH * WIDTH / MACHINE.update["adamw_torch_fused"])
+    assert seconds[1]["backward"] - seconds[0]["backward"] == pytest.approx(moved)
+    small = config.replace(ram=8 * LAYER_BYTES, update="backward")
+    assert "gradient" not in three_layers(small).ssd_written
+    assert three_layers(small.replace(update="step")).ssd_written["gradient"] > 0
+    with pytest.raises(ConfigError, match="update: 'backward' applies gradients before their norm is known"):
+        three_layers(small, max_grad_norm=1.0)
+    with pytest.raises(ConfigError, match="update: 'backward' is for one backward per step, got micro_batches=2"):
+        three_layers(small, micro_batches=2)
 
 
 # --- What is recorded --------------------------------------------------------------------------------------------

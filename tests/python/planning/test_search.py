@@ -107,6 +107,21 @@ def test_no_plan_is_faster_than_its_lower_bound(share, tokens):
         assert 0 < bound <= plan.predicted_seconds * 1.0001, setup
 
 
+@pytest.mark.parametrize("probe", [MACHINE, SLOW])
+def test_updates_of_the_backward_have_one_batch(probe):
+    """Of all rows; nothing is faster than its lower bound there, and clipping excludes it."""
+    question, known = question_of(0.2, probe=probe)
+    question = dataclasses.replace(question, config=question.config.replace(update="backward"))
+    found = answer(question, known)
+    every = [*found.candidates, *found.refused]
+    assert {each.setup.accumulation for each in every} == {1}
+    planner = Planner(question, known)
+    for each in every:
+        assert each.lower_bound_seconds <= planner.plan(each.setup, PAGE).predicted_seconds * (1 + 1e-9)
+    with pytest.raises(ConfigError, match="update: 'backward' applies gradients before their norm is known"):
+        answer(dataclasses.replace(question, is_clipped=True), known)
+
+
 def test_accumulation_is_avoided_where_it_costs_bytes():
     """A quarter of the state in memory, few tokens: each micro-batch would bring the weights again."""
     found = search_of(0.25, probe=SLOW)
