@@ -2,13 +2,15 @@
 
     make gpu-bench
     python benchmarks/gpu_training.py --json --ssd /mnt/nvme > benchmarks/results/gpu_training.json
+    python benchmarks/gpu_training.py --json --ssd /mnt/nvme --update backward > \
+        benchmarks/results/gpu_training_backward.json   (nothing is clipped, each gradient is applied when complete)
     python benchmarks/gpu_training.py --profile      (where the time of one paged step goes, as JSON)
     python benchmarks/gpu_training.py --smoke        (a tiny model: shows that it runs)
 
 A random-init Llama of 6.7 B parameters in bf16, checkpointed, torch_offload.AdamW with masters and moments of 8 bit,
-gradients clipped. Torch and pages together are capped (24 GiB). The model in the GPU has the same layers, as many as
-fit the same cap. Two processes take turns; of every turn the first step does not count. Speed is compared as tokens per
-second times parameters, since a step is matrix products with all of them.
+gradients clipped, unless updates are those of the backward. Torch and pages together are capped (24 GiB). The model in
+the GPU has the same layers, as many as fit the same cap. Two processes take turns; of every turn the first step does
+not count. Speed is compared as tokens per second times parameters, since a step is matrix products with all of them.
 
 What binds a step is the longest of: the computation, as the model in the GPU does it, and the bytes of each link over
 its rate: that of large copies from and to page-locked memory, and what torch_offload.probe says of a disk that is used.
@@ -43,6 +45,7 @@ from models.bare_llama import BareLlama, Shape
 
 import torch_offload
 from torch_offload import Config
+from torch_offload.config import Update
 
 STATE_BYTES = 2 + 2 + 2 + 1 + 1  # of a parameter: weight, gradient, rest of the master, two moments
 SSD = "ssd"
@@ -65,6 +68,12 @@ class Plan:
     min_paged_bytes: int = 1 << 20
     rounds: int = 5
     measured_steps: int = 2
+    update: Update = "step"
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Of the optimizer. What is applied in the backward cannot be clipped."""
+        return 1.0 if self.update == "step" else None
 
     def config(self, ssd: str) -> Config:
         return Config(
@@ -75,6 +84,7 @@ class Plan:
             **({} if self.page_elements is None else {"page_elements": self.page_elements}),
             min_paged_bytes=self.min_paged_bytes,
             optimizer_device="gpu",
+            update=self.update,
             activations="ram",
         )
 
@@ -138,7 +148,9 @@ class Training:
             torch_offload.wrap(self.model, config=plan.config(ssd))
         else:
             self.model.cuda()
-        self.optimizer = torch_offload.AdamW(self.model.parameters(), lr=1e-4, moments="8bit", max_grad_norm=1.0)
+        self.optimizer = torch_offload.AdamW(
+            self.model.parameters(), lr=1e-4, moments="8bit", max_grad_norm=plan.max_grad_norm
+        )
         self.ids = torch.randint(0, self.shape.vocabulary, (plan.batch, plan.sequence)).cuda()
         say("it is where it trains")
 
@@ -243,7 +255,7 @@ def start(kind: str, plan: Plan, ssd: str, *, is_smoke: bool) -> WorkerProcess:
     """Start the process of a model, which is built when this returns."""
     words = [sys.executable, __file__, "--worker", kind, "--ssd", ssd, *(["--smoke"] if is_smoke else [])]
     words += ["--layers", str(plan.shape.layers), "--batch", str(plan.batch)]
-    words += ["--gpu-gib", str(plan.device_bytes / (1 << 30))]
+    words += ["--gpu-gib", str(plan.device_bytes / (1 << 30)), "--update", plan.update]
     words += [] if plan.page_elements is None else ["--page-elements", str(plan.page_elements)]
     return WorkerProcess(kind, words, log_directory=ssd)
 
@@ -271,6 +283,7 @@ def measure(plan: Plan, ssd: str, *, is_smoke: bool) -> dict[str, Any]:
         "benchmark": "gpu_training",
         "machine": machine() | {"gpu": torch.cuda.get_device_properties(0).name, "torch": torch.__version__},
         "parameters": sizes,
+        "update": plan.update,
         "rates": link,
         "speed_over_in_gpu": speed,
         "tokens_per_second": spread([row["tokens_per_second"] for row in rounds]),
@@ -312,7 +325,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         plan = replace(plan, device_bytes=device_bytes, unpaged_bytes=int(share * device_bytes))
     if options.page_elements:
         plan = replace(plan, page_elements=options.page_elements)
-    return replace(plan, rounds=options.rounds or plan.rounds)
+    return replace(plan, rounds=options.rounds or plan.rounds, update=options.update)
 
 
 def main() -> None:
@@ -326,6 +339,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="rows of a step")
     parser.add_argument("--gpu-gib", type=float, help="what torch and pages may take together; 11/24 of it is torch's")
     parser.add_argument("--page-elements", type=int, help="of a page; default: what the engine chooses")
+    parser.add_argument("--update", choices=("step", "backward"), default="step", help="when parameters are updated")
     parser.add_argument("--rounds", type=int, help="that count; five for a result that is kept")
     parser.add_argument("--profile", action="store_true", help="one paged step under torch's profiler instead, as JSON")
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)

@@ -79,8 +79,8 @@ def pytest(*words: str) -> Commands:
     return lambda _: [python("-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "--durations=5", *words)]
 
 
-def benchmark(name: str) -> Commands:
-    return lambda _: [python(f"benchmarks/{name}.py", "--json")]
+def benchmark(name: str, *options: str) -> Commands:
+    return lambda _: [python(f"benchmarks/{name}.py", "--json", *options)]
 
 
 def install(out: Path) -> list[Words]:
@@ -126,6 +126,7 @@ STAGES = (
     Stage("sanitizers", pytest("tests/gpu/test_kernel_program.py"), 240),
     Stage("bench_kernels", benchmark("gpu_kernels"), 120),
     Stage("bench_training", benchmark("gpu_training"), 420),
+    Stage("bench_training_backward", benchmark("gpu_training", "--update", "backward"), 300),
     Stage("bench_codec", benchmark("gpu_codec"), 180),
 )
 
