@@ -176,12 +176,12 @@ class Config(BaseModel):
     optimizer_device: OptimizerDevice = "auto"
     """Where deferred optimizer updates run when the module computes on a GPU. ``gpu``: states come up to it. ``cpu``:
     gradients go down, states stay in ``ram`` and on ``ssd``. ``auto``: on the CPU if weights, gradients and two moments
-    of all trained weights do not fit the GPU."""
+    of all trained weights do not fit the GPU, unless ``update`` is ``backward``."""
     update: Update = "step"
     """Time of the optimizer's updates. ``step``: they are recorded at ``step()``, and applied to a page before it is
     next read. ``backward``: each parameter is updated as soon as its gradient is complete, so gradients never leave
     memory, from the second step on. For one backward per step and no clipping: a norm above ``max_grad_norm``,
-    accumulation and gradients that are read raise an error. Not with ``gpu``."""
+    accumulation and gradients that are read raise an error. They run where the module computes, on a GPU too."""
     gpu_reserved: Bytes | None = Field(default=None, gt=0)
     """Of ``gpu``, the part of torch's own allocator: results, temporaries, small tensors, activations until they are
     saved. Beyond it torch raises its ``OutOfMemoryError``. None: a quarter. Pages have the rest."""
@@ -267,9 +267,9 @@ class Config(BaseModel):
 
     @field_validator("update")
     @classmethod
-    def _check_tier(cls, update: Update, info: ValidationInfo) -> Update:
-        if update == "backward" and info.data.get("gpu") is not None:
-            raise ConfigError("'backward' needs the module to compute in ram; leave update or gpu out")
+    def _check_place(cls, update: Update, info: ValidationInfo) -> Update:
+        if update == "backward" and info.data.get("optimizer_device") == "cpu":
+            raise ConfigError("'backward' updates where the module computes; leave update or optimizer_device out")
         return update
 
     @field_validator("report", "plan", "trace", mode="before")

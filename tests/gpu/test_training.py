@@ -30,6 +30,14 @@ def test_paged_training_is_bitwise_equal(tmp_path, optimizer, activations):
     check(*train_both(optimizer, REAL, str(tmp_path), settings))
 
 
+@pytest.mark.parametrize("optimizer", ["own", "fused"])
+def test_updates_of_the_backward_are_bitwise_equal(tmp_path, optimizer):
+    """Each gradient is applied by its optimizer as soon as it is complete."""
+    plain, paged, report = train_both(optimizer, REAL, str(tmp_path), {"activations": "ram", "update": "backward"})
+    check(plain, paged, report)
+    assert report.counters["gradients_applied"] > 0
+
+
 def test_updates_on_the_host_train(tmp_path):
     """Their kernel is another, so the first loss is equal and the others are near."""
     config = REAL.config(str(tmp_path), optimizer_device="cpu")

@@ -183,6 +183,8 @@ def optimizer_device(config: Config, paged: Iterable[torch.Tensor]) -> Optimizer
     """Return where the updates of such tensors run; ``auto`` only where there is no GPU."""
     if config.optimizer_device != "auto" or config.gpu is None:
         return config.optimizer_device
+    if config.update == "backward":
+        return "gpu"
     trained_bytes = sum(tensor.untyped_storage().nbytes() for tensor in paged if tensor.requires_grad)
     return "cpu" if TENSORS_PER_WEIGHT * trained_bytes > config.compute_bytes else "gpu"
 

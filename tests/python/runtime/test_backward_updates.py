@@ -13,8 +13,9 @@ import safetensors.torch
 import torch
 from support.bits import digest
 from support.cases import CASES, differing
+from support.fake_gpu import in_gpu_child
 from support.isolation import in_child
-from support.training import BUDGET_SHARE, COLUMNS, STEPS, Case, Placement, train_both
+from support.training import BUDGET_SHARE, COLUMNS, STEPS, Case, Outcome, Placement, train_both
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
@@ -179,6 +180,42 @@ def test_identity_with_long_rows(row: str, activations: str, scratch):
     assert paged.losses == plain.losses
     assert differing(paged.digests, plain.digests) == []
     assert report.counters["gradients_applied"] > 0
+
+
+ON_A_DEVICE = [
+    (case, activations)
+    for case in UNCLIPPED
+    for activations in ("keep", "page")
+    if activations == "keep" or case.checkpointing == "stored"
+]
+
+
+def check_on_a_device(plain: Outcome, paged: Outcome, report: torch_offload.Report) -> None:
+    """Equal, within the budgets, with updates in the GPU, whose states crossed the link both ways."""
+    assert paged.losses == plain.losses
+    assert differing(paged.digests, plain.digests) == []
+    assert report.counters["gradients_applied"] > 0
+    assert report.device.updates_on == "gpu"
+    assert report.device.peak_bytes <= report.device.budget_bytes
+    assert report.host_peak_bytes <= report.budget_bytes
+    assert min(report.device.to_device_bytes["state"], report.device.to_host_bytes["state"]) > 0
+    assert report.faults == 0
+
+
+@pytest.mark.rotating(parts=3)
+@pytest.mark.parametrize(("case", "activations"), ON_A_DEVICE, ids=lambda value: getattr(value, "name", value))
+def test_identity_on_an_emulated_device(case: Case, activations: str, scratch):
+    """Updates in the backward, in the memory of a device above that of the host."""
+    placement = Placement(update="backward", device=True, activations=activations)
+    check_on_a_device(*in_child(train_both, case, str(scratch), placement))
+
+
+@pytest.mark.rotating(parts=6)
+@pytest.mark.parametrize(("case", "activations"), ON_A_DEVICE, ids=lambda value: getattr(value, "name", value))
+def test_identity_on_a_gpu(case: Case, activations: str, scratch, fake_gpu):
+    """The same on the fake GPU, as in its memory."""
+    placement = Placement(update="backward", device=True, kind="cuda", activations=activations)
+    check_on_a_device(*in_gpu_child(fake_gpu, train_both, case, str(scratch), placement))
 
 
 def test_there_are_twelve_rows():
@@ -497,8 +534,8 @@ def test_unwrapping_drops_gradients_without_bytes(backward):
     train(module, optimizer)
 
 
-def test_the_setting_needs_host_memory():
-    """On a GPU updates run elsewhere."""
-    with pytest.raises(torch_offload.ConfigError, match="update: 'backward' needs the module to compute in ram"):
-        Config(gpu="1GiB", update="backward")
+def test_the_setting_needs_updates_where_the_module_computes():
+    """Where gradients are complete."""
+    with pytest.raises(torch_offload.ConfigError, match="update: 'backward' updates where the module computes"):
+        Config(gpu="1GiB", optimizer_device="cpu", update="backward")
     assert issubclass(OutOfTierMemory, OffloadError)

@@ -237,10 +237,13 @@ def train_with_own_optimizer(scratch: str, side: str) -> None:
     assert (report.device.to_device_bytes["state"] > 0) == (side == "gpu")
 
 
-@pytest.mark.parametrize(("optimizer", "activations"), [("own", "ram"), ("fused", "page")])
-def test_what_runs_on_a_real_gpu_runs(scratch, fake_gpu, optimizer, activations):
+@pytest.mark.parametrize(
+    ("optimizer", "activations", "update"),
+    [("own", "ram", "step"), ("fused", "page", "step"), ("own", "page", "backward"), ("sgd", "keep", "backward")],
+)
+def test_what_runs_on_a_real_gpu_runs(scratch, fake_gpu, optimizer, activations, update):
     """The training of tests/gpu, smaller."""
-    settings = {"activations": activations, "optimizer_device": "gpu"}
+    settings = {"activations": activations, "optimizer_device": "gpu", "update": update}
     check(*in_gpu_child(fake_gpu, train_bare, optimizer, str(scratch), settings))
 
 

@@ -40,7 +40,9 @@ FAKE = Size(
 )
 
 
-def train(optimizer: str, shape: Shape, config: Config | None) -> tuple[Outcome, Any]:
+def train(
+    optimizer: str, shape: Shape, config: Config | None, *, max_grad_norm: float | None = 0.5
+) -> tuple[Outcome, Any]:
     """Return every loss, hashes of all weights and states, and the report. Plain, without one, without a configuration.
 
     The engine ends with it, and so does the cap on torch's memory.
@@ -63,7 +65,8 @@ def train(optimizer: str, shape: Shape, config: Config | None) -> tuple[Outcome,
     for _ in range(STEPS):
         loss = model(torch.randint(0, shape.vocabulary, (2, 32), generator=generator).cuda())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         chosen.step()
         chosen.zero_grad()
         losses.append(loss.item().hex())
@@ -81,8 +84,9 @@ def train(optimizer: str, shape: Shape, config: Config | None) -> tuple[Outcome,
 
 def train_both(optimizer: str, size: Size, scratch: str, settings: dict[str, Any]) -> tuple[Outcome, Outcome, Any]:
     """Train plain, then paged, in this process; return also the engine's report."""
-    plain, _ = train(optimizer, size.shape, None)
-    paged, report = train(optimizer, size.shape, size.config(scratch, **settings))
+    max_grad_norm = 0.5 if settings.get("update", "step") == "step" else None
+    plain, _ = train(optimizer, size.shape, None, max_grad_norm=max_grad_norm)
+    paged, report = train(optimizer, size.shape, size.config(scratch, **settings), max_grad_norm=max_grad_norm)
     return plain, paged, report
 
 
