@@ -33,6 +33,7 @@ from torch_offload.planning.plan import Plan  # noqa: E402
 from torch_offload.planning.search import search  # noqa: E402
 from torch_offload.planning.search_result import Search  # noqa: E402
 from torch_offload.reporting.report import Report  # noqa: E402
+from torch_offload.runtime.allocator import register_allocator  # noqa: E402
 from torch_offload.runtime.api import evict, flush, is_resident, pinned, prefetch, report, unwrap, wrap  # noqa: E402
 from torch_offload.runtime.loading import from_pretrained, loading  # noqa: E402
 
@@ -76,6 +77,7 @@ __all__ = [
     "plan",
     "prefetch",
     "probe",
+    "register_allocator",
     "report",
     "search",
     "unwrap",

@@ -25,7 +25,7 @@ HELPERS = {"example_run", "tiny_model"}
 MAX_LINES = 60
 BUDGET_BYTES = 24 << 20
 TRAINED = {"plain_loop", "trainer", "dpo"}
-ALL = {*TRAINED, "lora", "generate", "compressed_moe"}
+ALL = {*TRAINED, "lora", "generate", "compressed_moe", "without_a_module"}
 
 pytestmark = pytest.mark.any_torch
 
@@ -87,6 +87,17 @@ def test_generate(tmp_path, scratch):
     printed, (report,) = run_example("generate", tmp_path, scratch, "--tokens", "8", "--ram", "12MiB")
     assert "generate: 8 tokens in" in printed
     assert_paged(report, budget_bytes=12 << 20, is_frozen=True)
+
+
+def test_without_a_module(tmp_path, scratch):
+    """The same losses as with room for everything, where a third of what is saved has room."""
+    printed, (report,) = run_example("without_a_module", tmp_path, scratch)
+    assert_paged(report)
+    assert report["written_bytes"]["activation"] == report["ssd_written_bytes"]
+    (tmp_path / "roomy").mkdir()
+    roomy, (beside,) = run_example("without_a_module", tmp_path / "roomy", scratch, "--ram", "1GiB")
+    assert beside["ssd_written_bytes"] == 0
+    assert printed.splitlines()[0] == roomy.splitlines()[0]
 
 
 def test_compressed_moe(tmp_path, scratch):

@@ -66,13 +66,7 @@ def loading(
     """
     check_arguments("loading", unknown)
     rank_failures.install()
-    request = requested(config, gpu=gpu, ram=ram, ssd=ssd)
-    node = None
-    if PROCESS.joinable(request) is None:
-        decided = preflight.resolve(request)
-        node = node_budget.of_usual_budget(request, decided)
-        request = decided
-    session = PROCESS.open_session(request, node=node)
+    session = session_without_module(requested(config, gpu=gpu, ram=ram, ssd=ssd))
     session.pending.open()
     try:
         with environment.variables(environment.LOADING_IN_SEQUENCE):
@@ -80,6 +74,22 @@ def loading(
     finally:
         session.pending.close()
         PROCESS.close_if_unused()
+
+
+def session_without_module(request: Config) -> Session:
+    """Return the session that is open, or a new one, before there is a module to wrap.
+
+    Args:
+        request: Settings as they were asked for.
+
+    Raises:
+        ConfigError: If a setting cannot be used, or differs from the engine that is running.
+        TierIOError: If the scratch file cannot be made.
+    """
+    if PROCESS.joinable(request) is not None:
+        return PROCESS.open_session(request)
+    decided = preflight.resolve(request)
+    return PROCESS.open_session(decided, node=node_budget.of_usual_budget(request, decided))
 
 
 def from_pretrained(

@@ -89,6 +89,8 @@ class Session:
     Attributes:
         config: Its settings, each decided; of a budget that processes share, ``ram`` is this one's part.
         most_ram_bytes: The most memory that it can ever have.
+        activations: Pages what autograd saves, None where it stays in memory.
+        allocator_users: How many asked for its allocator alone, and were not closed.
     """
 
     def __init__(
@@ -138,9 +140,10 @@ class Session:
         )
         self._passes = Passes(self.engine)
         self._agreement = RankAgreement(budget_bytes=config.compute_bytes)
-        self._activations = PagedActivations(self.engine) if config.pages_activations else None
+        self.activations = PagedActivations(self.engine) if config.pages_activations else None
         self.activation_policy = self._activation_policy_of()
         self.pending = PendingModules(self.engine, config, provisional)
+        self.allocator_users = 0
         self._until_closed = ExitStack()
         if joined is not None:
             self._until_closed.callback(joined.close)
@@ -165,9 +168,9 @@ class Session:
         rank_waits.note_waits(self._patches, self.engine)
         self._sharded.install()
         self._full_states.install()
-        if self._activations is not None:
-            self._patches.replace(replaced_functions.FORBID_SAVED_TENSOR_HOOKS, self._activations.stand_aside)
-            self._patches.replace(replaced_functions.ALLOW_SAVED_TENSOR_HOOKS, self._activations.come_back)
+        if self.activations is not None:
+            self._patches.replace(replaced_functions.FORBID_SAVED_TENSOR_HOOKS, self.activations.stand_aside)
+            self._patches.replace(replaced_functions.ALLOW_SAVED_TENSOR_HOOKS, self.activations.come_back)
         self._patches.replace(replaced_functions.HIGHER_ORDER_KEYS, _keys_of_higher_order)
         self._hooks = [
             self._registrations.listen(Listener(self.on_tensor, self._on_submodule_added)),
@@ -237,7 +240,7 @@ class Session:
             self.engine,
             on_submodule=self._record_part,
             on_forward=self._begin_forward,
-            activations=self._activations,
+            activations=self.activations,
             updates=self.updates,
             sharded=self._sharded,
         )
@@ -258,8 +261,8 @@ class Session:
             self.engine.finish_loading()
         if self.config.uses_cuda:
             gpu.give_back_cache()
-        if is_called and self._activations is not None:
-            self._activations.enter()
+        if is_called and self.activations is not None:
+            self.activations.enter()
 
     def _refuse_other_gpus(self, module: nn.Module) -> None:
         pages_on = torch.device(self.engine.torch_device)
@@ -334,8 +337,10 @@ class Session:
         return list(self._wrapped)
 
     def is_idle(self) -> bool:
-        """Whether nothing is being loaded and neither a wrapped module nor one to be wrapped is alive."""
-        return not self._wrapped and self.pending.is_idle()
+        """Whether nothing is being loaded, nobody asked for its allocator alone, and neither a wrapped module nor one
+        to be wrapped is alive.
+        """
+        return not self._wrapped and self.pending.is_idle() and self.allocator_users == 0
 
     def statistics(self) -> dict[str, Any]:
         """Return the figures of the engine."""
