@@ -133,7 +133,8 @@ def probe(directory: str | os.PathLike[str] | None = None, *, refresh: bool = Fa
     if cached is not None:
         return cached
     measured = _measure(chosen, key, show or _show_nothing)
-    _keep(path, measured)
+    if measured.gpu is not None or not torch.cuda.is_available():
+        _keep(path, measured)
     return measured
 
 
@@ -203,8 +204,18 @@ def _measure(directory: Path, key: dict[str, str], show: Show) -> Probe:
     rates = None
     if has_gpu:
         show("the GPU", total - 1, total)
-        rates = compute_rates.gpu_rates(f"cuda:{gpu.current()}")
+        rates = _rates_of_gpu()
     return Probe(key=key, **disk, copy_rate=copy_rate, gemm=gemm, update=update, **costs, gpu=rates)
+
+
+def _rates_of_gpu() -> GpuRates | None:
+    """Measure the GPU, if it has room for that; others may use it."""
+    try:
+        return compute_rates.gpu_rates(f"cuda:{gpu.current()}")
+    except torch.OutOfMemoryError as error:
+        gpu.give_back_cache()
+        logger.warning("the GPU has too little free memory to be measured, and nothing is kept: %s", error)
+        return None
 
 
 def _disk_rates(directory: Path) -> dict[str, float]:

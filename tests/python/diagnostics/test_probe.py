@@ -7,6 +7,7 @@ a stand-in; test_paging_cost.py has the real one.
 import json
 
 import pytest
+import torch
 from support.huge_pages import huge_page_bytes, skip_where_there_are_none
 
 import torch_offload
@@ -99,3 +100,19 @@ def test_a_probe_does_not_change(measured, scratch):
     with pytest.raises(ValueError, match="frozen"):
         found.ssd_read = 1.0
     assert Probe.model_validate(found.to_dict()) == found
+
+
+def test_a_gpu_that_others_fill_is_left_out(measured, scratch, monkeypatch, caplog, tmp_path):
+    """What is planned without it goes on; the next probe looks again."""
+
+    def refuse(device):
+        raise torch.OutOfMemoryError(f"{device} is full")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(compute_rates, "gpu_rates", refuse)
+    assert measure(scratch).gpu is None
+    assert "the GPU has too little free memory to be measured, and nothing is kept: cuda:0 is full" in caplog.text
+    assert not (tmp_path / "cache").exists()
