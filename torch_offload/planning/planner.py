@@ -217,11 +217,14 @@ def _phases(inputs: PlanInputs, uses: StepUses, traffic: TierTraffic, update_tie
         beside = update_seconds if is_beside else 0.0
         compute_seconds = inputs.costs[name].seconds + update_seconds - beside
         link = traffic.link[number] if traffic.link else Moved({}, {})
+        on_processor = Moved({}, {}) if has_gpu else moved  # while it would compute
         phases.append(
             Phase(
                 name=name,
                 compute_seconds=compute_seconds + (clipping if name == PHASES[1] else 0.0),
-                paging_seconds=0.0 if has_gpu else _paging_seconds(inputs, moved),
+                paging_seconds=paging_seconds(
+                    on_processor.read_bytes, on_processor.written_bytes, inputs.machine.probe
+                ),
                 host_update_seconds=beside,
                 ssd_read=moved.read,
                 ssd_written=moved.written,
@@ -232,10 +235,6 @@ def _phases(inputs: PlanInputs, uses: StepUses, traffic: TierTraffic, update_tie
     replayed_tokens = sum(phase.name == TOKEN for phase in phases)
     more = max(0, inputs.step.new_tokens - 1 - replayed_tokens)
     return phases + phases[-1:] * more
-
-
-def _paging_seconds(inputs: PlanInputs, moved: Moved) -> float:
-    return paging_seconds(moved.read_bytes, moved.written_bytes, inputs.machine.probe)
 
 
 def _update_seconds(inputs: PlanInputs, uses: StepUses, update_tier: UpdateTier) -> float:

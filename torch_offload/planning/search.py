@@ -30,7 +30,14 @@ from torch_offload.planning.page_uses import (
     optimizer_named,
 )
 from torch_offload.planning.plan import Plan
-from torch_offload.planning.planner import PlanInputs, PlannedMachine, PlannedStep, build_plan, check_updates
+from torch_offload.planning.planner import (
+    PlanInputs,
+    PlannedMachine,
+    PlannedStep,
+    build_plan,
+    check_updates,
+    updates_in_backward,
+)
 from torch_offload.planning.quantized_weights import without_bytes
 from torch_offload.planning.search_result import Candidate, Replay, Search
 from torch_offload.planning.setups import Setup, divisors, first_rows, precisions_named, rows_in, setups_of
@@ -340,14 +347,15 @@ class Planner:
 
     def _shape(self, setup: Setup) -> StepShape:
         config = self._question.config.replace(activations=setup.activations)
+        optimizer = self._optimizer(setup)
         return StepShape(
             page_elements=config.page_elements,
             min_paged_bytes=config.min_paged_bytes,
             micro_batches=setup.accumulation,
             pages_activations=config.pages_activations,
-            updates_in_backward=config.update == "backward",
+            updates_in_backward=updates_in_backward(config, optimizer["optimizer"]),
             uses_homes=config.checkpoint_pages == "in_place" and config.gpu is None,
-            **self._optimizer(setup),
+            **optimizer,
         )
 
     def _page_elements(self, replay: Replay) -> int:

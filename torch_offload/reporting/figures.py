@@ -39,7 +39,7 @@ class DeviceReport:
     updates_on: str | None = None
 
     @property
-    def has_own_bits(self) -> bool:
+    def has_other_bits(self) -> bool:
         """Whether results may differ in the last bits from a run in the GPU: updates have the CPU's kernels."""
         return self.updates_on == "cpu" and self.name.startswith("cuda")
 

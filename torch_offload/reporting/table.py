@@ -31,7 +31,7 @@ def _device_rows(report: Figures) -> "Iterator[Row]":
     yield "to the host", _total_and_parts(device.to_host_bytes)
     yield "device kind", device.name
     if device.updates_on is not None:
-        bits = ", with other last bits than on the GPU" if device.has_own_bits else ""
+        bits = ", with other last bits than on the GPU" if device.has_other_bits else ""
         yield "updates run on", f"the {device.updates_on.upper()}{bits}"
 
 
