@@ -100,7 +100,7 @@ def test_trl_sft_over_a_base_in_four_bits(folders, tmp_path, scratch):
     assert report["read_bytes"]["parameter"] > 2 * STEPS * half_bytes
 
 
-@pytest.mark.rotating
+@pytest.mark.rotating(parts=4)
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 def test_trl_sft(folders, tmp_path, scratch, tuning, gpu):
     """The script of trl, all weights and adapters. The base of adapters is written at most once, as it first leaves."""
@@ -154,7 +154,7 @@ def test_accelerate_launch_trains_in_a_child(folders, tmp_path, scratch):
     run_both([*command, "causal", str(folders["causal"]), "OUTPUT"], tmp_path, scratch, ram=ram)
 
 
-@pytest.mark.rotating
+@pytest.mark.rotating(parts=6)
 @pytest.mark.parametrize("kind", ["causal", "classification", "seq2seq"])
 def test_stock_trainer(folders, tmp_path, scratch, kind, gpu):
     """Llama, BERT and T5 with evaluation and checkpoints; resumed from its own checkpoint the run ends the same."""

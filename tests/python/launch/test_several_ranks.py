@@ -13,6 +13,8 @@ from support.bits import digest
 from support.folders import save_model, save_rows
 from support.script_runs import SCRIPTS, assert_report_paged, assert_same_files, logged, start, start_paged
 
+pytestmark = pytest.mark.rotating(among="file", parts=2)
+
 RANKS = 2
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
 

@@ -158,6 +158,7 @@ def test_gradients_that_become_zeros(backward, make: MakeOptimizer):
     assert applied_count() == LAYERS * (STEPS - 1)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", UNCLIPPED, ids=lambda case: case.name)
 def test_identity(case: Case, scratch):
     """The rows of the identity table without clipping and accumulation, stock Trainers among them."""
@@ -202,7 +203,7 @@ def check_on_a_device(plain: Outcome, paged: Outcome, report: torch_offload.Repo
     assert report.faults == 0
 
 
-@pytest.mark.rotating(parts=3)
+@pytest.mark.rotating(parts=6)
 @pytest.mark.parametrize(("case", "activations"), ON_A_DEVICE, ids=lambda value: getattr(value, "name", value))
 def test_identity_on_an_emulated_device(case: Case, activations: str, scratch):
     """Updates in the backward, in the memory of a device above that of the host."""

@@ -36,7 +36,7 @@ def placements() -> Iterator[tuple[Case, Placement]]:
 PLACED = list(placements())
 
 
-@pytest.mark.rotating
+@pytest.mark.rotating(parts=6)
 @pytest.mark.parametrize(("case", "placement"), PLACED, ids=[f"{case.name}-{place.name}" for case, place in PLACED])
 def test_paged_training_is_bitwise_equal(case: Case, placement: Placement, scratch):
     """Losses, weights, buffers, gradients, states and random states are equal, and pages crossed every link both ways.

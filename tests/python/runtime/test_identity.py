@@ -9,6 +9,7 @@ from support.paging import KINDS
 from support.training import BUDGET_SHARE, COLUMNS, STEPS, Case, train_both
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_paged_training_is_bitwise_equal(case: Case, scratch):
     """Losses, tensors of every sort and random states are equal, and pages of every kind left and came back."""

@@ -111,6 +111,7 @@ class Sums:
         return f"{len(self.tallies)} operators, {counted}; not deterministic by themselves: {sorted(self.unstable)}"
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_operator_with_each_argument_evicted(part, scratch, capsys):
     """Each operator's results, gradients and arguments afterwards are those of plain torch, bit for bit."""

@@ -52,7 +52,7 @@ CASES = {
 }
 
 
-@pytest.mark.rotating
+@pytest.mark.rotating(parts=6)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_shards_are_paged_with_equal_bits(scratch, case):
     for plain, paged, figures in run_ranks(case, str(scratch)):
@@ -76,7 +76,7 @@ def test_updates_are_deferred_and_gathered_weights_are_no_activations(scratch):
 REFUSED = "refused: host tier: out of memory. fully_shard has all of 0 in memory at once"
 
 
-@pytest.mark.rotating
+@pytest.mark.rotating(parts=6)
 @pytest.mark.parametrize(
     ("units", "case", "said", "remedy"),
     [
