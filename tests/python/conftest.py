@@ -44,7 +44,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell run
 
 
 ROTATING_PARTS = 3
-MOST_NEWER_PARTS = 6
+MOST_NEWER_PARTS = 10
 SEED_OF_PARTS = int(os.environ.get("OFFLOAD_TEST_SEED") or "0", 16)
 RUNS_ALL_PARTS = os.environ.get("MATRIX") == "full" or not os.environ.get("OFFLOAD_TEST_SEED")
 IS_NEWER_TORCH = os.environ.get("NEWER_TORCH") == "1"
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave two thirds of each rotating test to other commits, or what its mark says (`parts`); MATRIX=full, or no
     seed, runs all of it.
 
-    On the newer torch every test of three cases or more rotates, so that a sixth of them runs, one at least: what it
+    On the newer torch every test of three cases or more rotates, so that a tenth of them runs, one at least: what it
     shows was shown on the usual one.
     """
     if RUNS_ALL_PARTS:
@@ -93,7 +93,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if IS_CI:
         terminalreporter.write_line(f"examples of hypothesis: HYPOTHESIS_SEED={SEED}")
     if not RUNS_ALL_PARTS:
-        parts = "a sixth" if IS_NEWER_TORCH else "a third or less"
+        parts = "a tenth" if IS_NEWER_TORCH else "a third or less"
         seed = f"OFFLOAD_TEST_SEED={os.environ['OFFLOAD_TEST_SEED']}"
         terminalreporter.write_line(f"{parts} of the cases of rotating tests, by {seed}; MATRIX=full: all")
 

@@ -25,6 +25,8 @@ from torch_offload.integrations.trained_parts import TrainedParts
 from torch_offload.planning.fake_trace import What, record
 from torch_offload.planning.page_uses import StepShape, StepUses, state_bytes_of
 
+pytestmark = pytest.mark.any_torch
+
 SLOW_DISK = MACHINE.model_copy(update={"ssd_read": 1e7, "ssd_write": 1e7, "ssd_mixed": 1e7})
 FAST_DISK = MACHINE.model_copy(update={"ssd_read": 1e13, "ssd_write": 1e13, "ssd_mixed": 1e13})
 

@@ -23,6 +23,8 @@ from torch_offload.planning.fake_trace import record
 from torch_offload.planning.search import meta_copy
 from torch_offload.runtime.tensor_parts import all_parts_of
 
+pytestmark = pytest.mark.any_torch
+
 HIDDEN = 256
 LAYERS = 8
 
