@@ -47,6 +47,11 @@ OPERATORS_WITH_BARE_ADDRESSES = (  # kernels that torch compiles as it runs; the
 PROGRAM = "driver_program"
 BUNDLE = ROOT / "build" / "gpu-bundle"
 SITE = "site"
+OF_THE_BUNDLE = (
+    *("--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"),
+    *(word for tag in ("2_28", "2_17") for word in ("--platform", f"manylinux_{tag}_x86_64")),
+    *("--platform", "manylinux2014_x86_64"),
+)
 Words = list[str]
 
 
@@ -85,9 +90,18 @@ def benchmark(name: str, *options: str) -> Commands:
 
 def install(out: Path) -> list[Words]:
     """What `make gpu-bundle` gathered, to where only these stages look."""
+    return unpacked(out / SITE)
+
+
+def rehearse_install(out: Path) -> list[Words]:
+    """The same as the Python of the bundle would, whichever runs here; to where nothing looks."""
+    return unpacked(out / "site-of-the-bundle", *OF_THE_BUNDLE)
+
+
+def unpacked(folder: Path, *options: str) -> list[Words]:
     wheels = [str(path) for path in sorted(BUNDLE.glob("*.whl"))]
-    words = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade", "--target", str(out / SITE))
-    return [python(*words, *wheels)] if wheels else []
+    words = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade", "--target", str(folder))
+    return [python(*words, *options, *wheels)] if wheels else []
 
 
 def sweep(*before: str) -> Commands:
@@ -113,7 +127,7 @@ def of_program(subcommand: str) -> tuple[Commands, Commands]:
 ENVIRONMENT = python(__file__, "--environment")
 FAKE_TESTS = pytest("tests/python/runtime/test_fake_gpu.py", "-k", "real_gpu or addresses or capture or benchmark")
 STAGES = (
-    Stage("packages", install, 60, rehearsal=install),
+    Stage("packages", install, 60, rehearsal=rehearse_install),
     Stage("environment", lambda _: [ENVIRONMENT], 60, rehearsal=lambda _: [ENVIRONMENT]),
     Stage("build", lambda _: [["make", ".gpu-build", f"GPU_PYTHON={sys.executable}"]], 240),
     Stage("doctor", lambda _: [python("-m", "torch_offload", "doctor")], 60),
