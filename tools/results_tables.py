@@ -264,8 +264,8 @@ BENCHMARKS = (
         "codec",
         "Coded matrices",
         note="The bars of bits and of speed belong together by coder: RANS4 is the default, TUN12 the fast one. This "
-        "machine's memory gives bf16 a fifth of the 16.9 10^9 weights a second that it had where bars of one token were "
-        "set, so those hold more easily here; encoders took half as long there.",
+        "machine's memory gives bf16 a fifth of the 16.9 10^9 weights a second and core that it had where bars of one "
+        "token were set, so those hold more easily here; where it was recorded before, encoders took half as long.",
     ),
     Benchmark("moe", "Paged experts", IO, "Weights are made up: only sizes and choices are those of a model."),
     Benchmark(
