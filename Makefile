@@ -6,8 +6,8 @@ JOBS ?= 2
 PYTHON_TESTS ?= tests/python
 # For the demo, such as --steps 2.
 DEMO_OPTIONS ?=
-# Two more than there are cores: tests wait for children and disks (2,348 s with three, on 1.20 cores).
-AT_ONCE := -n $(shell expr $(JOBS) + 2) --dist worksteal
+# One more than there are cores: tests wait for children and disks. With three two cores are busy all the time.
+AT_ONCE := -n $(shell expr $(JOBS) + 1) --dist worksteal
 # Threads of several processes that share the cores give them up while they wait for each other.
 SHARING := OMP_WAIT_POLICY=passive
 GPU_PYTHON ?= $(PYTHON)

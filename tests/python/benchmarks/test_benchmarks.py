@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.any_torch, pytest.mark.rotating(among="file", parts=6)]
+pytestmark = [pytest.mark.any_torch, pytest.mark.rotating(among="file", parts=12)]
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
