@@ -15,7 +15,7 @@ from support.fake_gpu import in_gpu_child
 from support.figures import GPU_MACHINE, MACHINE
 from support.gpu_training import BareLlama, Shape
 from support.models import tiny_model
-from support.planned_steps import PAGE, batch_of, plan_of
+from support.planned_steps import PAGE, Layers, batch_of, plan_of
 from torch import nn
 
 import torch_offload
@@ -118,22 +118,9 @@ def test_an_h100_moved_what_is_planned(scratch, fake_gpu):
 # --- Its memory --------------------------------------------------------------------------------------------------
 
 
-class Layers(nn.Module):
-    """Layers without biases, one behind the other, whose loss is a mean."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            value = layer(value)
-        return value.square().mean()
-
-
 def layers_in(reserved: int, **options: Any) -> Plan:
     config = Config(gpu=reserved + (4 << 20), gpu_reserved=reserved, ram="16MiB", min_paged_bytes=0, page_elements=PAGE)
-    return planned(Layers(4), {"value": torch.randn(ROWS, WIDTH)}, config, **options)
+    return planned(Layers(*[WIDTH] * 5), {"value": torch.randn(ROWS, WIDTH)}, config, **options)
 
 
 def plans_with_little_reserved() -> tuple[Plan, Plan]:
@@ -155,7 +142,7 @@ def test_what_is_no_page_needs_what_is_reserved(fake_gpu):
 
 def plan_with_small_gpu() -> Plan:
     config = Config(gpu=(1 << 20) + 4096, gpu_reserved=1 << 20, ram="16MiB", min_paged_bytes=0, page_elements=PAGE)
-    return planned(Layers(2), {"value": torch.randn(ROWS, WIDTH)}, config)
+    return planned(Layers(*[WIDTH] * 3), {"value": torch.randn(ROWS, WIDTH)}, config)
 
 
 def test_the_remedy_for_few_pages_is_what_gpu_has_to_be(fake_gpu):
@@ -285,7 +272,7 @@ def plan_without_rates(probe: torch_offload.Probe, optimizer: str) -> str:
     config = Config(gpu="8MiB", gpu_reserved="1MiB", ram="16MiB", min_paged_bytes=0, page_elements=PAGE)
     config = config.replace(optimizer_device="gpu")
     with pytest.raises(ConfigError) as raised:
-        plan_of(Layers(2), {"value": torch.randn(ROWS, WIDTH)}, config, probe=probe, optimizer=optimizer)
+        plan_of(Layers(*[WIDTH] * 3), {"value": torch.randn(ROWS, WIDTH)}, config, probe=probe, optimizer=optimizer)
     return str(raised.value)
 
 

@@ -17,7 +17,7 @@ from support.bits import same_bits
 from support.figures import MACHINE
 from support.isolation import in_child
 from support.models import tiny_config, tiny_model
-from support.planned_steps import PAGE, batch_of, plan_of
+from support.planned_steps import PAGE, Layers, batch_of, plan_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -38,20 +38,6 @@ STEPS = 7
 TOKENS = 16
 COUNTED_FROM = 4
 LINKS = ("ssd_read", "ssd_written", "to_device", "to_host")
-
-
-class Layers(nn.Module):
-    """Layers without biases, one behind the other, whose loss is a mean."""
-
-    def __init__(self, *widths: int) -> None:
-        super().__init__()
-        pairs = itertools.pairwise(widths)
-        self.layers = nn.ModuleList(nn.Linear(one, other, bias=False) for one, other in pairs)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            value = layer(value)
-        return value.square().mean()
 
 
 # --- Beside the engine -------------------------------------------------------------------------------------------

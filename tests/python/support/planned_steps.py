@@ -1,5 +1,6 @@
 """Steps that were planned, and the engine's counters of the same steps."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,20 @@ TOKENS = 48
 ROWS = 4
 WARM_UP = 4
 COUNTED = 3
+
+
+class Layers(nn.Module):
+    """Layers without biases, one behind the other, whose loss is a mean."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        pairs = itertools.pairwise(widths)
+        self.layers = nn.ModuleList(nn.Linear(one, other, bias=False) for one, other in pairs)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = layer(value)
+        return value.square().mean()
 
 
 def batch_of(rows: int = ROWS, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
