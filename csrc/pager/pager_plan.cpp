@@ -160,6 +160,8 @@ std::vector<std::shared_ptr<Segment>> Pager::Impl::updated_above(const Segment& 
 /// that, for what is to be updated all of it.
 Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
     Outlook outlook{.margin_ns = kMaxMarginNs};
+    std::vector<std::shared_ptr<Segment>> looked_at;  // outlives the lock: the last owner of a segment takes it
+    looked_at.reserve(kMaxAhead);                     // what fails to be added would end under it
     std::unordered_set<TraceId> seen;
     const bool is_in_rank_wait = service->is_in_rank_wait();
     std::size_t planned_bytes = 0;
@@ -184,7 +186,8 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
         const bool is_soon = due_ns < kRoomAheadNs + transfer_ns(growth_bytes, read_rate);
         if (is_soon) expected_other_bytes = std::max(expected_other_bytes, recorded_bytes);
         if (!seen.insert(use->id).second) continue;
-        std::shared_ptr<Segment> segment = use->id < roles.size() ? roles[use->id].lock() : nullptr;
+        if (use->id >= roles.size()) continue;
+        const std::shared_ptr<Segment>& segment = looked_at.emplace_back(roles[use->id].lock());
         if (!segment) continue;
         if (!uses->is_training() && segment->requested_uses.load(std::memory_order_relaxed) != 0) continue;
         const bool is_updated_here = segment->has_pending() && !options.updates_below;
@@ -194,7 +197,7 @@ Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
         const UsePosition use_position = uses->position_of(distance);
         rank_no_later(evictable, *segment, use_position);
         planned_bytes += segment->size_bytes() * (is_updated_here ? 4 : 1);  // weight, gradient, two moments
-        outlook.segments.push_back({std::move(segment), use_position, due_ns, 0});
+        outlook.segments.push_back({segment, use_position, due_ns, 0});
     }
     outlook.growth_bytes = expected_other_bytes - other_bytes;
     if (uses->pass_ns() > 0) {

@@ -279,6 +279,35 @@ TEST(PagerPlan, FirstPassIsReadAhead) {
     }
 }
 
+// A segment may end while it is looked at, and whoever is its last owner takes the pager's lock. Method: thousands of
+// weights that are dropped and made again in a recorded pass, which only looks at them, as they are requested for each
+// use, while another thread has the pager look ahead.
+TEST(PagerPlan, SegmentsMayEndWhileTheyAreLookedAt) {
+    constexpr std::uint32_t kRoles = 64;
+    constexpr int kPasses = 400;
+    Pager pager(options_with(2 * kRoles), std::make_unique<SimEngine>(8, 1));
+    std::vector<std::shared_ptr<Segment>> weights;
+    for (std::uint32_t seed = 0; seed < kRoles; ++seed) weights.push_back(with_role(pager, seed));
+    std::atomic<bool> is_over{false};
+    std::thread looking([&] {
+        while (!is_over.load()) const RankWait wait(pager);  // each has the disk's thread look ahead
+    });
+    for (int pass = 0; pass < kPasses; ++pass) {
+        pager.begin_pass(1);
+        for (std::shared_ptr<Segment>& weight : weights) {
+            const TraceId role = weight->trace_id;
+            weight.reset();
+            weight = filled_segment(pager, 1, 0, role);
+            weight->requested_uses.store(2);  // of which the use is one
+            pager.touch(weight);
+        }
+    }
+    is_over.store(true);
+    looking.join();
+    pager.begin_pass(1);
+    EXPECT_EQ(total(pager.statistics().read_bytes), 0u);  // there was room for all: nothing had to be read
+}
+
 // Requests are kept until their turn comes, in their order, and are worthless after a use. Method: forty segments at
 // once, far more than the disk is given; all arrive, the first before the last. Then one that is used before its turn.
 TEST(PagerPlan, PrefetchRequestsWaitForTheirTurn) {
