@@ -107,8 +107,9 @@ Pager::Impl::Reached Pager::Impl::advance(Page& page, PageGoal goal, Patience pa
             case PageStep::leave:
                 return Reached::nothing;
             case PageStep::mark:
-                if (page.change(seen, marked(goal, seen))) return Reached::place;
-                break;
+                if (!page.change(seen, marked(goal, seen))) break;
+                if (goal != PageGoal::deferral) drop_outdated_below(page);
+                return Reached::place;
             case PageStep::take:
                 if (goal == PageGoal::handover && seen.has(PageWord::kDirty) && std::exchange(was_written, true)) {
                     raise_write_error(page.segment);  // else this would try for as long as it fails

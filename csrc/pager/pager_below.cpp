@@ -1,5 +1,6 @@
 // Updates applied in the tier below, or by the store's own process: what this memory holds of their pages goes there
 // first. And what that tier holds when this one is lost.
+#include "base/log.h"
 #include "pager/pager_guards.h"
 
 namespace torch_offload {
@@ -20,6 +21,26 @@ bool Pager::salvage(Segment& segment, std::size_t index, std::span<std::byte> ta
     const PinGuard guard = backing->pager().pin_pages(backing, index, 1, Access::read);
     std::ranges::copy(backing->page_range(index).first(target.size()), target.begin());
     return true;
+}
+
+/// The page has newer bytes from now on than the tier below. Pre: the caller has a pin on it, so that it is not written
+/// there meanwhile.
+void Pager::Impl::drop_outdated_below(const Page& page) noexcept {
+    const std::shared_ptr<Segment> backing = page.segment->backing();
+    if (backing) backing->pager().impl_->drop_outdated(backing->page(page.segment->index_of(page)));
+}
+
+/// Gives the memory of a page back whose bytes nobody will ask for, unless there was room for everything so far or
+/// somebody has it.
+void Pager::Impl::drop_outdated(Page& page) noexcept try {
+    if (evictions.get() == 0) return;
+    PageWord seen = page.load();
+    if (next_step(PageGoal::eviction, seen, Patience::give_up, false) != PageStep::take) return;
+    if (!page.change(seen, seen.with(PageState::busy))) return;
+    if (seen.state() == PageState::mapped) unmap_page(page);
+    drop_page(page);
+} catch (const std::exception& error) {  // it stays, and goes as others do
+    OFFLOAD_LOG(info, "memory of an outdated page stays: ", error.what());
 }
 
 void PageAccess::add_below(UpdateLatch& latch, std::shared_ptr<Segment> segment, Page& page) noexcept {

@@ -17,6 +17,7 @@ void Pager::Impl::Overwriting::confirm() noexcept {
     }
     for (Page* page : pages_) {
         page->enter(PageState::mapped, PageWord::kDirty, PageWord::kUndefined);
+        pager_.drop_outdated_below(*page);
     }
     pages_.clear();
 }
@@ -134,6 +135,9 @@ UpdateLatch::~UpdateLatch() {
     below_.reset();  // first: who finds the pages free here looks for them there
     if (segments_.empty()) return;
     Pager::Impl& pager = *segments_.front()->pager().impl_;
+    for (std::size_t k = 0; confirmed_ && k < pages_.size(); ++k) {
+        if (locations_[k] == Location::slot && !is_worthless_[k]) pager.drop_outdated_below(*pages_[k]);
+    }
     const bool is_kept = PageAccess::keep_for_device(*this, pager);  // first: from `loaded` on the page may be mapped
     for (std::size_t k = 0; k < pages_.size(); ++k) {
         release_page(k);

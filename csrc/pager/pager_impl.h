@@ -15,6 +15,7 @@
 #include "pager/eviction.h"
 #include "pager/fault_errors.h"
 #include "pager/fault_holds.h"
+#include "pager/outlook.h"
 #include "pager/page_steps.h"
 #include "pager/pager.h"
 #include "pager/prefetch_queue.h"
@@ -112,6 +113,7 @@ struct Pager::Impl final : StoreClient {
     void make_writable(Page& page);
     void unmap_page(Page& page);
     void drop_or_write(Page& page);
+    void drop_page(Page& page) noexcept;
     void lose_page(Page& page, const char* why) noexcept;
     void undo_overwrite(Page& page) noexcept;
     std::span<std::byte> mapped_range(const Page& page) const noexcept;
@@ -136,6 +138,8 @@ struct Pager::Impl final : StoreClient {
                                            Patience patience);
     bool start_update_below(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time);
     void queue_update(const std::shared_ptr<Segment>& segment, std::size_t index, UpdateTime time);
+    void drop_outdated_below(const Page& page) noexcept;
+    void drop_outdated(Page& page) noexcept;
     bool resolve_pending(Segment& segment, std::size_t index, bool may_wait);
     std::vector<std::shared_ptr<Segment>> members_of(Segment& segment);
     void answer_fault(Page& page, bool is_write) noexcept;
@@ -157,17 +161,6 @@ struct Pager::Impl final : StoreClient {
     void note_anchor(Segment& segment, TraceId anchor);
     std::vector<std::shared_ptr<Segment>> updated_above(const Segment& segment);
     void rank_updated(std::span<const std::shared_ptr<Segment>> updated);
-    struct Ahead {  // a segment that the recording says comes next
-        std::shared_ptr<Segment> segment;
-        UsePosition use = 0;
-        std::int64_t due_ns = 0;    // computing time until then
-        std::int64_t slack_ns = 0;  // how long reading it may be put off
-    };
-    struct Outlook {
-        std::vector<Ahead> segments{};
-        std::size_t growth_bytes = 0;  // of other memory, shortly
-        std::int64_t margin_ns = 0;    // so long before they have to reads begin
-    };
     Outlook upcoming_segments();
     void find_slack(std::vector<Ahead>& ahead);
     std::size_t missing_bytes(Segment& segment);

@@ -102,6 +102,7 @@ void Pager::Impl::map_page(Page& page, PageWord before, bool is_write) {
     const bool is_written = is_write && !before.has(PageWord::kUndefined);
     const std::uint32_t written = is_written ? PageWord::kDirty : 0;
     page.enter(PageState::mapped, written | (is_writable ? PageWord::kWritable : 0), PageWord::kPoisoned);
+    if (is_written && !before.has(PageWord::kDirty)) drop_outdated_below(page);
 }
 
 /// Pre: the page is busy and was mapped read-only.
@@ -113,6 +114,7 @@ void Pager::Impl::make_writable(Page& page) {
         throw;
     }
     page.enter(PageState::mapped, PageWord::kWritable | PageWord::kDirty);
+    drop_outdated_below(page);
 }
 
 /// Pre: the page is busy and was mapped. Its bytes end up in its frame's slot; if this throws, it is mapped as before,
@@ -151,8 +153,14 @@ void Pager::Impl::drop_or_write(Page& page) {
         return;
     }
     clean_drops.increment();
+    drop_page(page);
+}
+
+/// Pre: the page is busy, its bytes lie in its frame's slot, and nobody needs them there any more. It ends absent.
+void Pager::Impl::drop_page(Page& page) noexcept {
     retire_frame(page);
-    page.enter(page.load().has(PageWord::kStored) ? PageState::stored : PageState::zero, 0, PageWord::kWritable);
+    const PageState absent = page.load().has(PageWord::kStored) ? PageState::stored : PageState::zero;
+    page.enter(absent, 0, PageWord::kWritable | PageWord::kDirty);
     announce_progress();
 }
 

@@ -158,7 +158,7 @@ std::vector<std::shared_ptr<Segment>> Pager::Impl::updated_above(const Segment& 
 /// What the recording says comes next, as much as a share holds of what the budget leaves beside other memory until
 /// then: more would give way to that memory and be read again. While the program waits for other ranks it is half of
 /// that, for what is to be updated all of it.
-Pager::Impl::Outlook Pager::Impl::upcoming_segments() {
+Outlook Pager::Impl::upcoming_segments() {
     Outlook outlook{.margin_ns = kMaxMarginNs};
     std::vector<std::shared_ptr<Segment>> looked_at;  // outlives the lock: the last owner of a segment takes it
     looked_at.reserve(kMaxAhead);                     // what fails to be added would end under it

@@ -116,6 +116,44 @@ TEST(TierStore, HostReadsAheadWhileTheDeviceHasNoRoom) {
     EXPECT_EQ(tiers.top.statistics().prefetches, 0u);
 }
 
+// The host does not keep, nor write to the SSD, what the device has newer bytes of. Method: 32 pages written in order
+// in every step, by operators and by updates, over a device of 16 and a host of 24: they fit in both together, and in
+// neither the host nor the device alone.
+TEST(TierStore, HostLetsGoWhatTheDeviceHasChanged) {
+    constexpr std::uint32_t kPages = 32;
+    EmulatedDevice device;
+    ThreeTiers tiers(device, 16, 24);
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (std::uint32_t i = 0; i < kPages; ++i) segments.push_back(segment_with_role(tiers.top, 1, i));
+    constexpr std::uint32_t kSteps = 6;
+    std::uint64_t moved_before = 0;
+    const auto moved_bytes = [&] {
+        const PagerStatistics on_host = tiers.host.statistics();
+        return total(on_host.read_bytes) + total(on_host.written_bytes);
+    };
+    for (std::uint32_t step = 0; step < 3 + kSteps; ++step) {
+        if (step == 3) moved_before = moved_bytes();
+        for (std::uint32_t i = 0; i < kPages; ++i) {
+            tiers.top.touch(segments[i]);
+            if (i % 2 == 0) {
+                const PinGuard guard = pin(tiers.top, segments[i], Access::write);
+                ASSERT_TRUE(holds(*segments[i], i + step));
+                fill(*segments[i], i + step + 1);
+            } else {
+                const UpdateLatch latch = tiers.top.latch_for_update({&segments[i], 1}, 0, true);
+                ASSERT_TRUE(latch);
+                auto* words = reinterpret_cast<std::uint32_t*>(latch.bytes(0).data());
+                for (std::size_t k = 0; k < kPageElements; ++k) {
+                    ASSERT_EQ(words[k], word_of(i + step, k));
+                    words[k] = word_of(i + step + 1, k);
+                }
+            }
+        }
+        tiers.top.end_step();
+    }
+    EXPECT_LT(moved_bytes() - moved_before, kSteps * kPages * kPageBytes / 8);
+}
+
 // What goes from the host to the SSD is what the program uses last from where it is, though nothing has come up or gone
 // down since it was elsewhere. Method: six segments on the host, the first of them touched; memory there for two pages
 // more than there are.

@@ -102,7 +102,10 @@ def test_two_tiers_move_what_was_planned(case, ram_share, scratch):
 
 @pytest.mark.parametrize(("case", "ram_share"), [("fp32", 0.6), ("fp32 backward", 0.3)])
 def test_three_tiers_move_what_was_planned(case, ram_share, scratch):
-    """Between device and memory, both ways. To the SSD the engine moves more than has to be: the plan is below it."""
+    """Between device and memory, both ways. To the SSD the engine moves more than has to be: the plan is below it.
+
+    Where the device updates, by half: the host wrote what the device had newer bytes of, and that was above twice.
+    """
     links = in_child(compared, case, str(scratch), 0.35, ram_share)
     for name in ("to_device", "to_host"):
         planned, counted = links[name]
@@ -110,6 +113,9 @@ def test_three_tiers_move_what_was_planned(case, ram_share, scratch):
     for name in ("ssd_read", "ssd_written"):
         planned, counted = links[name]
         assert 0 < planned < 1.1 * counted, links
+    if case == "fp32 backward":
+        planned, counted = (sum(links[name][k] for name in ("ssd_read", "ssd_written")) for k in range(2))
+        assert counted < 1.8 * planned, links
 
 
 def test_updates_of_the_backward_take_its_time():
