@@ -185,10 +185,12 @@ class CaseRunner:
         if watching:
             watching.start()
         has_hung = not child.wait(self._hang_seconds)
+        waits = _waits_of(pid) if has_hung else ""
         if has_hung:
             child.send(signal.SIGKILL)
         if watching:
             watching.join()
+        seen.text += waits
         _, status = os.waitpid(pid, 0)
         os.close(child.descriptor)
         with open(receiving, "rb") as pipe:
@@ -213,6 +215,18 @@ def _note(report: Report, function: Callable[..., None], *arguments: object) -> 
         report.verdict, report.text = defect.verdict, f"{report.text}{traceback.format_exc()}"
     except Exception:  # noqa: BLE001 (the runner says it)
         report.verdict, report.text = Verdict.UNTYPED, f"{report.text}{traceback.format_exc()}"
+
+
+def _waits_of(pid: int) -> str:
+    """Say what each thread of a process and of its children waits for in the kernel."""
+    text = ""
+    with suppress(OSError):  # of what has ended meanwhile
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for process in (str(pid), *children):
+            for thread in Path("/proc", process, "task").iterdir():
+                name, place = ((thread / file).read_text().strip() for file in ("comm", "wchan"))
+                text += f"{process} {name}: {place}\n"
+    return text
 
 
 def _leave() -> None:
