@@ -44,10 +44,11 @@ constexpr PageStep wait_or_leave(Patience patience) noexcept {
     return patience == Patience::wait ? PageStep::wait : PageStep::leave;
 }
 
-/// Of a page at its address that is to be written to there.
+/// Of a page at its address that is to be written to there. One that is undefined is dirty once the whole pin has
+/// succeeded.
 constexpr PageStep to_be_written(PageWord word) noexcept {
     if (!word.has(PageWord::kWritable)) return PageStep::take;
-    return word.has(PageWord::kDirty) ? PageStep::finish : PageStep::mark;
+    return word.has(PageWord::kDirty | PageWord::kUndefined) ? PageStep::finish : PageStep::mark;
 }
 
 /// `is_own`: the thread is the one that will overwrite a page whose bytes are undefined.

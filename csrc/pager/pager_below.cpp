@@ -36,6 +36,7 @@ void Pager::Impl::drop_outdated(Page& page) noexcept try {
     if (evictions.get() == 0) return;
     PageWord seen = page.load();
     if (next_step(PageGoal::eviction, seen, Patience::give_up, false) != PageStep::take) return;
+    const Transient transient(*this);
     if (!page.change(seen, seen.with(PageState::busy))) return;
     if (seen.state() == PageState::mapped) unmap_page(page);
     drop_page(page);

@@ -294,6 +294,26 @@ TEST(TierStore, FailedReadBelowIsRaisedAbove) {
     }
 }
 
+// A pin that fails leaves the bytes below of what it would have overwritten. Method: a target whose only bytes are in
+// the host's memory, which has sent pages away before, and a source that the SSD does not give.
+TEST(TierStore, FailedPinOverwritesNothing) {
+    EmulatedDevice device;
+    ThreeTiers tiers(device, 8, 24);
+    const auto source = filled_segment(tiers.top, 2, 1);
+    ASSERT_EQ(tiers.top.evict(source), 0u);
+    const auto target = filled_segment(tiers.top, 2, 2);
+    const auto other = filled_segment(tiers.top, 7, 3);
+    ASSERT_TRUE(
+        comes_true([&] { return target->page(1).load().is_absent(); }));  // of a segment the last page goes first
+    ASSERT_TRUE(Pager::in_memory(*target->backing(), 1));
+    ASSERT_EQ(total(tiers.host.statistics().written_bytes), 2 * kPageBytes);  // the source's
+    tiers.engine->refuse(IoDirection::read, EIO);
+    const PinRequest requests[] = {{target, Access::overwrite}, {source, Access::read}};
+    EXPECT_THROW(static_cast<void>(tiers.top.pin(requests)), TierIoError);
+    const PinGuard guard = pin(tiers.top, target, Access::read);
+    EXPECT_TRUE(holds(*target, 2));
+}
+
 // A disk that is full for a moment is not noticed above: other pages make room. Method: scripted ENOSPC while pages are
 // pushed down.
 TEST(TierStore, DiskThatIsFullForAMomentIsNotNoticed) {
