@@ -168,12 +168,19 @@ bool ManagedArguments::is_in_memory() const noexcept {
     });
 }
 
+/// What is overwritten is the first span, whole, and comes in the last pin: with that its bytes are gone.
 void ManagedArguments::pin_all() {
     const ProfilerRange range("torch_offload::wait_for_pages", [this] { return !is_in_memory(); });
-    for (std::size_t i = 0; i < spans_.size(); ++i) {
+    const bool is_overwriting = must_succeed();
+    if (is_overwriting) pin_parts();
+    for (std::size_t i = spans_.size(); i-- > 0;) {
         const auto is_same = [&](const Span& earlier) { return earlier.engine == spans_[i].engine; };
         if (std::none_of(spans_.begin(), spans_.begin() + i, is_same)) pin_whole(*spans_[i].engine);
     }
+    if (!is_overwriting) pin_parts();
+}
+
+void ManagedArguments::pin_parts() {
     for (const Span& span : spans_) {
         if (span.is_whole()) continue;
         guards_.push_back(

@@ -95,6 +95,7 @@ private:
     Span& span_of(const Block& block);
     bool is_in_memory() const noexcept;
     void pin_all();
+    void pin_parts();
     void pin_whole(Engine& engine);
 
     c10::SmallVector<Span, 4> spans_;

@@ -131,6 +131,16 @@ def test_what_overwrites_a_page_is_not_refused_its_memory(scratch):
     del pins, small
 
 
+def test_what_is_not_overwritten_after_all_stays(scratch):
+    """A copy from a part of another tensor, for which there is no room beside the target."""
+    engine = make_engine(scratch, SMALL_BUDGET_BYTES, min_paged_bytes=0)
+    plain = torch.randn(SMALL_BUDGET_BYTES // 4 * 5 // 8)
+    target, source = paged(engine, plain.clone()), paged(engine, torch.randn(2 * plain.numel()))
+    with pytest.raises(OutOfTierMemory, match="host memory tier"):
+        target.copy_(source[PAGE_ELEMENTS : PAGE_ELEMENTS + plain.numel()])
+    assert digest(target) == digest(plain)
+
+
 def test_recorded_kernels_are_not_refused_their_memory(scratch):
     """With a full budget: what they allocate, a number for the factor, would have to wait for their end."""
     engine = make_engine(scratch, SMALL_BUDGET_BYTES, min_paged_bytes=0)
