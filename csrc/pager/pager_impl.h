@@ -85,7 +85,7 @@ struct Pager::Impl final : StoreClient {
     auto acquire(std::size_t size_bytes, Take take, Available available);
     struct Victim {
         std::shared_ptr<Segment> segment;
-        Page* page;
+        Page* page = nullptr;
     };
     enum class Resting : std::uint8_t { not_yet, too };  // whether pages are tried that UnwritablePages leaves alone
     std::size_t lease(std::size_t size_bytes) noexcept;

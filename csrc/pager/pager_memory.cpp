@@ -177,9 +177,12 @@ std::vector<Pager::Impl::Victim> Pager::Impl::choose_victims(std::size_t wanted_
             if (!word.in_memory() || word.pin_count() != 0) continue;
             if (!may_write && word.has(PageWord::kDirty)) continue;
             if (resting == Resting::not_yet && unwritable.is_resting(segment.page(i), now_ns)) continue;
-            std::shared_ptr<Segment> owner = segments.at(&segment).lock();
-            if (!owner) break;
-            victims.push_back({std::move(owner), &segment.page(i)});
+            Victim& victim = victims.emplace_back();  // first: while nothing is owned this may fail
+            victim = {segments.at(&segment).lock(), &segment.page(i)};
+            if (!victim.segment) {
+                victims.pop_back();
+                break;
+            }
             chosen_bytes += segment.frame_bytes(i);
         }
         if (!has_pages) evictable.remove(segment);

@@ -31,12 +31,14 @@ void PrefetchQueue::add(const std::shared_ptr<Segment>& segment, std::uint64_t n
 PrefetchQueue::Next PrefetchQueue::next(Owners& passed) {
     while (!waiting_.empty()) {
         const Request& first = waiting_.front();
-        std::shared_ptr<Segment> segment = first.segment.lock();
+        std::shared_ptr<Segment>& segment = passed.emplace_back();  // first: while nothing is owned this may fail
+        segment = first.segment.lock();
         if (segment && segment->last_use.load(std::memory_order_relaxed) == first.time) {
-            return {std::move(segment), bytes_before(first.time)};
+            Next next{std::move(segment), bytes_before(first.time)};
+            passed.pop_back();
+            return next;
         }
         waiting_.pop_front();
-        passed.push_back(std::move(segment));
     }
     return {};
 }
@@ -47,12 +49,14 @@ void PrefetchQueue::read(const std::shared_ptr<Segment>& segment) {
 
 void PrefetchQueue::end(std::uint64_t time, Owners& ended) {
     while (!holding_.empty() && holding_.front().time <= time) {
-        const Request request = std::move(holding_.front());
+        std::shared_ptr<Segment>& segment = ended.emplace_back();
+        segment = holding_.front().segment.lock();
         holding_.pop_front();
-        std::shared_ptr<Segment> segment = request.segment.lock();
-        if (!segment) continue;
-        segment->outstanding_since.store(0, std::memory_order_relaxed);
-        ended.push_back(std::move(segment));
+        if (segment) {
+            segment->outstanding_since.store(0, std::memory_order_relaxed);
+        } else {
+            ended.pop_back();
+        }
     }
 }
 
