@@ -22,7 +22,6 @@ constexpr int kWaitingConnections = 128;
 constexpr int kIdleSeconds = 10;
 constexpr int kProbeSeconds = 5;
 constexpr int kProbes = 3;
-constexpr unsigned kUnansweredMilliseconds = 25'000;
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
@@ -40,7 +39,8 @@ AddressList resolve(const NetAddress& address, int flags) {
     return {found, &::freeaddrinfo};
 }
 
-/// Messages leave at once, and a peer that is gone is noticed.
+/// Messages leave at once, and a peer that is gone is noticed while nothing is on its way. Without TCP_USER_TIMEOUT:
+/// with it the system also ends a connection whose peer answers, but is stopped and takes nothing.
 void tune(const FileDescriptor& socket) noexcept {
     const auto set = [&](int level, int name, auto value) {
         ::setsockopt(socket.get(), level, name, &value, sizeof value);  // works without, less well
@@ -50,7 +50,6 @@ void tune(const FileDescriptor& socket) noexcept {
     set(IPPROTO_TCP, TCP_KEEPIDLE, kIdleSeconds);
     set(IPPROTO_TCP, TCP_KEEPINTVL, kProbeSeconds);
     set(IPPROTO_TCP, TCP_KEEPCNT, kProbes);
-    set(IPPROTO_TCP, TCP_USER_TIMEOUT, kUnansweredMilliseconds);
 }
 
 FileDescriptor open_socket(const addrinfo& candidate) {

@@ -1,6 +1,9 @@
 #include "net/socket.h"
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
 
 #include "base/check.h"
 
@@ -29,6 +32,17 @@ TEST(Socket, NobodyAnswersIsAnError) {
         EXPECT_THROW(listen_at({"127.0.0.1", port}), TierIoError);
     }
     EXPECT_THROW(connect_to({"127.0.0.1", port}, std::chrono::seconds(1)), TierIoError);
+}
+
+// A peer that is there and takes nothing, because somebody has stopped it, stays connected for as long as that takes.
+// Method: the system's limit for bytes that a peer has no room for, which would end the connection though it answers.
+TEST(Socket, PeerThatIsStoppedStaysConnected) {
+    const FileDescriptor listening = listen_at({"127.0.0.1", 0});
+    const FileDescriptor here = connect_to({"127.0.0.1", port_of(listening)}, std::chrono::seconds(1));
+    unsigned limit_ms = 1;
+    socklen_t size = sizeof limit_ms;
+    ASSERT_EQ(::getsockopt(here.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, &size), 0);
+    EXPECT_EQ(limit_ms, 0u);
 }
 
 }  // namespace
