@@ -400,6 +400,7 @@ void PageServer::find_members(PageRequest& request) {
 
 /// All of a page has come.
 void PageServer::take_bytes(ServedClient& client) {
+    if (client.arriving.empty()) break_off(client, "it sent a page without bytes");
     PageRequests one = take(client.arriving, client.arriving.begin());
     PageRequest& request = one.front();
     MessageHeader said = request.question;

@@ -149,7 +149,8 @@ private:
     void check_silence();
     std::string describe(const Transfer& transfer, const std::string& what) const;
     std::string describe(const Update& update, std::string_view what) const;
-    std::exception_ptr failure_of(const Update& update, std::string_view why, int error_number) const;
+    std::exception_ptr failure_of(const Update& update, std::string_view what, std::string_view why,
+                                  int error_number) const;
     [[noreturn]] void break_off(const char* why) const;
     StoredPage& stored_page(const Transfer& transfer);
     StoredSegment& stored_segment(const Segment& segment);

@@ -101,7 +101,7 @@ void RemoteStore::end_update() {
     }
     const std::string_view why(body.data() + checksum_bytes, body.size() - checksum_bytes);
     std::exception_ptr error;
-    if (!why.empty()) error = failure_of(update, concat("it failed there: ", why), answer.error_number);
+    if (!why.empty()) error = failure_of(update, "it failed there: ", why, answer.error_number);
     end(std::move(one), answer.count, error);
 }
 
@@ -113,15 +113,16 @@ void RemoteStore::end_update_failed() {
     Updates one = take_answered();
     const std::string_view why(text_.data(), channel_.header().body_bytes);
     const std::exception_ptr error =
-        is_failure ? failure_of(one.front(), concat("it failed there: ", why), channel_.header().error_number)
-                   : failure_of(one.front(), "it came there damaged", EBADMSG);
+        is_failure ? failure_of(one.front(), "it failed there: ", why, channel_.header().error_number)
+                   : failure_of(one.front(), "it came there damaged", {}, EBADMSG);
     end(std::move(one), 0, error);
 }
 
 /// Who asked for it may not wait for it, and the page's next use tries again: so the log has it, too.
-std::exception_ptr RemoteStore::failure_of(const Update& update, std::string_view why, int error_number) const {
+std::exception_ptr RemoteStore::failure_of(const Update& update, std::string_view what, std::string_view why,
+                                           int error_number) const {
     return exception_from([&] {
-        const TierIoError error(describe(update, why), error_number);
+        const TierIoError error(describe(update, concat(what, why)), error_number);
         OFFLOAD_LOG(warning, error.what());
         return error;
     });

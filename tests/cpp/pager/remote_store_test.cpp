@@ -223,6 +223,7 @@ TEST(RemoteStore, WhoBreaksTheRulesIsHungUpOn) {
         }
     };
     EXPECT_TRUE(hangs_up([&](RawClient& client) { client.say({.kind = MessageKind::bytes, .request = 3}, page); }));
+    EXPECT_TRUE(hangs_up([](RawClient& client) { client.say({.kind = MessageKind::bytes, .request = 3}); }));
     EXPECT_TRUE(hangs_up([](RawClient& client) { client.say({.kind = MessageKind::stored}); }));
     EXPECT_TRUE(hangs_up([](RawClient& client) {
         for (std::uint32_t number = 0; number <= kMaxRequests; ++number) client.say(RawClient::write_of(number));
@@ -367,6 +368,33 @@ TEST(RemoteUpdates, WhatCannotBeMeantIsAnswered) {
     other.channel.send({.kind = MessageKind::update, .count = 1}, endless);
     other.channel.flush();
     EXPECT_THROW(other.hear(), TierIoError);
+}
+
+// A page that an update would have let go is kept where it failed, and can be read. Method: work that fails after its
+// first operator.
+TEST(RemoteUpdates, FailedUpdateKeepsWhatItWouldHaveLetGo) {
+    PageServerOptions options = updating_options(64);
+    options.run_work = [](std::span<const std::byte>, std::span<const std::span<std::byte>>,
+                          std::exception_ptr& error) {
+        error = std::make_exception_ptr(InvalidArgument("the second operator"));
+        return std::size_t{1};
+    };
+    PageServer server(options);
+    const auto pager = updating_pager(server.address(), 16);
+    const auto segment = filled_segment(*pager, 1, 1);
+    ASSERT_EQ(pager->evict(segment), 0u);
+    std::promise<std::exception_ptr> ended;
+    {
+        UpdateLatch latch = pager->latch_for_update({&segment, 1}, 0, true);
+        ASSERT_TRUE(latch.is_remote());
+        latch.run_remotely({{std::byte{1}},
+                            {true},
+                            [&](std::size_t, const std::exception_ptr& error) { ended.set_value(error); },
+                            [](const std::exception_ptr&) {}});
+        EXPECT_THROW(std::rethrow_exception(ended.get_future().get()), TierIoError);
+    }
+    const PinGuard guard = pin(*pager, segment, Access::read);
+    EXPECT_TRUE(holds(*segment, 1));
 }
 
 // A store that ends in the midst of updates is an error by name, and nothing waits for it for ever. Method: one that is
