@@ -112,6 +112,8 @@ def test_a_gpu_that_others_fill_is_left_out(measured, scratch, monkeypatch, capl
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    # Torch's optimizers ask for the GPU's stream from 2.15 on.
+    monkeypatch.setattr(compute_rates, "update_rates", lambda: {"adamw_torch_fused": 1e9})
     monkeypatch.setattr(compute_rates, "gpu_rates", refuse)
     assert measure(scratch).gpu is None
     assert "the GPU has too little free memory to be measured, and nothing is kept: cuda:0 is full" in caplog.text
