@@ -23,8 +23,8 @@ bool Pager::salvage(Segment& segment, std::size_t index, std::span<std::byte> ta
     return true;
 }
 
-/// The page has newer bytes from now on than the tier below. Pre: the caller has a pin on it, so that it is not written
-/// there meanwhile.
+/// The page has newer bytes from now on than the tier below. Pre: the caller has a pin on it or has it busy, so that it
+/// is not written there meanwhile.
 void Pager::Impl::drop_outdated_below(const Page& page) noexcept {
     const std::shared_ptr<Segment> backing = page.segment->backing();
     if (backing) backing->pager().impl_->drop_outdated(backing->page(page.segment->index_of(page)));

@@ -126,6 +126,7 @@ void UpdateLatch::release_page(std::size_t k) noexcept {
             page.clear_flag(cleared);
             break;
         case Location::slot:
+            if (is_dirty) segments_[k]->pager().impl_->drop_outdated_below(page);
             page.enter(PageState::loaded, is_dirty ? PageWord::kDirty : 0, cleared);
             break;
     }
@@ -135,9 +136,6 @@ UpdateLatch::~UpdateLatch() {
     below_.reset();  // first: who finds the pages free here looks for them there
     if (segments_.empty()) return;
     Pager::Impl& pager = *segments_.front()->pager().impl_;
-    for (std::size_t k = 0; confirmed_ && k < pages_.size(); ++k) {
-        if (locations_[k] == Location::slot && !is_worthless_[k]) pager.drop_outdated_below(*pages_[k]);
-    }
     const bool is_kept = PageAccess::keep_for_device(*this, pager);  // first: from `loaded` on the page may be mapped
     for (std::size_t k = 0; k < pages_.size(); ++k) {
         release_page(k);
